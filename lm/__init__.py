@@ -1,4 +1,4 @@
-"""lm: what an attention normalizer does to a language model. The public face: load, train, evaluate, compare, judge and results."""
+"""lm compares attention normalizers in language models. Its public functions: load, train, evaluate, compare, judge and results."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["Given", "compare", "evaluate", "functional", "judge", "load", "results", "train"]
 __version__ = "0.11.0"
 
-Given = str | os.PathLike | Mapping[str, object]  # a file or preset, an override `KEY=VALUE`, or keys with their values
-_FACE = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_face")
+Given = str | os.PathLike | Mapping[str, object]  # a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
+_FACE = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_face")  # the module of each public function
 _FACE |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
 
 
-if not TYPE_CHECKING:  # to which any name would be one of the package's
+if not TYPE_CHECKING:  # a type checker that sees this function takes any name for an attribute of the package
 
     def __getattr__(name: str) -> Callable | ModuleType:
-        """The public function or module with this name; its module, which may import torch, is imported at its first use."""
+        """Import the public function or module `name` at its first use and return it, so that `import lm` doesn't import torch."""
         if name == "functional":
             return import_module("lm.functional")
         if name not in _FACE:

@@ -23,7 +23,7 @@ from lm.machine import stop_with_parent
 UsageError = typer.BadParameter.__bases__[0]
 HelpFormatter = typer.Context.formatter_class
 
-_BY_HEADING = {  # of `lm --help`, in its order; a command has the name of its function
+_BY_HEADING = {  # the functions of the commands under each heading of `lm --help`, in order
     "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.report),
     "Train": (train_commands.train, train_commands.prepare, train_commands.config, train_commands.configs),
     "Measure and look": (model_commands.eval_, model_commands.diagnose, model_commands.generate),
@@ -41,10 +41,10 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
 
 
 class GroupedCommands(TyperGroup):
-    """The commands of `lm`, listed in its help by purpose."""
+    """The command group `lm`, whose help lists the commands under the headings of `COMMANDS`."""
 
     def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
-        """Write a section for each heading of `COMMANDS`."""
+        """Write a section of the help for each heading of `COMMANDS`."""
         limit = formatter.width - 6 - max(map(len, self.commands))
         for heading, commands in COMMANDS.items():
             names = [*commands, *(["data"] if heading == "Train" else [])]
@@ -92,33 +92,33 @@ app.add_typer(data, name="data")
 
 
 def main() -> None:
-    """Entry point: an error meant for the user is one line and a non-zero exit status."""
+    """Run the command line. An error meant for the user prints one line and gives a non-zero exit status."""
     stop_with_parent()
-    atexit.register(gc.freeze)  # Python would otherwise end with a search for cycles in all that torch has loaded: half a second
+    atexit.register(gc.freeze)  # else Python ends with a search for reference cycles in all that torch has loaded: half a second
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # é in an ASCII locale; names of files that are not valid Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")  # for é in an ASCII locale, and for file names that are not valid Unicode
     try:
         try:
-            status = app(prog_name="lm", standalone_mode=False)  # the code of typer.Exit, 130 of Ctrl-C, else None
+            status = app(prog_name="lm", standalone_mode=False)  # the exit code of typer.Exit, 130 after Ctrl-C, else None
         finally:
             if sys.stdout:
-                sys.stdout.flush()  # here, where a full disk can be reported
+                sys.stdout.flush()  # here, where the error of a full disk is caught and reported
         sys.exit(status or 0)
     except LMError as error:
         _fail(str(error), error.exit_code)
     except UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help
+        if type(error).__name__ == "NoArgsIsHelpError":  # raised where a command is missing; its text is the help
             error.show()
             sys.exit(error.exit_code)
         _fail(_usage(error), error.exit_code)
-    except BrokenPipeError:  # as by `| head`, which has seen enough
+    except BrokenPipeError:  # the reader of stdout has ended, such as `head` in `lm ... | head`
         _discard_output()
         sys.exit(1)
     except UnicodeEncodeError as error:
         _fail(f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1)
     except OSError as error:
         _discard_output()
-        _fail(_outside_failure(error) or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+        _fail(_plugin_failure(error) or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
     except BaseException as error:
         if not (isinstance(error, Exception) or panicked(error)) or not (text := _known_failure(error)):
             raise
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _usage(error: UsageError) -> str:
-    """A message of one line on a wrong command line, with a remedy: for a key that is written as an option, the right form."""
+    """A one-line message on a wrong command line, with a remedy: for a key that is written as an option (`--key`), `key=value`."""
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config
@@ -143,7 +143,7 @@ def _usage(error: UsageError) -> str:
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
-_MEMORY_REMEDIES = {  # by command: a remedy that needs less memory
+_MEMORY_REMEDIES = {  # by command: how to lower its use of memory
     "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size",
     "eval": "lower the lengths of eval.*, or their sequences",
     "diagnose": "lower eval.diagnostics.length_factor",
@@ -153,7 +153,7 @@ _MEMORY_REMEDIES = {  # by command: a remedy that needs less memory
 
 
 def _known_failure(error: BaseException) -> str:
-    """A message of one line if memory ran out or code from outside may be the cause; empty for other errors, which are defects of lm."""
+    """A one-line message if memory ran out, or if a Rust library or a plugin may have failed; empty for defects of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
@@ -161,19 +161,19 @@ def _known_failure(error: BaseException) -> str:
         return f"{text}: {remedy or 'use a machine with more'}"
     if panicked(error):
         return f"a library that lm uses failed: {one_line(error)}"
-    if text := _outside_failure(error):
+    if text := _plugin_failure(error):
         return text
     from lm.plugins import PLUGINS
 
-    if checks := PLUGINS.checks():  # it may have given what lm can't use
+    if checks := PLUGINS.checks():  # a plugin may have returned a value that lm can't use
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {one_line(error)} ({frame.filename}:{frame.lineno})"
         return f"{text}; the cause may be code from outside: check it with {' and '.join(checks)}"
     return ""
 
 
-def _outside_failure(error: BaseException) -> str:
-    """A message of one line if code from outside raised `error`; else empty."""
+def _plugin_failure(error: BaseException) -> str:
+    """A one-line message if a plugin raised `error`; else empty."""
     from lm.plugins import PLUGINS
 
     failure, check = PLUGINS.failure(error)
@@ -181,7 +181,7 @@ def _outside_failure(error: BaseException) -> str:
 
 
 def _discard_output() -> None:
-    """Discard output that could not be written to stdout, or the interpreter would try again at exit."""
+    """Discard output that could not be written to stdout: the interpreter would try to write it again at exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -18,10 +18,10 @@ class RunError(LMError):
 
 
 class Diverged(RunError):
-    """A training run that stopped at losses or gradients that are not finite; its exit status tells it from one that was interrupted.
+    """A training run that stopped because losses or gradients were not finite; its exit status differs from an interrupted run's.
 
     Attributes:
-        step: the first step that could not be made.
+        step: the step (1-based) at which the run stopped.
     """
 
     exit_code = 3
@@ -32,18 +32,18 @@ class Diverged(RunError):
 
 
 def one_line(error: BaseException, limit: int | None = 300) -> str:
-    """An exception's text on one line of at most `limit` characters (None: the whole text); the name of its class if it has no text."""
+    """An exception's text on one line, cut to `limit` characters (None: not cut); the name of the exception's class if it has no text."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def abbreviated(text: str, limit: int = 300) -> str:
-    """A text on one line of at most `limit` characters."""
+    """The text on one line; a longer text is cut to `limit` characters that end with ` ...`."""
     line = " ".join(text[: 2 * limit].split())
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
 def as_written(value: object) -> str:
-    """A value as a user writes it: null, true and false as in YAML, within lists and blocks, too; other values as Python writes them."""
+    """The text of a value in messages: null, true and false as in YAML, also within lists and maps; other values as Python's repr."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def panicked(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a configuration: the key, its value, the reason, and the remedy."""
+    """A problem of a configuration: the path of the key, its value, the reason, and the remedy."""
 
     path: str
     value: object
@@ -76,7 +76,7 @@ class Problem:
 
 
 class ConfigError(LMError):
-    """Every problem found in a configuration, one a line; the first `most_lines` if there are more."""
+    """An error that lists the problems of a configuration, one per line, but at most the first `most_lines`."""
 
     exit_code = 2
     most_lines = 30

@@ -18,12 +18,12 @@ from lm.errors import DataError, RunError, one_line
 from lm.machine import born, this_machine
 from lm.schema import Plain
 
-UNFINISHED = "unfinished"  # part of the names of files and folders that are being filled
+UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
 ABANDONED_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
 
 
 def expanded(path: str | os.PathLike) -> Path:
-    """The path, in which `~` is the home folder. Raises RunError: there is no such user."""
+    """`path`, in which `~` or `~USER` is replaced by the home folder. Raises RunError: there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -32,8 +32,8 @@ def expanded(path: str | os.PathLike) -> Path:
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """An empty file beside `path` to write, and its path; it is deleted at the end, unless it was renamed. Unfinished files that killed
-    processes have left beside it are deleted, too."""
+    """A context that yields an empty file beside `path`, open for writing, and its path; the file is deleted at the end, unless it was
+    renamed. Unfinished files that ended processes have left in the folder are deleted, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
     try:
@@ -45,20 +45,20 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def unfinished(path: Path) -> str:
-    """The beginning of the name of a file that this process fills in place of `path`: it names the machine and the process."""
-    name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems count bytes
+    """The prefix of the names of temporary files and folders that are to become `path`; it names this machine and process."""
+    name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
     return f".{name}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
 
 
 def _delete_abandoned(new_path: Path) -> None:
-    """Delete the unfinished files and folders beside `new_path`, which was made just now, of processes that have ended.
+    """Delete the unfinished files and folders of ended processes that are in the folder of `new_path`, which was made just now.
 
-    Files of other machines are deleted if they are `ABANDONED_SECONDS` old by the file system's clock. The start times
-    of processes tell which have ended; file locks would not do, as not all file systems have them.
+    Files of other machines are deleted once they are `ABANDONED_SECONDS` old by the file system's clock. Start times of processes, in the
+    files' names, tell which processes have ended; file locks can't, as not all file systems have them.
     """
     pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
     for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
-        with suppress(OSError):  # deleted meanwhile
+        with suppress(OSError):  # another process has deleted it meanwhile
             if match := pattern.fullmatch(leftover.name):
                 machine, pid, start = match.groups()
                 is_local, age = machine == _machine(), new_path.stat().st_mtime - leftover.stat().st_mtime
@@ -73,11 +73,11 @@ def _machine() -> str:
 
 @contextmanager
 def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
-    """A file to write in place of `path`: a temporary one in the same folder, synced and renamed at the end.
+    """A context that yields a temporary file in the folder of `path`, synced and renamed to `path` at the end.
 
-    If an error occurs, `path` is as it was and no file is left behind. `noun` names the file in the error.
+    If an error occurs, `path` is as it was and the temporary file is deleted. `noun` names the file in the error.
 
-    Raises RunError: the file can't be written (no permission, a full disk); it names the path and the reason.
+    Raises RunError: the file can't be written (no permission, a full disk); the error names the path and the reason.
     """
     try:
         with temporary_file(path) as (file, temporary_path):
@@ -94,15 +94,15 @@ def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) completely or not at all. Raises RunError, which names the file and the reason."""
+    """Write `text` to `path` in UTF-8, completely or not at all. Raises RunError, which names the file and the reason."""
     write_together({path: text.encode()})
 
 
 def write_new(path: Path, content: bytes) -> bool:
     """Write a file unless it exists: exactly one of several processes writes it, on this machine or on others that share the folder.
 
-    It appears whole: a temporary file is linked to its name, which a file system allows to one process. On a file system without hard
-    links it is created exclusively, and for an instant is empty.
+    The file appears whole: a temporary file is hard-linked to `path`, in which only one process can succeed. On a file system without hard
+    links, the file is opened for exclusive creation, and is empty for an instant.
 
     Returns:
         True if this call has written it.
@@ -118,7 +118,7 @@ def write_new(path: Path, content: bytes) -> bool:
             try:
                 os.link(temporary_path, path)
             except FileExistsError:
-                return os.stat(temporary_path).st_nlink == 2  # over NFS an earlier try may have made the link, and its reply have been lost
+                return os.stat(temporary_path).st_nlink == 2  # over NFS, the link may have been made and the reply lost
             except OSError:
                 with open(path, "xb") as new_file:
                     new_file.write(content)
@@ -131,7 +131,7 @@ def write_new(path: Path, content: bytes) -> bool:
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
-    """Write files that belong together; none is replaced before all are on the disk. Raises RunError as `replacing` does."""
+    """Write files that belong together; no file is replaced before all contents are written. Raises RunError as `replacing` does."""
     with ExitStack() as stack:
         for path, content in contents.items():
             file = stack.enter_context(replacing(path, noun))
@@ -150,8 +150,8 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; if an error occurs, no folder is left behind. Unfinished folders of killed
-    processes are deleted.
+    """A context that yields an empty folder, renamed to `path` at the end; if an error occurs, the folder is deleted. Unfinished folders
+    of ended processes are deleted, too.
 
     Raises RunError: `path` exists and is not empty, or can't be made.
     """
@@ -175,14 +175,14 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
-    """Lock a file against other processes, and make it if it does not exist; a process that ends in any way gives its lock up.
+    """A context that locks a file, which is created if it is missing, against other processes; a process that ends in any way unlocks it.
 
     Args:
         on_conflict: called if another process has the lock; unless the call raises, the lock is then waited for.
         flags: the flags of `os.open` that open the file.
 
     Yields:
-        The empty string; on a file system without locks, on which no file is locked, a clause on the folder, to which callers add the
+        The empty string; on a file system without locks, where the file is not locked, a clause that says so, to which callers add the
         consequence and the remedy.
     """
     descriptors, lock_problem = [os.open(path, flags, 0o666)], ""
@@ -227,13 +227,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Plain) -> Path:
-    """`content` as indented JSON, whole or not at all; returns the file's path."""
+    """Write `content` to `path` as indented JSON, completely or not at all; return `path`."""
     write_together({path: json_bytes(content)})
     return path
 
 
 def json_bytes(content: Plain) -> bytes:
-    """`content` as the text of an indented JSON file."""
+    """The bytes of an indented JSON file that holds `content`."""
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -251,13 +251,13 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 
 def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
-    """`content` as it is read back from JSON, with a `sha256` of itself."""
-    content = json.loads(json.dumps(content, allow_nan=False))  # with keys as they will be read: JSON's keys are texts
+    """`content`, as it would be read back from JSON, with the further key `sha256`: the hash of all other keys and values."""
+    content = json.loads(json.dumps(content, allow_nan=False))  # JSON turns keys into texts: the hash is of keys as read back
     return {**content, "sha256": plain_sha256(content)}
 
 
 def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """`content`, which was read from `path`, without its `sha256`. Raises RunError if it has no sha256, or was altered."""
+    """`content`, which was read from `path`, without its key `sha256`. Raises RunError: there is no such key, or its hash differs."""
     body = {name: value for name, value in content.items() if name != "sha256"}
     if "sha256" not in content:
         raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
@@ -267,12 +267,12 @@ def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
 
 
 def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
-    """`content` as JSON with a `sha256` of itself, whole or not at all; returns the file's path."""
+    """Write `content` with its hash (`sealed`) to `path` as JSON, completely or not at all; return `path`."""
     return write_json(path, sealed(content))
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
-    """The content that `write_sealed` wrote. Raises RunError if the file is missing, damaged or altered."""
+    """The content that `write_sealed` wrote to `path`. Raises RunError if the file is missing, damaged or altered."""
     return unsealed(read_json(path), path)
 
 
@@ -280,7 +280,7 @@ def read_sealed(path: Path) -> dict[str, Plain]:
 
 
 HASHES_FILE = ".hashes.json"
-_SETTLED_NS = 2_000_000_000  # a file changed this recently may change again without another modification time
+_SETTLED_NS = 2_000_000_000  # a file changed more recently than this may change again with the same modification time
 
 
 def file_sha256(path: Path) -> str:
@@ -295,13 +295,13 @@ def plain_sha256(plain: Plain) -> str:
 
 
 def _state(path: Path) -> list[int]:
-    """Size, times and inode of a file, which change with its content."""
+    """Size, modification time, change time and inode of a file: one of them changes when its content does."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 class FileHashes:
-    """sha256 by file, cached in `root`; a file is read again if its size, times or inode differ."""
+    """The sha256 of files, cached in a file in the folder `root`; a file is hashed again if its size, times or inode have changed."""
 
     def __init__(self, root: Path):
         self.path = root / HASHES_FILE
@@ -310,11 +310,11 @@ class FileHashes:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
             content = {}
-        items = content.items() if isinstance(content, dict) else ()  # other content: a damaged cache, which is computed again
+        items = content.items() if isinstance(content, dict) else ()  # other content is a damaged cache: the files are hashed again
         self.hashes = {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
 
     def cached(self, path: Path) -> str | None:
-        """The file's cached sha256; None if the file must be read for it."""
+        """The file's cached sha256; None if it is not cached or the file has changed."""
         try:
             entry = self.hashes.get(str(path.resolve()))
             return entry[-1] if entry and entry[:-1] == _state(path) else None
@@ -343,9 +343,9 @@ class FileHashes:
 
 
 def sources_sha256(places: Iterable[str | Path]) -> str:
-    """Sixteen digits of a sha256 over source files and the Python and C++ files in folders: over their relative paths and contents."""
+    """The first 16 hex digits of a sha256 over the relative paths and contents of `places`: files, or folders with .py and .cpp files."""
     digest = hashlib.sha256()
-    for place in map(Path, places):
-        for path in sorted([*place.rglob("*.py"), *place.rglob("*.cpp")]) if place.is_dir() else [place]:
-            digest.update(f"{path.relative_to(place.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    for source in map(Path, places):
+        for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:
+            digest.update(f"{path.relative_to(source.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]

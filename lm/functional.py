@@ -7,7 +7,7 @@
     q, k = L.scaled("ssmax", q, k, first, positions=positions)                  # or before a kernel of your own
 
 A normalizer is named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}` (docs/normalizers.md).
-n is that of positions in documents, never a tensor's width.
+n comes from positions in documents, never from a tensor's width.
 
 Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values (H is a multiple of K), D head size, C width.
 """
@@ -56,10 +56,10 @@ def attention(
         k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document: S > T decodes.
         v: (B, K, S, D).
         parameters: the parameters of this layer, by the names that the function `parameters` gives.
-        positions: (T,) or (B, T) int64, 0-based in each document: another begins at each 0, and each sequence must begin with one. Or an
+        positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and so must each sequence. Or an
             `AttentionLayout`, made once for all layers.
-        cu_seqlens: (N + 1,), where each of N documents begins in the B T tokens of all sequences, and their number.
-        train_length: m of entries that are softmax "at the training length".
+        cu_seqlens: (N + 1,), the index at which each of N documents begins among the B T tokens of all sequences, then B T.
+        train_length: the training length m, for normalizers whose formula or parameters depend on m.
         x: the layer's input (B, T, C), which asentmax and forget read.
 
     Raises:
@@ -80,9 +80,9 @@ def scaled(
     cu_seqlens: Tensor | None = None,
     train_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of which any softmax kernel (scores q.k / sqrt(D)) makes the normalizer's weights, in their own dtypes.
+    """Queries and keys, in their own dtypes, from which any softmax kernel (scores q.k / sqrt(D)) makes the normalizer's weights.
 
-    The product is in fp32 and rounded once. Arguments and errors as `attention`; also ConfigError: no such queries make the weights.
+    Queries are scaled in fp32 and rounded once. Arguments and errors as in `attention`; also ConfigError: no such queries give the weights.
     """
     return _call(_scale, normalizer, q, k, parameters, positions, cu_seqlens, train_length, None)
 
@@ -94,14 +94,14 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
         train_length: tokens in a training sequence.
         width: width of the layer's input, for asentmax and forget.
 
-    Raises ConfigError: no such normalizer or option, or a size that no layer has.
+    Raises ConfigError: no such normalizer or option, or a size that is not a whole number or too small.
     """
     layer = make_normalizer(_options(normalizer), _layer(n_head, head_size, width, train_length))
-    first = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-    for name, value in first.items():
+    initial_values = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    for name, value in initial_values.items():
         if name.endswith("hidden.weight"):
             value.normal_(0.0, 1 / math.sqrt(value.size(1)))
-    return first
+    return initial_values
 
 
 # ---------------------------------------------------------------- the call
@@ -130,9 +130,9 @@ def _call(
     if not isinstance(parameters, Mapping):
         raise ValueError(f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}")
     plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
-    named = json.dumps(plain, sort_keys=True, default=repr)  # a value of another type is text, which the option refuses
+    normalizer_json = json.dumps(plain, sort_keys=True, default=repr)  # a value of another type is text, which the option refuses
     layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
-    module = _module(named, layer, str(q.device))
+    module = _module(normalizer_json, layer, str(q.device))
     layer_normalizer = cast(Normalizer, module.normalizer)
     kind = layer_normalizer.options.name
     if train_length is None and layer_normalizer.constants() and getattr(layer_normalizer.options, "base", "") == "train":
@@ -140,7 +140,7 @@ def _call(
     has_query_features, has_key_features = (
         getattr(type(layer_normalizer), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
     )
-    shapes = _shapes(named, layer, train_length is None)
+    shapes = _shapes(normalizer_json, layer, train_length is None)
     if set(parameters) == set(shapes) and (has_query_features or has_key_features) and x is None:
         raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
     _check_parameters(kind, parameters, shapes)
@@ -152,11 +152,11 @@ def _call(
     return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))
 
 
-# ---------------------------------------------------------------- checks of arguments: ConfigError of sizes, ValueError of tensors
+# ---------------------------------------------------------------- checks of arguments: ConfigError for sizes, ValueError for tensors
 
 
 def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
-    """Raises ConfigError: a size that no layer has."""
+    """The sizes as a `LayerSpec`. Raises ConfigError: a size is not a whole number, or too small."""
     layer = LayerSpec(n_head, head_size, width, train_length)
     smallest = {"n_head": 1, "head_size": 1, "width": 1, "train_length": 2}
     if problems := [
@@ -169,7 +169,7 @@ def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerS
 
 
 def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor | None) -> None:
-    """Raises ValueError: q, k, v and x are not of the same sequences and heads."""
+    """Raises ValueError: q, k, v and x do not fit together in sequences, heads, tokens or head size."""
     for name, tensor in zip("qkv", (q, k, *values), strict=False):
         _check_axes(name, tensor, "B, heads, tokens, size")
     if x is not None:
@@ -187,7 +187,7 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
 
 
 def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
-    """Raises ValueError: no floating tensor of these axes, or an empty one."""
+    """Raises ValueError: `tensor` is not a floating tensor with these axes, or is empty."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor ({axes}), not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dim() != len(axes.split()) or not tensor.numel():
@@ -196,7 +196,7 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 
 
 def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
-    """Raises ValueError: not the parameters, or not of the shapes, that the function `parameters` makes."""
+    """Raises ValueError: names or shapes differ from `expected`, the shapes by name; a word in a shape stands for any size."""
     if set(expected) != set(parameters):
         raise ValueError(
             f"{kind} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
@@ -222,7 +222,7 @@ def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """A tensor as int64. Raises ValueError: no tensor, numbers that are not whole, another number of axes than `axes`, or no entries."""
+    """`tensor` as int64. Raises ValueError: no tensor, no integer dtype, a number of axes that is not in `axes`, or no entries."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
@@ -232,22 +232,22 @@ def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _options(normalizer: Named) -> Options:
-    with PLUGINS.trusted():  # the caller named it
+    with PLUGINS.trusted():  # the caller named the normalizer, which may be a plugin
         return build_named(SINGLE, dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, "normalizer", "softmax")
 
 
 @lru_cache(maxsize=256)
-def _module(named: str, layer: LayerSpec, device: str) -> AsModule:
-    """A module of the normalizer, whose own parameters are never used."""
-    with torch.random.fork_rng([]):  # the caller's draws stay as they are
-        return AsModule(make_normalizer(_options(json.loads(named)), layer)).to(device)
+def _module(normalizer_json: str, layer: LayerSpec, device: str) -> AsModule:
+    """A normalizer as a cached module for `functional_call`, which replaces its parameters at each call."""
+    with torch.random.fork_rng([]):  # the caller's random state stays as it is
+        return AsModule(make_normalizer(_options(json.loads(normalizer_json)), layer)).to(device)
 
 
 @lru_cache(maxsize=256)
-def _shapes(named: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
+def _shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
     """The shape of each parameter by name; with `any_length` the word `train_length` stands for a size that equals this length."""
     shapes, longer_shapes = (
-        {name: tuple(value.shape) for name, value in _module(named, spec, "cpu").normalizer.named_parameters()}
+        {name: tuple(value.shape) for name, value in _module(normalizer_json, spec, "cpu").normalizer.named_parameters()}
         for spec in (layer, replace(layer, train_length=layer.train_length + any_length))
     )
     return {
@@ -261,7 +261,7 @@ def make_layout(
 ) -> AttentionLayout:
     """The layout of queries (B, H, T, D) and keys (B, K, S, D), for all layers of a step; arguments as in `attention`.
 
-    Raises ValueError: both are given, a sequence does not begin with a document, positions jump, or lengths are not those of the tokens.
+    Raises ValueError: `positions` and `cu_seqlens` are both given, do not fit the tokens, jump, or begin a sequence inside a document.
     """
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:

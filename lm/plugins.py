@@ -1,10 +1,10 @@
-"""Code from outside: `package.module:Class`, or a bare name that an installed package gives to it (entry points).
+"""Plugins: third-party classes ("code from outside" in messages), named as `package.module:Class` or by an installed entry point.
 
-Packages of lm declare the kinds of such code, each a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
+Modules of lm declare the kinds of plugins, each a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
 
-Code is imported only because the user named it: in a configuration or on the command line of this process (`trusted`), or
-through its package (`allow`). A checkpoint, run folder or export that names code gets it only if its package is allowed.
-docs/normalizers-own.md and docs/extending.md describe the requirements on such a class.
+A plugin is imported only if the user named it, in a configuration or on the command line of this process (`trusted`), or allowed its
+package (`allow`). A plugin that only a checkpoint, run folder or export names is imported only if its package is allowed.
+docs/normalizers-own.md and docs/extending.md describe the requirements on a plugin.
 """
 
 import hashlib
@@ -25,21 +25,21 @@ from lm.schema import Unavailable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of code from outside, which is a dataclass of options."""
+    """A kind of plugins, such as optimizers, each with a dataclass of options."""
 
-    group: str  # the group of entry points that name such code
-    noun: str  # its name in errors
-    base: type  # the base class of such code
-    methods: tuple[str, ...] = ()  # methods of `base` that it must override, besides abstract ones
-    page: str = "docs/extending.md"  # the page with its requirements
-    check: str = "check-extension"  # the command that tests it
+    group: str  # the group of the entry points of such plugins
+    noun: str  # a plugin of this kind in error texts, e.g. `optimizer`
+    base: type  # the base class of their options
+    methods: tuple[str, ...] = ()  # methods of `base` that a plugin must override, besides abstract ones
+    page: str = "docs/extending.md"  # the page with the requirements
+    check: str = "check-extension"  # the command of `lm` that checks a plugin
 
     def command(self, name: str) -> str:
-        """The command that checks the code `name` of this kind."""
+        """The command line that checks the plugin `name` of this kind."""
         return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
 
     def options(self, code: type) -> type:
-        """`code`, the imported dataclass of options. Raises Unavailable: it is not of this kind."""
+        """The dataclass of options of the imported class `code`, here `code` itself. Raises Unavailable: it is not of this kind."""
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
             base_name = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
@@ -50,31 +50,31 @@ class Kind:
 
 
 class Plugin(NamedTuple):
-    """Code from outside, as it was imported."""
+    """An imported plugin."""
 
-    options: type
-    implementation: type
-    version: str  # of its distribution, if it has one, and the sha256 of its source file
+    options: type  # the dataclass of its options, whose `name` is `package.module:Class`
+    implementation: type  # the imported class
+    version: str  # the sha256 of its source file, with name and version of its distribution if it has one
     kind: Kind
-    code: str  # digest of the Python files of its whole package, as they were when it was imported
+    code: str  # digest of the Python and C++ files of its package, computed at its import
 
 
 class Plugins:
-    """Packages that this process may import, and imported classes, by their `module:Class`."""
+    """The packages from which `allow` allows plugins, and the imported plugins by `package.module:Class`."""
 
     def __init__(self) -> None:
         self._allowed_packages: set[str] = set()
         self._is_trusting = False
         self._plugins: dict[str, Plugin] = {}
-        self._noted_names: set[tuple[str, str]] = set()  # groups and built-in names whose entry points have been looked for
+        self._noted_names: set[tuple[str, str]] = set()  # (entry-point group, built-in name) that `note_hidden` has looked up
 
     def allow(self, packages: Iterable[str]) -> None:
-        """Allow imports of the code of these packages (or modules) that files name."""
+        """Allow imports of the plugins in these packages (or modules) that checkpoints, run folders and exports name."""
         self._allowed_packages.update(packages)
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
-        """A context for reading text that the user wrote: code from outside that it names is imported."""
+        """A context for reading text that the user wrote: the plugins that it names are imported."""
         was_trusting, self._is_trusting = self._is_trusting, True
         try:
             yield
@@ -82,11 +82,11 @@ class Plugins:
             self._is_trusting = was_trusting
 
     def options(self, name: str, kind: Kind) -> type:
-        """The options of the code that `name` means; their attribute `name` is the code's `module:Class`.
+        """The options class of the plugin `name`, which is imported if need be; its attribute `name` is `package.module:Class`.
 
         Raises:
-            KeyError: `name` means no code from outside.
-            Unavailable: the code may not or can't be imported, or is not of this kind.
+            KeyError: `name` is no `package.module:Class` and no entry point.
+            Unavailable: the plugin may not or can't be imported, or is not of this kind.
         """
         if ":" in name and not all(name.split(":", 1)):
             raise Unavailable("names no class", "write package.module:Class")
@@ -99,11 +99,11 @@ class Plugins:
                 remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
                 remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
-            self._plugins[reference] = _imported(reference, kind)
+            self._plugins[reference] = _import_plugin(reference, kind)
         return self._plugins[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
-        """Print once to stderr that an entry point has the built-in name that the user gave, and that `name` does not mean it."""
+        """Print once to stderr, if an entry point has the built-in `name` that the user gave, that `name` selects lm's own class."""
         if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
         self._noted_names.add((kind.group, name))
@@ -111,23 +111,23 @@ class Plugins:
             print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
-        """The class that was imported for the options that `options` gave the attribute `name`."""
+        """The class of the imported plugin `name` (`package.module:Class`)."""
         return self._plugins[name].implementation
 
     def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """Versions of the imported code from outside among `names`."""
+        """The versions of the imported plugins among `names`, by name."""
         return {name: self._plugins[name].version for name in names if name in self._plugins}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """A digest of the Python files of the whole package when it was imported, for each code from outside among `names`."""
+        """The digests of the packages of the imported plugins among `names` (`Plugin.code`), by name."""
         return {name: self._plugins[name].code for name in names if name in self._plugins}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
-        """The code from outside that raised `error`, with its function, file and line, in words, and the command that checks it.
+        """A text that names the plugin, function, file and line that `error` came from, and the command that checks the plugin.
 
-        Both are empty if no code from outside was running.
+        Both are empty if no plugin is in the traceback.
         """
-        modules = {place: name for name in self._plugins for place in (package_of(name), name.partition(":")[0])}
+        modules = {module: name for name in self._plugins for module in (package_of(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             module = frame.f_globals.get("__name__", "")
             if name := modules.get(module) or modules.get(package_of(module)):
@@ -137,7 +137,7 @@ class Plugins:
         return "", ""
 
     def checks(self) -> list[str]:
-        """The commands that check the imported code from outside."""
+        """The command lines that check the imported plugins."""
         return [plugin.kind.command(name) for name, plugin in self._plugins.items()]
 
 
@@ -145,7 +145,7 @@ PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
 class Table(dict[str, type]):
-    """Options by name. It also finds options from outside, which it does not list."""
+    """Options classes by name. A lookup also finds plugins, which iteration leaves out."""
 
     def __init__(self, kind: Kind, options: Mapping[str, type]):
         super().__init__(options)
@@ -160,7 +160,7 @@ class Table(dict[str, type]):
         return super().__getitem__(name)
 
     def installed(self) -> list[str]:
-        """Names that installed packages give to code of this kind."""
+        """The names of the installed entry points for plugins of this kind."""
         return sorted(metadata.entry_points(group=self.kind.group).names)
 
 
@@ -169,7 +169,7 @@ def package_of(reference: str) -> str:
     return reference.partition(":")[0].partition(".")[0]
 
 
-def _imported(reference: str, kind: Kind) -> Plugin:
+def _import_plugin(reference: str, kind: Kind) -> Plugin:
     module, _, name = reference.partition(":")
     try:
         code = getattr(importlib.import_module(module), name)
@@ -195,7 +195,7 @@ def _version(reference: str, code: type) -> str:
     distribution, source = _distribution(package_of(reference)), inspect.getsourcefile(code)
     if not source:
         return distribution or "unknown"
-    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]  # a distribution may be edited where it is installed from
+    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]  # an editable distribution changes without a new version
     return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)
 
 
@@ -213,5 +213,5 @@ def _distribution(package: str) -> str:
 
 
 def is_version(recorded: str, present: str) -> bool:
-    """Whether code of the version `present` is of the `recorded` one; older runs recorded a distribution without a digest."""
+    """Whether a plugin's version `present` is the `recorded` one of a run; older runs recorded a distribution without a digest."""
     return present == recorded or present.endswith(f" ({recorded})")

@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from rich import progress
 from rich.console import Console
 
-LINE_SECONDS = 30.0  # between the lines of a stage that is measured in bytes
-LINES = 20  # lines in a training run
+LINE_SECONDS = 30.0  # least time between two lines of a progress in bytes
+LINES = 20  # about as many lines in a training run
 
 
 class Progress:
-    """Shows messages and progress.
+    """Shows messages and progress on stderr.
 
     mode: `auto`: bars on a terminal, lines elsewhere; `bar` or `lines` everywhere; `none`: silent.
     """
@@ -27,7 +27,7 @@ class Progress:
 
     @contextmanager
     def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
-        """A progress bar, if bars are shown. Yields a function of the units done since its last call, and of `text` to show beside the bar.
+        """Show a progress bar, if bars are shown. Yields a function that takes the units done since its last call and a `text` for the bar.
 
         Args:
             total, n_done: the number of all units, and of units done before.
@@ -47,7 +47,7 @@ class Progress:
 
     @contextmanager
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
-        """A stage of `total` bytes, `n_done` of them done before, with MB/s and the remaining time. Yields a function of the bytes done."""
+        """Show progress over `total` bytes, `n_done` of them done before. Yields a function that takes the bytes newly done."""
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
         columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
@@ -71,7 +71,7 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """The steps of a training run, with loss, speed and remaining time; as lines, one for each twentieth of the run."""
+    """Shows the steps of a training run, with loss, speed and remaining time; lines appear at each twentieth of the run."""
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)
@@ -94,9 +94,9 @@ class StepProgress(Progress):
             self.next_line = (step // self.every + 1) * self.every
             seconds = (time.perf_counter() - self.start_time) / (step - self.first_step) * (self.max_steps - step)
             remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-            # The first step warms up: a time by it alone would be many times too long.
+            # The first step includes warm-up work: a remaining time estimated from it alone would be many times too long.
             self.say(f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first_step + 1) * f"  ETA {remaining}")
 
     def stop(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar."""
         self._bars.close()

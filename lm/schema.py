@@ -1,10 +1,10 @@
-"""Dataclasses as configuration schemas: strict building from plain data, and their reference text.
+"""Dataclasses as configuration schemas: built strictly from plain data (values, lists and maps, as in YAML), and listed in a reference.
 
 A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
-(a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block of one of several
-dataclasses, which its `name` picks; `variants` makes a list or a map of such blocks. A field's metadata describe its content:
-values within `limits`, or blocks of one `schema` or of a `table`, `many` in a list or a map.
-`build` checks plain data against it and collects every problem instead of stopping at the first.
+(a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block (a map of keys) whose `name`
+picks one of several dataclasses; `variants` makes a list or a map of such blocks. A field's metadata describe its content: values within
+`limits`, or blocks of one `schema` or of a `table`, and `many` if it holds a list or a map of blocks.
+`build` checks plain data against a schema and collects every problem instead of stopping at the first.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from lm.errors import ConfigError, Problem
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
-@functools.cache  # each configuration asks for them many times
+@functools.cache  # each configuration needs the fields of a class many times
 def fields(schema: type) -> tuple[dataclasses.Field, ...]:
     """The fields of a dataclass with their types, also where its module has `from __future__ import annotations`."""
     specs = dataclasses.fields(schema)
@@ -36,7 +36,7 @@ def fields(schema: type) -> tuple[dataclasses.Field, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number, or of a list's items."""
+    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number, or of the numbers in a list or map."""
 
     gt: float | None = None
     ge: float | None = None
@@ -57,7 +57,7 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a key. A block's effect holds for all of its keys; a key may declare its own."""
+    """The effect of a key. A key has the effect of the block that contains it, except for values that the key itself declares."""
 
     # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
     # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
@@ -78,9 +78,9 @@ class DeclaredEffect(typing.TypedDict, total=False):
 
 
 def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
-    """A configuration key: its default, its one-line description, what it affects and its bounds (`gt ge lt le`).
+    """A field for a configuration key with a default, a one-line description, an effect and bounds (`gt ge lt le`).
 
-    omit_default: plain data leave the key out while it has its default. This is for a key that is added to a block of existing runs:
+    omit_default: `to_plain` leaves the key out while it has its default. This is for a key that is added to a block of existing runs:
     their configurations, arms and hashes then stay as they were.
     """
     metadata = {"help": help, "effect": effect, "limits": Limits(**limits), "omit_default": omit_default}
@@ -90,30 +90,30 @@ def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_defaul
 
 
 def section(schema: type, help: str, effect: DeclaredEffect | None = None):
-    """A nested block of keys, described by the dataclass `schema`."""
+    """A field for a nested block of keys, described by the dataclass `schema`."""
     return field(default_factory=schema, metadata={"help": help, "effect": effect, "schema": schema})
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """A nested block that is null (off) until one of its keys is given. `omit_default` as in `key`."""
+    """A field for a nested block that is null (off) until one of its keys is given. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "schema": schema, "optional": True, "omit_default": omit_default}
     return field(default=None, metadata=metadata)
 
 
 def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):
-    """A list of blocks, each described by the dataclass `schema`."""
+    """A field for a list of blocks, each described by the dataclass `schema`."""
     metadata = {"help": help, "effect": effect, "schema": schema, "many": list}
     return field(default_factory=lambda: list(default), metadata=metadata)
 
 
 def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """A block whose `name` picks one dataclass of `table`; a bare name stands for its defaults. `omit_default` as in `key`."""
+    """A field for a block whose `name` picks a dataclass of `table`; a bare name stands for its defaults. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
 def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_default: bool = False):
-    """A list of blocks, each as in `variant`, or (`many` = dict) a map to them from names that the user chooses; empty by default."""
+    """A field for a list of blocks, each as in `variant`, or (`many` = dict) a map of them by user-chosen names; empty by default."""
     metadata = {"help": help, "effect": None, "table": table, "many": many, "omit_default": omit_default}
     return field(default_factory=many, metadata=metadata)
 
@@ -121,14 +121,14 @@ def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_de
 def effect(schema: type, path: str) -> Effect | None:
     """The effect of the key at `path` (dotted, items of lists by index or not); None if `schema` has no such key.
 
-    Everything below a key of plain data has that key's effect; so has an option of a block that is not in its table (one of a plugin).
+    A path into the plain data of a key has that key's effect. An option that is in no schema of its table (a plugin's) has its block's.
     """
     specs = _fields_at(schema, path)
     return functools.reduce(effect_within, specs, Effect()) if specs else None
 
 
 def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
-    """The fields along a dotted path, the outermost first: up to a field of plain data, or to a block whose option is not in its table.
+    """The fields along a dotted path, the outermost first, up to a field of plain data, or a block whose table lacks the next name.
 
     Returns [] if `schema` has no such key.
     """
@@ -146,7 +146,7 @@ def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
 
 
 def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
-    """The effect of a field in a block with the effect `block`. Keys that affect neither the model nor training may change on resume."""
+    """The effect of a field in a block of effect `block`; a declared `affects` implies `on_resume: free`, but for model, training, seed."""
     changes = dict(spec.metadata["effect"] or {})
     if "affects" in changes:
         changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
@@ -154,12 +154,12 @@ def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
 
 
 def block_of(spec: dataclasses.Field) -> type | None:
-    """The dataclass of the block that a field holds, whether or not it may be null; None: the field holds something else."""
+    """The dataclass of the block that a field of `section` or `optional` holds; None for a field that holds anything else."""
     return None if "many" in spec.metadata else spec.metadata.get("schema")
 
 
 def field_at(schema: type, path: str) -> dataclasses.Field | None:
-    """The field of the key at `path` (dotted); None: there is none, or the path goes on within plain data."""
+    """The field of the key at `path` (dotted); None if there is no such key, or if the path continues within the key's plain data."""
     specs = _fields_at(schema, path)
     return specs[-1] if len(specs) == path.count(".") + 1 else None
 
@@ -170,7 +170,7 @@ def _field(schema: type, name: str) -> dataclasses.Field | None:
 
 
 class Unavailable(KeyError):
-    """A variant's name that is known and can't be used: the reason, and what to do. Raised by tables that import variants by name."""
+    """A variant's name that can't be used: the reason, and what to do. Raised by tables that import plugins by name."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(reason)
@@ -178,7 +178,7 @@ class Unavailable(KeyError):
 
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
-    """A "did you mean" remedy, or the list of `names`; a table that imports variants adds the names that are installed."""
+    """A remedy for an unknown `word`: the most similar of `names`, or all of them; a `Table` adds the names of installed plugins."""
     names = [*names, *getattr(names, "installed", tuple)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:
@@ -189,7 +189,7 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
     """An instance of `schema` from plain `data`, whose problems are appended to `problems`.
 
-    table: the schemas from which a name chose this one.
+    table: the table in which a `name` picked `schema`; remedies name its other schemas.
     """
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
@@ -203,8 +203,8 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
             values[name] = _field_value(specs[name], value, key_path, problems)
         elif not (name == "name" and hasattr(schema, "name")):
             owners = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
-            place = f"give the whole list {_join(path, 'of')}" if "of" in specs else f"set {_join(path, 'name')}"
-            owner_remedy = f"it is an option of {', '.join(owners)}: {place}" if owners else ""
+            instruction = f"give the whole list {_join(path, 'of')}" if "of" in specs else f"set {_join(path, 'name')}"
+            owner_remedy = f"it is an option of {', '.join(owners)}: {instruction}" if owners else ""
             parts = str(name).split(".")
             nesting_remedy = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in specs else ""
             problems.append(Problem(key_path, value, "unknown key", owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs)))
@@ -246,7 +246,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
 
 
 def single_values(value: Plain) -> Iterator[Plain]:
-    """The values in nested lists and maps; a value of another type by itself."""
+    """Yield the values in nested lists and maps, or `value` itself if it is neither."""
     if not isinstance(value, list | dict):
         yield value
     for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
@@ -254,7 +254,7 @@ def single_values(value: Plain) -> Iterator[Plain]:
 
 
 def is_block(value: Plain) -> bool:
-    """True for a block of keys; False for a map whose keys are data, such as numbers."""
+    """True for a map whose keys are all texts, as in a block; False for other values, and maps whose keys are data such as numbers."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -266,7 +266,7 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)
-    text = name if isinstance(name, str) else ""  # which nothing is called
+    text = name if isinstance(name, str) else ""  # no variant has an empty name
     try:
         schema = table[text]
     except Unavailable as error:
@@ -283,7 +283,7 @@ def build_named(table: Mapping[str, type], value: Plain, path: str, default: str
 
     default: the name in a block without one; None: each block must have a name.
 
-    Raises ConfigError: all problems of single keys, or else of the block in itself, in one message.
+    Raises ConfigError: all problems of single keys in one message, or else all that the block reports of itself.
     """
     problems: list[Problem] = []
     block = _build_variant(table, default, value, path, problems)
@@ -293,7 +293,7 @@ def build_named(table: Mapping[str, type], value: Plain, path: str, default: str
 
 
 def convert(hint: type, value: Plain):
-    """`value` as the type `hint`, or MISSING if it isn't one. Only int -> float is converted; integers have 64 bits, floats are finite."""
+    """`value` if it is of the type `hint`, else MISSING. Only int becomes float; integers must fit into 64 bits, floats be finite."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
@@ -331,10 +331,10 @@ def type_name(hint: type) -> str:
 
 
 def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
-    """The remedy for a value of the wrong type; `meaning`: the key's help, which is the remedy for yes or no in place of a text."""
+    """The remedy for a value of the wrong type; `meaning`: the key's help, the remedy if a text is needed and YAML reads true or false."""
     literals = _literals(hint)
     unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
-    if (unknown_texts or isinstance(value, dict)) and convert(hint, _numbers(value)) is not MISSING:
+    if (unknown_texts or isinstance(value, dict)) and convert(hint, _with_numbers(value)) is not MISSING:
         return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
     if unknown_texts and literals:
         words = [yaml_scalar(arg) for arg in literals]
@@ -344,12 +344,12 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     return meaning if isinstance(value, bool) else "quote it in the YAML"
 
 
-def _numbers(value: Plain) -> Plain:
-    """A value with the numbers that texts in it read as in place of these texts."""
+def _with_numbers(value: Plain) -> Plain:
+    """`value` with a number in place of each text in it that Python reads as a number."""
     if isinstance(value, dict):
-        return {_numbers(name): _numbers(item) for name, item in value.items()}
+        return {_with_numbers(name): _with_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [*map(_numbers, value)]
+        return [*map(_with_numbers, value)]
     for kind in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
             return kind(value)
@@ -363,7 +363,7 @@ def _literals(hint: type) -> tuple:
 
 
 def own_problems(block, path: str = "") -> list[Problem]:
-    """The problems that the blocks of a configuration find in themselves, by full key paths.
+    """The problems that `block` and the blocks within it report of themselves, by full key paths.
 
     A block with rules beyond those of its single keys has a method `problems() -> list[Problem]`, whose paths are relative to the block.
     """
@@ -378,7 +378,7 @@ def own_problems(block, path: str = "") -> list[Problem]:
 
 
 def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """The instance as nested plain data, which `build` reads back, variants with their `name`; `whole`: with defaults that `key` omits."""
+    """`config` as nested plain data, which `build` reads back, variants with their `name`; `whole`: also keys of `omit_default`."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
@@ -399,7 +399,7 @@ def _default(spec: dataclasses.Field):
 
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
-    """Nested blocks as {key path: value}; the blocks of a list by their index."""
+    """Nested blocks as {key path: value}; the path of a block in a list has the block's index."""
     if isinstance(plain, list) and plain and isinstance(plain[0], dict):
         return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
     if not isinstance(plain, dict) or not plain or not all(isinstance(name, str) for name in plain):
@@ -408,7 +408,7 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 
 def reference(schema: type, path: str = "", described_options: set[type] | None = None) -> list[tuple[str, str, str, str]]:
-    """Rows (key path, type, default, description) of every key of `schema`, in order; a block of several tables has its rows once."""
+    """A row (key path, type, default, description) for every key of `schema`, in order; a block of several tables is listed once."""
     rows = []
     described_options = set() if described_options is None else described_options
     for spec in fields(schema):
@@ -446,7 +446,7 @@ def yaml_flow(value: Plain) -> str:
 
 
 def yaml_scalar(value: Plain) -> str:
-    """A value that is no list and no block as YAML writes it."""
+    """A value that is neither list nor map, as YAML writes it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return '""' if value == "" else str(value)

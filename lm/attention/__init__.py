@@ -1,1 +1,1 @@
-"""Attention normalizers: from scores and row lengths to weights."""
+"""Attention normalizers: functions of a query's scores, and of the number n of its keys, that give attention weights."""

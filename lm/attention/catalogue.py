@@ -1,7 +1,7 @@
-"""The catalogue of normalizers: which there are, by name, and how one is made for a layer.
+"""The catalogue of normalizers: their options by name, and how a normalizer is made for a layer.
 
-An entry is two classes in the module of its family: its options, with formula, source and what is known, and the normalizer that has
-them as its `schema`. A new one is these two and its options' name here. Nothing in this module imports torch.
+An entry is two classes in one module: its options, with formula, source and published figures, and the normalizer that has them as its
+`schema`. To add an entry, write both classes and list the options in `ENTRIES`. Importing this module does not import torch.
 """
 
 import inspect
@@ -33,7 +33,7 @@ ENTRIES: dict[str, type[Options]] = {
 
 
 class _NormalizerKind(Kind):
-    """A normalizer: its options are its `schema`."""
+    """The kind `normalizer` of plugins: the imported class is a `Normalizer`, whose class attribute `schema` is its options."""
 
     def options(self, code: type) -> type:
         schema = getattr(code, "schema", None)
@@ -60,7 +60,7 @@ SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """A normalizer for each layer: the list, repeated from the first layer to the last. A bare list stands for this block."""
+    """Options that give each layer its own normalizer: the list `of`, repeated for further layers. A configuration may hold a bare list."""
 
     name = "layers"
     full_formula = "layers"
@@ -72,7 +72,7 @@ class Layers(Options):
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
-        """The options in the list that could be read; the problems of the others have been reported."""
+        """The valid options in the list; problems of invalid entries have been reported before."""
         return [options for options in self.of if isinstance(options, Options)]
 
     def layer_option(self, layer: int) -> Options:
@@ -97,16 +97,16 @@ OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
 _DEFINITION = ("define_scores", "normalize", "visible")
-_OF_OPTIONS = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")
+_OF_OPTIONS = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")  # attributes of options
 _OF_NORMALIZERS = ("score_map", "initialise", "define_scores", "normalize", "scale_by_position", "visible", "log_sum", "forward", "decode")
 
 
 def undefined_by_forward(normalizer: type) -> str:
-    """A method of the definition that is overridden below the class whose `forward` training computes; empty: there is none."""
+    """The name of an overridden method of the definition that the inherited `forward` of lm ignores; empty: there is no such method."""
     definition = (*_DEFINITION, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION
     depths = {name: normalizer.__mro__.index(_owner(normalizer, name)) for name in ("forward", "fused_inputs", *definition)}
-    forward = _owner(normalizer, "forward")
-    if forward is Normalizer or not forward.__module__.startswith("lm."):  # another `forward` may compute whatever the definition says
+    forward_class = _owner(normalizer, "forward")
+    if forward_class is Normalizer or not forward_class.__module__.startswith("lm."):  # these call the definition, or are a plugin's
         return ""
     return next((name for name in definition if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
 
@@ -116,7 +116,7 @@ def _owner(normalizer: type, name: str) -> type:
 
 
 def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """An attribute that one class sets although it acts in the other class only, and that other class; None: there is no such attribute."""
+    """An attribute set on the wrong one of the two classes, and the class on which it has an effect; None: there is no such attribute."""
     pairs = [(name, schema) for name in _OF_OPTIONS if hasattr(normalizer, name)]
     pairs += [(name, normalizer) for name in _OF_NORMALIZERS if hasattr(schema, name)]
     return pairs[0] if pairs else None
@@ -126,8 +126,8 @@ def implementation(name: str) -> type[Normalizer]:
     """The class of the normalizer whose options have this name."""
     if name not in ENTRIES:
         return PLUGINS.implementation(name)
-    family = vars(sys.modules[ENTRIES[name].__module__]).values()
-    return next(entry for entry in family if isinstance(entry, type) and getattr(entry, "schema", None) is ENTRIES[name])
+    module_values = vars(sys.modules[ENTRIES[name].__module__]).values()
+    return next(entry for entry in module_values if isinstance(entry, type) and getattr(entry, "schema", None) is ENTRIES[name])
 
 
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
@@ -136,7 +136,7 @@ def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
 
 
 def read(plain: Mapping[str, Plain]) -> Options | None:
-    """The options that a run folder holds as plain data; None if they are not of this version of lm. Imports nothing."""
+    """The options that a run folder holds as plain data; None for options of a plugin or of another version of lm. Imports nothing."""
     problems: list[Problem] = []
     options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
     return None if problems else options
@@ -151,7 +151,7 @@ def label(plain: Mapping[str, Plain]) -> str:
 
 
 def markdown() -> str:
-    """docs/normalizers.md: the table, one row an entry, then each entry's options."""
+    """The text of docs/normalizers.md: a table with one row per normalizer, then a table of all options."""
     lines = [
         "# Normalizers",
         "",

@@ -1,8 +1,8 @@
-"""The promises of every normalizer, each as a check: lm's own are checked by its tests, others by `lm check-normalizer`.
+"""The promises of every normalizer, each checked by a function: tests check lm's normalizers, `lm check-normalizer` others.
 
 The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
 
-Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, numbers are in fp64.
+Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, tensors are in fp64.
 """
 
 import math
@@ -21,19 +21,19 @@ from lm.errors import one_line
 from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
-OUTPUT, WEIGHTS = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # axes of both, by name
-STOPPED = "stopped by"  # begins a problem of code that raises an error
+OUTPUT, WEIGHTS = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # names of the axes of these tensors
+STOPPED = "stopped by"  # first words of the problem of a check that ends in an error other than its own
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
 def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
-    """The normalizer with its parameters moved off their initial values."""
+    """A normalizer whose parameters are their initial values plus noise, the same at each call."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in normalizer.parameters():
             if parameter.dim() == 2:
-                parameter.zero_()  # the decoder draws it
+                parameter.zero_()  # initial values of matrices may be random
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype))
     return normalizer
 
@@ -51,12 +51,12 @@ def inputs(
 
 
 def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of `leaves` by `torch.autograd.grad`; zeros for parameters that work through features, which are inputs here."""
+    """Gradients of `leaves` given the gradient `grad` of `output`; zeros for parameters that only make features, which are inputs here."""
     return torch.autograd.grad(output, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
 def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIGHTS) -> None:
-    """Raises AssertionError with the message if the condition fails; of a tensor with `axes` it names the first entry that fails."""
+    """Raises AssertionError with the message if the condition is false; for a tensor it names the first false entry by its `axes`."""
     if isinstance(condition, Tensor) and not condition.all():
         raise AssertionError(f"{message}, at {_entry(int(condition.logical_not().flatten().int().argmax()), condition, axes)}")
     if not isinstance(condition, Tensor) and not condition:
@@ -64,7 +64,7 @@ def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIG
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
-    """Raises AssertionError if two tensors differ by more than `atol` somewhere; names the entry where they differ most."""
+    """Raises AssertionError if dtypes or shapes differ, or entries by more than `atol`; then it names the entry that differs most."""
     kinds = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(kinds[0] == kinds[1], f"the {name} is {kinds[0]}, not {kinds[1]}")
     actual, expected = actual.detach().flatten(), expected.detach()
@@ -76,7 +76,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-1
 
 
 def _entry(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
-    """Words for the entry of a tensor at an index of the flattened tensor; they name the axes, if the tensor has the `axes`."""
+    """Where the entry at `index` of the flattened tensor is, in words: its coordinates, with the names `axes` if there is one for each."""
     place = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
     coordinates = zip(axes, place, strict=True) if len(place) == len(axes) else []
     return ", ".join(f"{axis} {coordinate}" for axis, coordinate in coordinates) or f"entry {place}"
@@ -89,7 +89,7 @@ def assert_is_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raises AssertionError unless `route` gives the definition's output, and its gradients of q, k, v (`leaves`) and parameters."""
+    """Raises AssertionError unless `route` has the output of `weights(...) @ v`, and its gradients of q, k, v (`leaves`) and parameters."""
     results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -103,13 +103,13 @@ def assert_is_definition(
 
 
 def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
-    """Raises AssertionError unless decoding in `steps` of so many tokens gives `expected`, the output for the whole sequence."""
-    start, state, parts = 0, None, []
+    """Raises AssertionError unless calls of `decode`, for `steps[i]` tokens each, give `expected`, the output for the whole sequence."""
+    start, state, outputs = 0, None, []
     for step in steps:
         part, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
         output, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], layout, state)
-        start, parts = start + step, [*parts, output]
-    assert_close(torch.cat(parts, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
+        start, outputs = start + step, [*outputs, output]
+    assert_close(torch.cat(outputs, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
 
 
 # ---------------------------------------------------------------- the promises
@@ -118,7 +118,7 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expe
 def initial_values(options: Options) -> None:
     """it gives an output, and initial values are the same each time, but for matrices named `hidden`
 
-    draw nothing in `initialise`; a matrix that is to be drawn is named `hidden`
+    draw no random numbers in `initialise`; a matrix whose initial values are to be random is named `hidden`
     """
     q, k, v = inputs(4, normalizer=(normalizer := randomized(options)))
     output = normalizer(q, k, v, AttentionLayout.full(4))
@@ -133,9 +133,9 @@ def initial_values(options: Options) -> None:
 
 
 def fast_path(options: Options) -> None:
-    """the fast path is the definition, forward and backward, for heads of 1, 16 and 40
+    """`forward` computes the definition, and its gradients, for heads of 1, 16 and 40 dimensions
 
-    `forward` is `weights(q, k, layout) @ v` by another way; a class without a `forward` of its own keeps this promise
+    `forward` gives `weights(q, k, layout) @ v`, computed in another way; a class without a `forward` of its own keeps this promise
     """
     for size in (1, 16, 40):
         normalizer = randomized(options, size=size)
@@ -145,7 +145,7 @@ def fast_path(options: Options) -> None:
 
 
 def finite_differences(options: Options) -> None:
-    """gradients are right by finite differences
+    """gradients agree with finite differences
 
     nothing between q, k, v and the output may be detached, read with `item()` or changed in place
     """
@@ -163,18 +163,18 @@ def finite_differences(options: Options) -> None:
 
 
 def own_row(options: Options) -> None:
-    """n and the mask are each query's own: another position and length of a query change the weights of no other query
+    """n and the mask are set for each query: another position and document length of one query change no other query's weights
 
-    n is a number for each query: `row_length(layout)`, (1, T) or (B, 1, T), has its axis of keys from `.unsqueeze(-1)`
+    n is one number per query: `row_length(layout)`, (1, T) or (B, 1, T), gets its axis of keys by `.unsqueeze(-1)`
     """
     normalizer, length, moved_query = randomized(options), 6, 3
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
     shifted_positions = positions + 7 * (positions == positions[moved_query])
     layouts = (AttentionLayout(places, torch.arange(length), places + 9, causal=False) for places in (positions, shifted_positions))
-    rest = torch.arange(length) != moved_query
-    before, after = (normalizer.weights(q, k, layout)[:, :, rest].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); a window's: NaN
-    before_rest, after_rest = before[..., rest], after[..., rest]
+    is_other = torch.arange(length) != moved_query
+    before, after = (normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); NaN: no keys
+    before_rest, after_rest = before[..., is_other], after[..., is_other]
     factor = (before_rest * after_rest).sum(-1, keepdim=True) / before_rest.square().sum(-1, keepdim=True).clamp(min=1e-300)
     along_keys = torch.allclose(after_rest, factor * before_rest, rtol=0, atol=1e-12)
     message = f"a number that belongs to query {moved_query} changes other queries' weights"
@@ -183,9 +183,9 @@ def own_row(options: Options) -> None:
 
 
 def row_sums(options: Options) -> None:
-    """weights are causal, and rows with any weight sum to one if the options say so
+    """weights are causal, and rows of weights that are not all 0 sum to one if, and only if, the options say so
 
-    weights are 0 where `layout.visible()` is false; `sums_to_one`, of the options (`schema`), says what rows sum to
+    weights are 0 where `layout.visible()` is false; `sums_to_one` of the options (`schema`) says whether each row sums to one
     """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
@@ -197,9 +197,9 @@ def row_sums(options: Options) -> None:
 
 
 def scores_apart(options: Options) -> None:
-    """each row of weights depends on its own row of scores and on visible keys alone
+    """the weights of a query depend on its own scores of visible keys alone
 
-    sums, means and thresholds go over the last axis, keys, after scores of keys that `layout.visible()` hides were masked
+    take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()` hides
     """
     normalizer, layout = randomized(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = inputs(11, batch=1, normalizer=normalizer)
@@ -215,9 +215,9 @@ def scores_apart(options: Options) -> None:
 
 
 def scale_by_position(options: Options) -> None:
-    """scores are q.k / sqrt(D) times `scale_by_position` in a sequence of the training length, if it names a factor
+    """in a sequence of the training length scores are q.k / sqrt(D) times `scale_by_position`, unless that is None
 
-    `scale_by_position` is (H, L), the factor of the scores at each position; None says that there is no such factor
+    `scale_by_position` is (H, L), the factor at each of the L positions of a training sequence; None says that there is no such factor
     """
     normalizer = randomized(options)
     q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
@@ -227,9 +227,9 @@ def scale_by_position(options: Options) -> None:
 
 
 def score_map(options: Options) -> None:
-    """weights are the function of the scores that `score_map` names, if it names one, and 0 for keys that are not `visible`
+    """weights are 0 for keys that are not `visible`, else the function `score_map` of the scores, if there is one, times a factor per query
 
-    leave `score_map` empty if no function of each score, times a factor of the row, gives the weights
+    leave `score_map` empty if no function of each score, times a factor per query, gives the weights
     """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     q, k, _ = inputs(33, normalizer=normalizer)
@@ -244,7 +244,7 @@ def score_map(options: Options) -> None:
 def causality(options: Options) -> None:
     """a later token changes nothing earlier, to the bit
 
-    mask by `layout.visible()` before anything is computed from a whole row, and sum over no tokens but those
+    mask by `layout.visible()` before anything is computed from all scores of a query, and sum over visible keys alone
     """
     normalizer, layout = randomized(options), AttentionLayout.full(40)
     q, k, v = inputs(40, normalizer=normalizer)
@@ -256,24 +256,24 @@ def causality(options: Options) -> None:
 
 
 def decoding(options: Options) -> None:
-    """decoding, token by token and in pieces, gives what the whole sequence gives
+    """decoding, token by token and several tokens at a time, gives the output for the whole sequence
 
     n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S)
     """
     normalizer, length = randomized(options), 30
     q, k, v = inputs(length, normalizer=normalizer)
-    whole = normalizer(q, k, v, AttentionLayout.full(length))
+    whole_output = normalizer(q, k, v, AttentionLayout.full(length))
     layouts = [AttentionLayout.full(length).select(slice(t, t + 1), t + 1) for t in range(length)]
     steps = [normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout) for t, layout in enumerate(layouts)]
-    assert_close(torch.cat(steps, 2), whole, "output of `forward` for one query at a time")
+    assert_close(torch.cat(steps, 2), whole_output, "output of `forward` for one query at a time")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
-        assert_decodes(normalizer, q, k, v, whole, steps)
+        assert_decodes(normalizer, q, k, v, whole_output, steps)
 
 
 def shared_keys(options: Options) -> None:
-    """decoding with keys and values that two heads share gives what heads with their own give
+    """decoding with keys and values that two query heads share gives the output that query heads with their own copies give
 
-    a `decode` of its own takes keys and values of fewer heads: `expand_kv_heads` makes them those of all
+    an overridden `decode` gets keys and values of fewer heads than queries: `expand_kv_heads` copies them for all query heads
     """
     normalizer = randomized(options)
     q, all_keys, v = inputs(30, normalizer=normalizer)
@@ -283,7 +283,7 @@ def shared_keys(options: Options) -> None:
 
 
 def packed(options: Options) -> None:
-    """documents packed into a sequence give what each gives alone
+    """each document packed into a sequence has the output that it has alone
 
     with packed documents positions are (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
     """
@@ -295,7 +295,7 @@ def packed(options: Options) -> None:
 
 
 def documents(options: Options) -> None:
-    """documents that begin at different positions in each sequence are the definition, forward and backward
+    """outputs and gradients are the definition's where documents begin at different tokens in each sequence
 
     positions differ by sequence, (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
     """
@@ -306,7 +306,7 @@ def documents(options: Options) -> None:
 
 
 def row_length(options: Options) -> None:
-    """n follows positions, not the width of a tensor: a document padded to another's length gives what it gives alone
+    """n comes from positions, not the width of a tensor: a document padded to another's length has the output that it has alone
 
     n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores
     """
@@ -319,7 +319,7 @@ def row_length(options: Options) -> None:
 
 
 def one_device(options: Options) -> None:
-    """nothing stays behind on another device (torch's `meta`, where operands of two are an error)
+    """all tensors are on the device of the inputs (tested on torch's `meta`: operands on two devices are an error)
 
     new tensors are made with `device=scores.device`, tables are kept by `register_buffer`
     """
@@ -356,9 +356,9 @@ def extreme_scores(options: Options) -> None:
 
 
 def autocast_weights(options: Options) -> None:
-    """weights are in fp32 whatever autocast says, and of bf16 inputs, too
+    """weights are in fp32, under autocast and for bf16 inputs, too
 
-    define `normalize` and `define_scores`, which are called without autocast, not `weights`
+    override `normalize` and `define_scores`, which are called without autocast, instead of `weights`
     """
     normalizer, layout = randomized(options, torch.float32), AttentionLayout.full(20)
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
@@ -370,9 +370,9 @@ def autocast_weights(options: Options) -> None:
 
 
 def autocast_errors(options: Options) -> None:
-    """under bf16 autocast outputs and gradients are as near to fp64 as softmax's, up to a factor of 10
+    """under bf16 autocast the errors of outputs and gradients against fp64 are at most 10 times softmax's
 
-    a `forward` of its own computes scores, sums and thresholds in fp32, whatever the dtype of v
+    an overridden `forward` computes scores, sums and thresholds in fp32, whatever the dtype of v
     """
     errors, base = _autocast_errors(options), _autocast_errors(Softmax())
     for name, error in errors.items():
@@ -380,7 +380,7 @@ def autocast_errors(options: Options) -> None:
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
-    """Relative errors, against fp64, of what training computes: q and k in fp32, values in bf16."""
+    """Relative errors against fp64, by name, of outputs and gradients as in training: under autocast, q and k in fp32, v in bf16."""
     length, results = 256, []
     for exact in (True, False):
         normalizer = randomized(options, torch.float64 if exact else torch.float32)
@@ -402,21 +402,21 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 
 
 def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Each promise of code with these options (a normalizer's), and the problem with a hint; empty if the promise is kept.
+    """Yields the promise of each check, and the problem with `options` that the check finds, with a hint; no problem is an empty text.
 
-    Code that stops the first check can't be used, and breaks this promise alone: other checks would repeat the reason.
+    If the first check ends in an error that is not its own, later checks are left out: they would repeat the reason.
     """
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
-        problem = _broken(check, options)
+        problem = _find_problem(check, options)
         if check is checks[0] and problem.startswith(STOPPED):
             yield promise, problem
             return
         yield promise, problem and f"{problem}; hint: {hint.strip()}"
 
 
-def _broken(check: Callable[..., None], options: object) -> str:
-    """How code breaks a promise, in words; empty if it keeps it."""
+def _find_problem(check: Callable[..., None], options: object) -> str:
+    """The problem that a check finds with code that has these options, in words; empty if the check passes."""
     try:
         check(options)
     except Exception as error:  # whatever code from outside raises

@@ -1,7 +1,7 @@
-"""Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: `causal_softmax.cpp`.
+"""Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: calls `causal_softmax.cpp`.
 
-PyTorch's fused kernel takes more than twice the time there (docs/speed.md). A C++ compiler makes the kernel at its first use on a machine,
-in two seconds; where it can't be made or used, PyTorch's takes its place.
+PyTorch's fused kernel takes over twice the time there (docs/speed.md). A C++ compiler builds lm's kernel at the first use on a machine,
+in two seconds; where it can't be built or used, PyTorch's takes its place.
 
 Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width of the values.
 """
@@ -26,17 +26,17 @@ from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, usable_cor
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
 ROWS, WIDTH = 12, 32  # queries and keys of a tile
-MOST_KEYS = 2**17  # of the heads that are computed together: copies of their operands are held
-COMPILE_SECONDS = 120  # more than a compiler takes on a busy machine
+MOST_KEYS = 2**17  # keys, summed over heads, that one call computes: it holds copies of their operands
+COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
 def why_not(v: Tensor) -> str:
-    """The reason not to use the kernel for values `v` (B, H, S, E) without gradients; empty if it is used."""
+    """The reason why the kernel can't take values `v` (B, H, S, E), if no gradients are needed; empty if it can."""
     if torch.compiler.is_compiling() or type(v) is not Tensor:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
-    if usable_cores() < torch.get_num_threads():  # OMP_PROC_BIND binds this thread, and so all that it starts
+    if usable_cores() < torch.get_num_threads():  # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
         return "this thread is bound to fewer cores than PyTorch has threads"
     return _unusable()
 
@@ -44,12 +44,12 @@ def why_not(v: Tensor) -> str:
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16; q (N, T, D) are queries of the last T of the S tokens.
 
-    q and k may be wider: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
+    q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     output = v.new_empty(*q.shape[:2], v.size(2))
     heads = max(1, MOST_KEYS // k.size(1))
-    for parts in zip(*(x.split(heads) for x in (q, k, v, output)), strict=True):
-        _attend(*parts, scale)
+    for tensors in zip(*(x.split(heads) for x in (q, k, v, output)), strict=True):
+        _attend(*tensors, scale)
     return output
 
 
@@ -67,13 +67,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> No
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x (N, R, C) in bf16, with zeros up to multiples of `rows` and `columns`, contiguous."""
+    """x (N, R, C) in bf16 and contiguous, R and C padded with zeros to multiples of `rows` and `columns`."""
     return F.pad(x.to(torch.bfloat16), (0, -x.size(2) % columns, 0, -x.size(1) % rows)).contiguous()
 
 
 @cache
 def _unusable() -> str:
-    """The reason why this machine can't run the kernel, empty if it can; a failure is also given as a warning."""
+    """The reason why this machine can't run the kernel, empty if it can; also a warning if the kernel fails its trial."""
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
@@ -96,13 +96,13 @@ def _unusable() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The kernel, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
+    """The kernel as a loaded library, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
     command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread", f"-DROWS={ROWS}", f"-DWIDTH={WIDTH}"]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()
     path = folder and folder / f"{SOURCE.stem}-{identity}.so"
     if path and path.is_file():
-        with suppress(OSError):  # damaged: it is made again
+        with suppress(OSError):  # a damaged file: it is compiled again
             return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory() as temporary:
         library = Path(temporary, "kernel.so")

@@ -1,4 +1,4 @@
-"""Weights by how far back a key is: softmax of scores that depend on it, or what later keys have left; and softmax of capped scores."""
+"""Normalizers whose weights depend on how far back a key is, such as ALiBi, windows and stick-breaking; and softmax of capped scores."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
 
-FEW_KEYS = 4  # a window of up to so many keys is faster distance by distance, on a CPU
+FEW_KEYS = 4  # keys of the largest window that a CPU computes faster in a loop over distances
 
 
 @dataclass
@@ -23,7 +23,7 @@ class ALiBi(Options):
 
 
 class ALiBiNormalizer(SoftmaxNormalizer):
-    """Heads are h = 1 ... H, t tokens back. Use it with `model.position: none`."""
+    """Logits minus 2^(-8 h / H) for each token that a key is back, in heads h = 1 ... H. Use it with `model.position: none`."""
 
     schema = ALiBi
 
@@ -48,8 +48,8 @@ class Window(Options):
 class WindowNormalizer(SoftmaxNormalizer):
     """A sliding window over the latest w keys.
 
-    A sequence is cut into blocks of w queries, which see their own block and the one before: O(T w) time and memory on the fused kernel.
-    Windows of few keys are computed distance by distance on a CPU.
+    A sequence is cut into blocks of w queries, which see keys of their block and the block before: O(T w) time and memory on the fused
+    kernel. On a CPU, windows of few keys are computed in a loop over distances.
     """
 
     schema = Window
@@ -68,7 +68,7 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self._by_distance(q, k, v)
 
         def blocks(x: Tensor, n_before: int) -> Tensor:
-            """(B, H, T, X) as blocks of w tokens, each after the `n_before` blocks before it: (B N, H, (n_before + 1) w, X)."""
+            """x (B, H, T, X) cut into N blocks of w tokens, each joined to `n_before` earlier blocks: (B N, H, (n_before + 1) w, X)."""
             pieces = F.pad(x, (0, 0, n_before * w, -t % w)).unflatten(2, (-1, w))
             count = pieces.size(2) - n_before
             return torch.cat([pieces[:, :, i : i + count] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
@@ -80,7 +80,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def _by_distance(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Weights x values, (B, H, T, E), one distance after the other; scores and sums in fp32 or wider."""
+        """Weights x values, (B, H, T, E), in a loop over distances between query and key; scores and sums in fp32 or wider."""
         t, dtype, q = q.size(2), v.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
         scores = [F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)]
         weights = torch.stack(scores, -1).softmax(-1)
@@ -93,7 +93,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return self.options.size <= FEW_KEYS and device == "cpu"
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """Remembers the latest w - 1 keys and values."""
+        """`Normalizer.decode`; the state is the latest w - 1 keys and values."""
         output, (k, v) = super().decode(q, k, v, layout, state)
         start = max(0, k.size(2) - self.options.size + 1)
         return output, (k[:, :, start:], v[:, :, start:])
@@ -116,10 +116,10 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """Total attention to each octave of the distance t stays the same.
+    """Made to keep the total attention to each octave of the distance t the same (arXiv 2505.17083).
 
-    a_t = sqrt(2 (ln(t / tau + 1) - ln al + be / al)), m_t = be / al - a_t^2, al = be = e^(1/2), so that a_0 = 1 and m_0 = 0.
-    The paper adds `model.qk_norm` and p-RoPE.
+    a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so that a_0 = 1 and
+    m_0 = 0. The paper adds `model.qk_norm` and p-RoPE.
     """
 
     schema = ScaleInvariant
@@ -127,7 +127,7 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         distance = layout.distance().clamp(min=0.0)
-        square = 2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)  # ln al = 1/2, be / al = 1
+        square = 2 * ((distance / self.options.tau).log1p() - 0.5 + 1.0)  # ln alpha = 1/2, beta / alpha = 1
         return logits(q, k) * square.sqrt().to(q.dtype) + (1.0 - square).to(q.dtype)
 
 
@@ -141,7 +141,7 @@ class Forget(Options):
 
 
 class ForgetNormalizer(SoftmaxNormalizer):
-    """Sums are in fp32. w starts at 0 and b at 5 (our choice), so that a token is first forgotten at a rate of 0.7 %."""
+    """Sums of ln sigmoid are in fp32. w starts at 0, b at 5 (our choice): a weight then falls by 0.7 % with each token back."""
 
     schema = Forget
     depends_on_distance = True
@@ -158,7 +158,7 @@ class ForgetNormalizer(SoftmaxNormalizer):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         visible = layout.visible()
         k, log_f = k[..., :-1], k[..., -1]
-        running_sum = log_f.cumsum(-1)  # (B, H, S), over documents, too: only differences within one count
+        running_sum = log_f.cumsum(-1)  # (B, H, S), across documents: only differences within a document are used
         mask = visible.expand(*q.shape[:2], *visible.shape[-2:])
         first_key = mask.int().argmax(-1)  # (B, H, T), the first key of the query's document
         query_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(-1, first_key)
@@ -191,9 +191,9 @@ class StickBreaking(Options):
 
 
 class StickBreakingNormalizer(Normalizer):
-    """From the latest key back, each takes its part of what the later ones have left.
+    """From the latest key back, each key takes the fraction sigmoid(z) of the weight that later keys have left.
 
-    Query i sees the keys before its own token: a document's first has none, and weights 0. Use it with `model.position: none`.
+    Query i sees the keys before its own token: a document's first query sees none, and has weights 0. Use it with `model.position: none`.
     """
 
     schema = StickBreaking
@@ -202,8 +202,8 @@ class StickBreakingNormalizer(Normalizer):
         return layout.visible() & (layout.distance() > 0)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Sums of logarithms run from the latest key back, so that what comes after a key is summed without it, exactly."""
+        """The weights; sums of logarithms over later keys are added up from the latest back, as differences of sums would lose digits."""
         visible = self.visible(layout)
-        log_rest = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the part of the stick that a key leaves
+        log_rest = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the fraction that a key leaves
         later_sums = F.pad(log_rest[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
         return (F.logsigmoid(scores) + later_sums).exp().masked_fill(~visible, 0.0)

@@ -1,4 +1,4 @@
-"""Elementwise attention: each weight is a function of its own score, and of n or the sum of its row."""
+"""Elementwise attention: each weight is a function of its own score, and of n or the sum over the query's keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lm.schema import key
 
 
 class ElementwiseNormalizer(DividedNormalizer):
-    """f(z + b(n)) r(n): the function `score_map` of the score z + b(n), the logit with a shift for each row, and a factor for each row."""
+    """Weights f(z + b(n)) r(n): f is the function `score_map`, b(n) a shift of a query's logits z, and r(n) a factor of its weights."""
 
     kernel = "tiles"
 
@@ -20,7 +20,7 @@ class ElementwiseNormalizer(DividedNormalizer):
         return elementwise_sums.SCORE_FUNCTIONS[self.score_map].value(scores)
 
     def shift(self, layout: AttentionLayout) -> Tensor | None:
-        """b as fp32, broadcastable to (B, H, T); None for 0."""
+        """The shift b of each query's logits, fp32, broadcastable to (B, H, T); None for 0."""
         return None
 
     @property
@@ -35,7 +35,7 @@ class ElementwiseNormalizer(DividedNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
-        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype  # fp16 does not hold sums that are not divided by n yet
+        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype  # fp16 can't hold sums before they are divided by n
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
         output = elementwise_sums.elementwise_attention(self.score_map, q, k, values, self.shift(layout), over_sum=factor is None)
         return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)

@@ -1,4 +1,4 @@
-"""Elementwise attention, causal sums of f(q.k / sqrt(D) + b) v: by the Triton kernel where it is supported and works, else by tiles.
+"""Elementwise attention, causal sums of f(q.k / sqrt(D) + b) v over keys: by the Triton kernel where that works, else by tiles in PyTorch.
 
 Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
 """
@@ -20,7 +20,7 @@ from lm.attention.layout import uncompiled
 from lm.attention.routes import SMALLEST_SUM, gradient_of_sums, spans, without_autocast
 
 TILE = 256  # queries and keys of one tile
-LARGEST_HEAD = 128  # dimensions of a key that the Triton kernel holds
+LARGEST_HEAD = 128  # the largest head size that the Triton kernel takes
 OLDEST_TRITON = (3, 4)
 
 
@@ -28,7 +28,7 @@ OLDEST_TRITON = (3, 4)
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of a score, as defined, and in place for tiles."""
+    """A function f of a score; tiles use the two members that overwrite their arguments."""
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
@@ -47,12 +47,12 @@ def _sigmoid_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return z, grad.addcmul_(grad, z, value=-1)
 
 
-SCORE_FUNCTIONS = {  # by the names that the Triton kernels have for them, too
+SCORE_FUNCTIONS = {  # by name, in the Triton kernels too
     "relu2": ScoreFunction(lambda z: z.relu().square(), lambda z: z.relu_().square_(), _relu2_derivative_),
     "relu": ScoreFunction(torch.relu, torch.relu_, lambda z, grad: (z.relu_(), grad.mul_(z > 0))),
     "sigmoid": ScoreFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_derivative_),
 }
-# By `Normalizer.score_map`. Scores that are products of non-negative features are their own map, and have closed forms of their own.
+# By `Normalizer.score_map`. `features`: scores are products of non-negative features, for which diagnostics have another closed form.
 SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     **{kind: f.value for kind, f in SCORE_FUNCTIONS.items()},
@@ -65,9 +65,10 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal tiles of f(q.k / sqrt(D) + shift) v on (N, T, D) tensors, N = B x H; shift (N, T) or None.
+    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, of (N, T, .) tensors, N = B x H; shift (N, T) or None.
 
-    `over_sum`: rows are divided by their sums. Scores, f and sums are in fp32 (or wider), weights as wide as v.
+    `over_sum`: weights are divided by their sum. Scores, f and sums are in fp32 or wider; weights are in v's dtype, but in fp32 or wider
+    in the forward pass of `over_sum`.
     """
 
     @staticmethod
@@ -130,7 +131,7 @@ def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, 
 
 
 def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
-    """`elementwise_attention` on any device, holding one tile of weights a head."""
+    """`elementwise_attention` by tiles, on any device, holding one tile of weights per head at a time."""
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
     return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])
@@ -162,7 +163,7 @@ def _unusable(device: torch.device) -> str:
         return "triton is not installed"
     import triton
 
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:  # 3.2 aborts, compiling for wide values
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:  # triton 3.2 aborts when it compiles for wide values
         return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
     if interpreted():
         return ""
@@ -172,7 +173,7 @@ def _unusable(device: torch.device) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """Run the Triton kernel on a device; returns what goes wrong, which is also a warning, or an empty text.
+    """Compare the Triton kernel with the tiles on a device; returns the problem, which is also a warning, or an empty text.
 
     Triton compiles at the first use, for which the machine may lack a C compiler or Python's headers.
     """
@@ -192,7 +193,7 @@ def _trial(device: torch.device) -> str:
 
 
 def _agree(kind: str, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
-    """True if the Triton kernel gives what the tiles give, forward and backward, for bf16 `x` (q, k, v)."""
+    """True if outputs and gradients of the Triton kernel and of the tiles are nearly equal, for bf16 `x` (q, k, v)."""
     from lm.attention import triton_kernels
 
     leaves = [tensor.detach().requires_grad_() for tensor in (*x, *([] if shift is None else [shift]))]
@@ -211,7 +212,7 @@ def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Ten
         kind: the name of f in `SCORE_FUNCTIONS`.
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
         shift: fp32, broadcastable to (B, H, T); None for 0.
-        over_sum: divide each row by its sum of f, which must not be negative.
+        over_sum: divide each query's output by its sum of f over keys, which must not be negative.
     """
     if why_tiles(q.device, q.dtype, q.size(-1)):
         return tiles(kind, q, k, v, shift, over_sum)

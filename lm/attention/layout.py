@@ -1,4 +1,4 @@
-"""Places of queries and keys in their documents, and n: the length of a row of attention weights, from positions alone."""
+"""Positions of queries and keys in their documents, and n: the number of keys that a query counts, from positions alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,35 +9,35 @@ from torch import Tensor
 
 
 def uncompiled(function: Callable) -> Callable:
-    """`function` as `torch.compiler.disable` makes it, without importing the compiler, which takes seconds, before a graph is made."""
-    disabled = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
+    """Keep `function` out of compiled graphs, like `torch.compiler.disable`, but import the compiler (seconds) for the first graph only."""
+    excluded_function = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
     @wraps(function)
     def call(*arguments: object, **named: object) -> object:
-        return (disabled if torch.compiler.is_compiling() else function)(*arguments, **named)
+        return (excluded_function if torch.compiler.is_compiling() else function)(*arguments, **named)
 
     return call
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Places of the queries and keys of one attention call in their documents.
+    """Positions, in their documents, of the queries and keys of one attention call.
 
-    Every normalizer takes n from here, never from a tensor's width: a prefix, a padded batch, a
-    packed sequence and a decoding step then give the same n for the same token.
+    Every normalizer takes n from here, never from a tensor's width. So a prefix, a padded batch, a
+    packed sequence and a decoding step give the same n for the same token.
     """
 
     positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
     key_positions: Tensor  # (S,) or (B, S) int64, 0-based position of each key in its document
     lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
-    causal: bool  # keys are the queries themselves, in order, of one document a sequence: the mask is the plain causal triangle
-    documents: Tensor | None = None  # int64, number of each query's document, as `positions`; None: one document a sequence
-    key_documents: Tensor | None = None  # int64, number of each key's document, as `key_positions`
-    tail: bool = False  # queries are the last of the keys, in order, of one document a sequence: the mask is the last rows of that triangle
+    causal: bool  # queries and keys are the same tokens, in order, one document per sequence: the mask is the causal triangle
+    documents: Tensor | None = None  # int64, index of each query's document, shaped as `positions`; None: one document per sequence
+    key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
+    tail: bool = False  # queries are the last of the keys' tokens, one document per sequence: the mask is the causal triangle's last rows
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """Groups of documents of similar size (`_document_groups`), by the number of sequences: a cache of `by_documents`."""
+        """A cache of `by_documents`: the groups of `_document_groups`, by the number of sequences in the batch."""
         return {}
 
     @classmethod
@@ -61,7 +61,7 @@ class AttentionLayout:
 
     @classmethod
     def continuing(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """Tokens `start` to `start + count` of a document that will have `length`, as queries; keys are all tokens up to the last query."""
+        """Queries: `count` tokens from `start` on, of a document that will have `length` tokens; keys: all tokens up to the last query."""
         keys = torch.arange(start + count, device=device)
         return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
 
@@ -91,7 +91,7 @@ class AttentionLayout:
     def n(self, policy: str) -> Tensor:
         """The row length n of each query, fp32, of the shape of `positions`.
 
-        policy: `visible`, keys the query sees, its position + 1 (the SSMax paper's n); `sample`, length of its document; `fixed:N`.
+        policy: `visible` (keys that the query sees: position + 1, the SSMax paper's n), `sample` (tokens of its document) or `fixed:N` (N).
         """
         if policy == "visible":
             return (self.positions + 1).float()
@@ -104,35 +104,35 @@ class AttentionLayout:
 def by_documents(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor], q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout
 ) -> Tensor:
-    """`attend(q, k, v, layout)` where a sequence holds several documents, (B, H, T, E): each document computed as it would be alone.
+    """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document as it would be alone.
 
-    Documents of similar size (up to a factor of 2) are batched, padded at their ends, where none of their queries looks: there is no
-    T x T mask, and time grows with the documents' lengths. At most log2(T) calls.
+    Documents of similar size (up to a factor of 2) are batched and padded at their ends, which their queries don't see. There is no
+    T x T mask, time grows with the documents' lengths, and `attend` is called log2(T) times at most.
     """
     b, _, t, _ = q.shape
-    if b not in layout.document_groups:  # the same for all layers
+    if b not in layout.document_groups:  # once for all layers
         layout.document_groups[b] = _document_groups(layout, b)
     index_in_outputs, groups = layout.document_groups[b]
     flat_tensors = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
     outputs = []
     for index, group_layout in groups:
-        parts = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat_tensors)
-        outputs.append(attend(*parts, group_layout).transpose(1, 2).flatten(0, 1))
+        group_tensors = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat_tensors)
+        outputs.append(attend(*group_tensors, group_layout).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
 
 
 def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
-    """The index of each token of the flattened sequences (B T,) in the groups' concatenated outputs; and for each group the index of
-    its documents' tokens (N, P) and their layout."""
+    """Groups of documents of similar size: the index of each token (B T,) in the concatenated outputs of all groups, and a list of groups.
+    A group is the indices (N, P) of the tokens of its N documents, padded to P tokens, and their layout."""
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()
     lengths = layout.lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()
     starts = (positions == 0).nonzero().flatten()
     sizes = torch.diff(starts, append=torch.tensor([len(positions)]))
-    classes = sizes.clamp(min=16).double().log2().ceil()
+    size_classes = sizes.clamp(min=16).double().log2().ceil()
     index_in_outputs, groups, n_outputs = torch.empty_like(positions), [], 0
-    for size_class in classes.unique():
-        first_token, size = starts[classes == size_class].unsqueeze(1), sizes[classes == size_class].unsqueeze(1)
+    for size_class in size_classes.unique():
+        first_token, size = starts[size_classes == size_class].unsqueeze(1), sizes[size_classes == size_class].unsqueeze(1)
         offset = torch.arange(int(size.max()))
         index = first_token + torch.minimum(offset, size - 1)
         is_token = offset < size

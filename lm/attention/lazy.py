@@ -1,7 +1,7 @@
-"""torch, and modules built on it, imported when something of them is first used.
+"""torch, and modules built on it, imported when one of their attributes is first used.
 
-Families of normalizers use these names: commands that must not wait for torch read the options beside them. `Tensor`, `AttentionLayout` and
-`Module` are for annotations, and plain `object` where these are evaluated.
+Modules of normalizers use these names: commands that must not wait for torch read the options in those modules. `Tensor`,
+`AttentionLayout` and `Module` are for annotations, and are `object` at run time.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy(ModuleType):
-        """A module in place of the one of its name."""
+        """A stand-in for the module of its name, which it imports at the first access to an attribute."""
 
         def __getattr__(self, name: str) -> object:
             value = getattr(import_module(self.__name__), name)

@@ -9,8 +9,8 @@ from lm.attention.options import Options
 from lm.errors import Problem
 from lm.schema import key
 
-CHUNK = 128  # most tokens of a chunk: weights are formed within chunks
-SEGMENT = 64 * CHUNK  # most tokens whose chunks are computed at once: a GPU would wait for many small products
+CHUNK = 128  # most tokens of a chunk: weights are computed within a chunk, a state stands for earlier tokens
+SEGMENT = 64 * CHUNK  # most tokens whose chunks are computed at once: many small products would leave a GPU idle
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """The division of q and k by D^(1/4) each is our choice, and so is the bound of exp, so that sums stay finite."""
+    """Linear attention. Dividing q and k by D^(1/4) each is our choice; so is the bound of exp, which keeps sums finite."""
 
     schema = Linear
     kernel = "chunks, O(T)"
@@ -60,12 +60,12 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln g of each head."""
+        """ln g of each head, (H,); 0 without decay."""
         heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """The product of features with its decay, which `normalize` divides."""
+        """Products of query and key features, times the decay g^t; `normalize` divides them by their sum or by n."""
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
@@ -74,7 +74,7 @@ class LinearNormalizer(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The state is one D x E matrix for each query head, whatever the number of tokens; queries may be those of the last ones alone."""
+        """`Normalizer.decode`; the state is a matrix per query head, D x E or, with `n: sum`, D x (E + 1), after any number of tokens."""
         k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
@@ -83,29 +83,29 @@ class LinearNormalizer(DividedNormalizer):
             q = F.pad(q, (0, 0, k.size(2) - n_queries, 0))
         v = v.to(wide)
         if factor is None:
-            v = F.pad(v, (0, 1), value=1.0)  # a further value of 1 gives the row's sum
-        with routes.without_autocast(q.device):  # the state sums over all tokens
+            v = F.pad(v, (0, 1), value=1.0)  # the output for one more value, 1, is the sum of a query's weights
+        with routes.without_autocast(q.device):  # autocast would round the state, a sum over all tokens
             output, state = self.chunks(q, k, v, state)
         output = output[:, :, -n_queries:]
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j by chunks, and the state after: weights within a chunk, a D x E state before it."""
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j for each i, and the new state: by weights within a chunk, by the state for tokens before it."""
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
-        parts = []
+        outputs = []
         for tensors in zip(*(x.split(SEGMENT, 2) for x in (q, k, v)), strict=True):
-            part, state = self._segment(*tensors, state)
-            parts.append(part)
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0], state
+            output, state = self._segment(*tensors, state)
+            outputs.append(output)
+        return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], state
 
     def _segment(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`chunks` of one segment, as N chunks of C tokens."""
+        """`chunks` for one segment of at most `SEGMENT` tokens, as N chunks of C tokens."""
         n_chunks = -(-q.size(2) // CHUNK)
         size = -(-q.size(2) // n_chunks)
-        missing = n_chunks * size - q.size(2)  # zeros before the first token
-        if missing:
-            q, k, v = (F.pad(x, (0, 0, missing, 0)) for x in (q, k, v))
+        n_padding = n_chunks * size - q.size(2)  # zeros put before the first token
+        if n_padding:
+            q, k, v = (F.pad(x, (0, 0, n_padding, 0)) for x in (q, k, v))
         q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))  # (B, H, N, C, D or E)
         scores = q @ k.transpose(-2, -1)
         if self.options.decay:
@@ -113,17 +113,17 @@ class LinearNormalizer(DividedNormalizer):
             index = torch.arange(size, device=q.device, dtype=q.dtype)
             scores *= (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)
             start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))  # (H, 1, C, 1)
-            sums, chunk_decay, states = (k * end_decay).transpose(-2, -1) @ v, (size * log_g).exp(), [state * (-missing * log_g).exp()]
-            for chunk_sum in sums.unbind(2):  # what each chunk adds to the state, (B, H, D, E)
+            sums, chunk_decay, states = (k * end_decay).transpose(-2, -1) @ v, (size * log_g).exp(), [state * (-n_padding * log_g).exp()]
+            for chunk_sum in sums.unbind(2):  # (B, H, D, E), which the chunk adds to the state
                 states.append(states[-1] * chunk_decay + chunk_sum)
-            before, state = torch.stack(states[:-1], 2), states[-1]
+            start_states, state = torch.stack(states[:-1], 2), states[-1]
             q = q * start_decay
         else:
             scores = scores.tril_()
             states = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2).cumsum(2)
-            before, state = states[:, :, :-1], states[:, :, -1].clone()  # a view would keep the states of all chunks
-        output = scores @ v + q @ before
-        return output.flatten(2, 3)[:, :, missing:], state
+            start_states, state = states[:, :, :-1], states[:, :, -1].clone()  # a view would keep the states of all chunks in memory
+        output = scores @ v + q @ start_states
+        return output.flatten(2, 3)[:, :, n_padding:], state
 
     def kernel_description(self, device: str = "cpu") -> str:
         return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence costs O(T)"

@@ -1,10 +1,10 @@
-"""Normalizers: how attention scores become weights. The base of every family.
+"""Normalizers turn attention scores into weights; here are their base classes.
 
-Each class gives the same function twice: on dense scores, `define_scores` and `normalize`, the definition; and `forward`,
+Each class computes the same function twice: by the definition, `define_scores` and `normalize` on dense scores, and by `forward`,
 the fastest exact computation. Shapes: B sequences, H heads, T queries, S keys, D head size.
 
-A family's options stand beside its classes, and are read by commands that must not wait for torch. So no module of a family imports torch
-at its top, but `lm.attention.lazy`. `torch.nn.Module` becomes a base of a class when its first normalizer is made.
+Commands that must not wait for torch read options, which stand in the modules of their normalizers. So these modules import not torch but
+`lm.attention.lazy`, and a class gets `torch.nn.Module` as a base when its first normalizer is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lm.attention.options import Options
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The layer that a normalizer is made for."""
+    """Sizes of the layer that a normalizer is made for."""
 
     n_head: int  # heads H
     head_size: int  # dimensions D of each head's queries and keys
@@ -39,9 +39,9 @@ class Normalizer(ABC, Module):
     """
 
     schema: ClassVar[type[Options]]
-    kernel: ClassVar[str] = "query blocks"  # what computes a training step, in the table of docs/normalizers.md
+    kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, for docs/normalizers.md
     depends_on_distance: ClassVar[bool] = False  # scores depend on how far back a key is, in another way than by `log_decay`
-    score_map: str = ""  # in `SCORE_MAPS`: a row's weights are this function of its scores, times a factor of the row; empty: none is
+    score_map: str = ""  # in `SCORE_MAPS`: weights are this function of their scores, times a factor per query; empty: no function is
 
     def __new__(cls, *arguments: object) -> Normalizer:
         return object.__new__(_as_module(cls))
@@ -55,16 +55,16 @@ class Normalizer(ABC, Module):
         """Create the parameters with their initial values."""
 
     def parameter(self, value: float, *shape: int) -> torch.nn.Parameter:
-        """A parameter of fp32 numbers that start at `value`, one a head (H,) unless a shape is given."""
+        """A new parameter in fp32 whose entries start at `value`, of shape (H,) unless another is given."""
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
     def tie_parameters(self, source: Normalizer) -> None:
         """Take over the parameters that all layers share from `source`, the first layer's normalizer of this class."""
 
     def init_from(self, source: Normalizer) -> None:
-        """Set the parameters so that the weights stay as near as may be to those of `source`, which this one replaces.
+        """Set the parameters so that weights stay as near as possible to those of `source`, which this normalizer replaces.
 
-        Where the best values over sequences of the training length have a closed form, it is used; otherwise the initial values stay.
+        The default keeps the initial values. A subclass sets the best values for the training length where they have a closed form.
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
@@ -76,32 +76,32 @@ class Normalizer(ABC, Module):
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, H, T, D + F) and k (B, K, T, .) with the features computed from the layer's input x, in the wider of their dtypes: sums of
-        a feature over all tokens would accumulate its rounding."""
+        """Append the features computed from the layer's input x: q (B, H, T, D + F), k (B, K, T, .). Each is in the wider dtype of vectors
+        and features, since sums of a feature over all tokens would accumulate its rounding."""
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, but for a decay, are the scores; None: there are none."""
+        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None: there are none."""
         return None
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln of the factor by which weights fall with each token back, whatever the tokens: (H,) <= 0, dtype of `reference`; 0 for none."""
+        """ln of the constant factor by which weights fall with each token back: (H,), <= 0, in the dtype of `reference`; 0: no decay."""
         return reference.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
-        """Numbers fixed by the training length that no parameter holds, by the option that names them."""
+        """Constants that may come from the training length and are no parameters, by the option that sets them."""
         return {}
 
     def scale_by_position(self) -> Tensor | None:
-        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None: the
-        scores are no such multiple."""
+        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None:
+        scores are not such a multiple of q.k."""
         return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64) if self.scores_are_logits else None
 
     @property
     def scores_are_logits(self) -> bool:
-        """Whether scores are z itself: `define_scores` is the default, and nothing is appended to q and k."""
+        """Whether scores are the logits z: `define_scores` is the default, and no features are appended to q and k."""
         return all(getattr(type(self), name) is getattr(Normalizer, name) for name in ("define_scores", "query_features", "key_features"))
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
@@ -112,12 +112,12 @@ class Normalizer(ABC, Module):
         return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """The definition: dense weights (B, H, T, S), masked entries 0, in fp32, or wider if q or k is: `normalize` of the `scores`.
+        """The definition, `normalize` of the `scores`: dense weights (B, H, T, S), 0 where masked, in fp32, or wider if q or k is.
 
         Thresholds and sums are in that precision too, whatever autocast says: in bf16 a row of 1.5-entmax would sum to
         anything from 0.6 to 12.
 
-        q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the entry has any.
+        q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the normalizer has any.
         """
         scores = self.scores(q, k, layout)
         with routes.without_autocast(q.device):
@@ -134,14 +134,14 @@ class Normalizer(ABC, Module):
             return self.define_scores(q.to(wide), k.to(wide), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """`scores` for q and k of one dtype, fp32 or wider, and without autocast; a family overrides this. The default is z."""
+        """`scores` for q and k of one dtype, fp32 or wider, and without autocast; subclasses may override this. The default is z."""
         return logits(q, k)
 
     @abstractmethod
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """The weights that scores (B, H, T, S) in fp32 or wider become, of the same dtype; 0 for keys that a query does not see.
+        """Turn scores (B, H, T, S), fp32 or wider, into weights of the same shape and dtype, 0 for keys that a query does not see.
 
-        A row of weights depends on the same row of scores alone: the Jacobian d weights / d scores is one of S x S for each query.
+        A query's weights depend on its own scores alone: the Jacobian d weights / d scores is an S x S matrix for each query.
         """
 
     def visible(self, layout: AttentionLayout) -> Tensor:
@@ -149,8 +149,8 @@ class Normalizer(ABC, Module):
         return layout.visible()
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """ln Z, (B, H, T): Z is the sum of a row's unnormalized weights over the keys that a query sees, whether or not they are divided by
-        it. None: the weights are no such function of each score, such as weights by a threshold. NaN where the sum is negative."""
+        """ln Z, (B, H, T): Z is the sum of unnormalized weights over the keys that a query sees, whether or not the weights are divided by
+        Z. None: there is no unnormalized weight of each score, as where weights have a threshold. NaN where Z is negative."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -167,15 +167,15 @@ class Normalizer(ABC, Module):
         return layouts.by_documents(self, q, k, v, layout) if is_whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys of which plain softmax of q.k / sqrt(D) gives the weights, q in fp32 or wider; None: there are none."""
+        """Queries and keys whose softmax of q.k / sqrt(D) is the weights, in the dtypes of q and k or wider; None: there are none."""
         return None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """`forward` for tokens that go on from earlier ones: (weights x values, state).
+        """`forward` for tokens that continue earlier ones, as in generation: (weights x values, new state).
 
-        q, k, v: queries, keys and values of the new tokens, k and v as `expand_kv_heads` takes them; q may be of the last tokens alone;
-        layout: `AttentionLayout.continuing`;
-        state: from the call before, None at first. The default state is all keys and values; a family that needs fewer keeps the latest.
+        q, k, v: queries, keys and values of the new tokens, k and v as `expand_kv_heads` takes them; q may be of the last tokens alone.
+        layout: `AttentionLayout.continuing`.
+        state: the state that the call before returned, None at first: by default all keys and values; a subclass may need fewer.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
@@ -183,9 +183,9 @@ class Normalizer(ABC, Module):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, D + F) and values (B, H, S, E) of all heads, from keys and values (B, K, S, .) that H / K heads share.
+        """Keys (B, H, S, D + F) and values (B, H, S, E) for all query heads, from k and v (B, K, S, .), each shared by H / K query heads.
 
-        The features of a key, F for each head of queries, lie side by side behind it (`group_key_features`).
+        The features of a key, F for each of these query heads, stand side by side after its D dimensions (`group_key_features`).
         """
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
@@ -194,7 +194,7 @@ class Normalizer(ABC, Module):
         return torch.cat((k[..., :size].repeat_interleave(group, 1), key_features), -1), v.repeat_interleave(group, 1)
 
     def kernel_description(self, device: str = "cpu") -> str:
-        """The kernel `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why."""
+        """The kernel that `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why, in words."""
         return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this function"
 
 
@@ -212,7 +212,7 @@ def _as_module(definition: type[Normalizer]) -> type[Normalizer]:
 
 
 class SoftmaxNormalizer(Normalizer):
-    """softmax of the scores, for families that differ in their scores, or in what a query sees."""
+    """softmax of the scores of visible keys; subclasses override `define_scores` or `visible`."""
 
     score_map = "exp"
 
@@ -225,14 +225,14 @@ class SoftmaxNormalizer(Normalizer):
 
 
 class DividedNormalizer(Normalizer):
-    """f(score), of each score alone, over the row's sum (`n: sum`) or times a factor of n."""
+    """Weights f(score) divided by their sum over a query's keys (`n: sum`), or times a factor that depends on n."""
 
     def f(self, scores: Tensor) -> Tensor:
         """The undivided weights; by default the scores themselves."""
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor of each row, fp32, broadcastable to (B, H, T), by default 1 / n; None: rows are divided by their sum."""
+        """The factor of each query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None: they are divided by their sum."""
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
@@ -240,12 +240,12 @@ class DividedNormalizer(Normalizer):
         return routes.divided(a, a.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of f(score)."""
+        """ln of the sum of f(score) over the keys that each query sees."""
         return self.f(scores).masked_fill(~layout.visible(), 0.0).sum(-1).log()
 
 
 def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
-    """Key features (B, H, T, F) of the heads that share a key side by side: (B, K, T, F H / K)."""
+    """Put the key features (B, H, T, F) of the query heads that share a key side by side: (B, K, T, F H / K)."""
     return None if features is None else features.unflatten(1, (n_kv_head, -1)).transpose(2, 3).flatten(3)
 
 

@@ -1,4 +1,4 @@
-"""The options of a normalizer: the base of their classes, with what tables, labels and the checks of a configuration ask of them."""
+"""The base class of normalizers' options: their formulas, labels and checks, for tables, reports and configurations."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from lm.schema import Plain, build, own_problems, to_plain, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
 FIRST_VALUE = "is an initial value, which training has replaced"
-LONGEST = 1e9  # tokens, of any length among the options: more would leave the range of what is computed with it
-LARGEST = 1e6  # bound of factors and logits: products of them stay within fp32
+LONGEST = 1e9  # most tokens in an option that is a length: longer ones would leave the range of the computations
+LARGEST = 1e6  # bound of options that are factors or logits: products of them stay within the range of fp32
 _ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 
@@ -20,14 +20,14 @@ class Options:
     """Base of a normalizer's options. A subclass is a dataclass of keys (`lm.schema.key`)."""
 
     name: ClassVar[str]  # the name in `model.normalizer`
-    full_formula: ClassVar[str]  # the weights, with all that options can add
-    learned: ClassVar[str] = "none"  # the parameters
+    full_formula: ClassVar[str]  # formula of the weights, with all terms that options can add
+    learned: ClassVar[str] = "none"  # the learned parameters, in words
     source: ClassVar[str] = ""  # the paper or code that the function comes from
     known: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # each row of weights sums to 1, whatever the options
     over_sum: ClassVar[bool] = False  # `n` may be `sum`: each row is divided by its sum
     scales_with_q: ClassVar[bool] = True  # a factor on q is the same factor on the logits q.k
-    fixed_by_training: ClassVar[Mapping[str, str]] = {}  # why an option can't be changed in a trained model, by its name
+    fixed_by_training: ClassVar[Mapping[str, str]] = {}  # by the option's name: why it can't be changed in a trained model
 
     @property
     def rows_sum_to_one(self) -> bool:
@@ -35,7 +35,7 @@ class Options:
         return self.sums_to_one or getattr(self, "n", "") == "sum"
 
     def formula(self) -> str:
-        """The weights with these options, without what they switch off."""
+        """The formula of the weights, without terms that these options switch off."""
         return self.full_formula
 
     def problems(self) -> list[Problem]:
@@ -47,18 +47,18 @@ class Options:
 
     @classmethod
     def first_init(cls) -> Plain:
-        """The initial values of the parameters unless the option `init` sets others; None: there is no such option."""
+        """The default of the option `init`, which sets the parameters' initial values; None: there is no such option."""
         return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
 
     def layer_options(self) -> list["Options"]:
-        """The options of the single normalizers: these options themselves."""
+        """The options of each normalizer in a list of layers; here these options alone."""
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """Options of a trained normalizer with the `changes` that it has as options; what is wrong at `path` is appended to `problems`."""
+        """A trained normalizer's options with the `changes` that name some of them; problems, at `path`, are appended to `problems`."""
         overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)
@@ -73,7 +73,7 @@ class Options:
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
 
     def beyond_initial_values(self) -> dict[str, Plain]:
-        """The options that aren't their defaults, without initial values."""
+        """The options that aren't their defaults, but not `init`."""
         return {option: value for option, value in self.non_defaults().items() if option != "init"}
 
     def label(self) -> str:
@@ -81,11 +81,11 @@ class Options:
         return labelled(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
-        """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; initial values left out."""
+        """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; `init` is left out."""
         overrides = self.beyond_initial_values()
         return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
 
 
 def labelled(name: str, options: Mapping[str, Plain]) -> str:
-    """A normalizer's name and options as a reader sees them."""
+    """A normalizer's name with `options` in parentheses: `ssmax (init=1.0)`."""
     return f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})" if options else name

@@ -1,6 +1,6 @@
-"""Softmax of scaled logits: one factor a query, so that the fused softmax kernel serves all of them.
+"""Softmax of scaled queries, most with one factor per query and head: the fused softmax kernel computes all of these normalizers.
 
-n, of a query, is its row length by the option `n`; m the training length; D the head size.
+n is the number of keys that a query counts, by the option `n`; m the training length, D the head size.
 """
 
 import math
@@ -17,10 +17,10 @@ from lm.schema import key
 
 
 class FusedSoftmax(SoftmaxNormalizer):
-    """softmax that the fused kernel computes from the changed queries and keys of `fused_inputs`."""
+    """Softmax that the fused kernel computes, from the changed queries and keys that `fused_inputs` returns."""
 
     kernel = "fused softmax"
-    change: ClassVar[str]  # how queries are changed, in the kernel's description
+    change: ClassVar[str]  # how queries are changed, in words for `kernel_description`
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return logits(*self.fused_inputs(q, k, layout))
@@ -35,14 +35,14 @@ class FusedSoftmax(SoftmaxNormalizer):
 class QueryScale(FusedSoftmax):
     """softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
-    Scaling q is scaling the logits, so every member runs on the fused softmax kernel. The product is
+    Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product is
     computed in the dtype of q (fp32 in training) and rounded to v's dtype once.
     """
 
     change = "q scaled in fp32: a factor on the logits is a factor on the query"
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
-        """c as fp32, broadcastable to (B, H, T); None for 1."""
+        """The factor c, fp32, broadcastable to (B, H, T); None for 1."""
         return None
 
     def scale_by_position(self) -> Tensor | None:
@@ -138,10 +138,10 @@ class SSMaxNormalizer(QueryScale):
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:
-        """Follow the factor c(n) of `source` over a training sequence, head by head, if `init` is `match`.
+        """If `init` is `match`, fit s and b to the factor c(n) of `source` over a training sequence, head by head.
 
-        s alone keeps the mean of the factor: s = mean c / mean ln n (1 / mean ln n after softmax). s and b are the
-        least-squares line of c on ln n: s = 0, b = 1 after softmax, which is softmax to the bit.
+        s or b alone keeps the mean of the factor: s = mean c / mean ln n, after softmax 1 / mean ln n. s and b together are
+        the least-squares line of c on ln n: after softmax s = 0, b = 1, which is softmax to the bit.
         """
         c, log_n = source.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
@@ -165,7 +165,7 @@ class SSMaxNormalizer(QueryScale):
 
 
 class ScaleFromBase(QueryScale):
-    """A factor that is 1 at n = m, the option `base` (`train`: the training length)."""
+    """Base of normalizers whose factor is 1 at n = m; m is the option `base` (`train`: the training length)."""
 
     def initialise(self) -> None:
         self.base = float(self.layer.train_length if self.options.base == "train" else self.options.base)
@@ -189,7 +189,7 @@ class LogN(Options):
 
 
 class LogNNormalizer(ScaleFromBase):
-    """Entropy is nearly flat in n. With `clip` it is Qwen's `logn`."""
+    """With the factor ln n / ln m the entropy of weights is nearly constant in n. With `clip` this is Qwen's `logn`."""
 
     schema = LogN
 
@@ -209,7 +209,7 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """The largest of n Gaussian logits grows as sqrt(2 ln n)."""
+    """The factor grows as the largest of n Gaussian logits, sqrt(2 ln n). c starts so that the mean factor in training is 1."""
 
     schema = SqrtLogN
 
@@ -278,7 +278,7 @@ class InfoScaleNormalizer(ScaleFromBase):
 
     def scale(self, layout: AttentionLayout) -> Tensor:
         power = -2 / self.layer.head_size
-        n = self.row_length(layout).double()  # in fp32 the difference of two powers would depend on where in a tensor they are
+        n = self.row_length(layout).double()  # 1 - n^power in fp32 would depend on where in the tensor n stands
         return ((1 - n**power).sqrt() / math.sqrt(1 - self.base**power)).float()
 
 
@@ -295,7 +295,7 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """Unit queries and keys. The gain g starts so that the mean factor is that of QK-norm, sqrt(D) (our choice)."""
+    """Softmax of g cos(q, k). The gain g starts so that the mean factor of cosines is QK-norm's, sqrt(D) (our choice)."""
 
     schema = Cosine
 
@@ -303,7 +303,7 @@ class CosineNormalizer(QueryScale):
         self.g = self.parameter(math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item())
 
     def growth(self, layout: AttentionLayout) -> Tensor:
-        """ln n, or 1: (1, T) or (B, 1, T)."""
+        """ln n if the option `log_n` is set, else 1: (1, T) or (B, 1, T)."""
         n = self.row_length(layout)
         return n.log() if self.options.log_n else n.new_ones(n.shape)
 
@@ -311,7 +311,7 @@ class CosineNormalizer(QueryScale):
         return self.g.unsqueeze(-1) * self.growth(layout) * math.sqrt(self.layer.head_size)  # undoes 1 / sqrt(D)
 
     def scale_by_position(self) -> Tensor | None:
-        return None  # a factor on other logits than softmax's
+        return None  # the factor is on cosines, not on softmax's logits
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         return super().define_scores(unit_vectors(q), unit_vectors(k), layout)
@@ -335,7 +335,7 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """It starts as softmax (our choice). p is identifiable only up to scale and offset, which s and b absorb."""
+    """The factor is s p_n + b, at first 1: softmax (our choice). p is identifiable only up to scale and offset, which s and b absorb."""
 
     schema = PN
 
@@ -363,9 +363,9 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """G's last layer starts at 0, as in its source; B starts at 1 (our choice), so that the whole starts as softmax.
+    """Multiplies q by B(ln n) (1 + tanh G(q)). G's last layer starts at 0, as in its source; B starts at 1 (our choice): softmax at first.
 
-    Both are shared by a layer's heads but for B's output, one a head and dimension.
+    A layer's heads share both MLPs; B has an output for each head and dimension.
     """
 
     schema = QASSMax
@@ -386,7 +386,7 @@ class QASSMaxNormalizer(FusedSoftmax):
 
 
 def _mlp(size: int, n_outputs: int, start: float) -> Module:
-    """Two layers, 64 hidden, GELU between them, that give `start` everywhere at first."""
+    """An MLP of two layers with 64 hidden units and GELU, whose outputs are all `start` at first."""
     nn = torch.nn
     layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
     for tensor in (layers.hidden.bias, layers.out.weight):

@@ -1,8 +1,8 @@
-"""Routes of attention: how weights x values are computed, exactly, without holding T x T weights.
+"""Routes of attention: how weights x values are computed, exactly, and for long sequences without holding T x T weights.
 
 Softmax takes PyTorch's fused kernel; on a CPU blocks of queries where a sequence is short, and `lm.attention.cpu_kernel` where it is long
-and no gradient is needed. A definition without a fused kernel takes some queries at a time. Elementwise attention has routes of its own
-(`lm.attention.elementwise_sums`).
+and no gradient is needed. A definition without a fused kernel is computed for some queries at a time. Elementwise attention has
+routes of its own (`lm.attention.elementwise_sums`).
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
 """
@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lm.attention import cpu_kernel
 from lm.attention.layout import AttentionLayout, uncompiled
 
-SMALLEST_SUM = 1e-24  # rows that are to be divided by a smaller sum have weights 0
+SMALLEST_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
 _counted_device: torch.device | None = None
 
@@ -31,7 +31,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def executing_device(tensor: Tensor) -> torch.device:
-    """The device whose routes a computation with a tensor takes: the tensor's own, unless another's are counted (`counted_on`)."""
+    """The device whose routes a computation with a tensor takes: the tensor's own, or within `counted_on` the device given there."""
     return _counted_device or tensor.device
 
 
@@ -51,13 +51,13 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
     return [(a, min(a + size, length)) for a in range(0, length, size)]
 
 
-# ---------------------------------------------------------------- rows over their sums
+# ---------------------------------------------------------------- weights divided by their sums
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
     """Rows (B, H, T, X) times `factor`, broadcastable to (B, H, T), or, if it is None, divided by `total` (B, H, T, 1); fp32 or wider.
 
-    A row whose total is below `SMALLEST_SUM` has weights 0, such as a row of relu^2 whose scores are all negative, or below 1e-12.
+    Rows whose total is below `SMALLEST_SUM` become 0, such as weights relu(z)^2 where all z are negative, or below 1e-12.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -67,10 +67,10 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the undivided output of rows that were divided by `sums` (N, T, 1), in `dtype`; and its mean over a row's weights,
-    (N, T, 1), to be subtracted from each weight's own gradient.
+    """For `output` = undivided output / `sums` (N, T, 1): the gradient of the undivided output, in `dtype`, and its product with `output`.
 
-    Where one key has all the weight the two cancel, so both are made of the same rounded gradient and of `output` in fp32.
+    The product, (N, T, 1), is the mean gradient of a query's weights, to be subtracted from each weight's own gradient. Where one key has
+    all the weight the two cancel, so both are made of the same rounded gradient and of `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -79,9 +79,9 @@ def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Ten
 # ---------------------------------------------------------------- softmax
 
 
-LONGEST = 512  # tokens of a sequence that is short: beyond, the fused kernel is as fast, and does not keep the T x T weights
+LONGEST = 512  # most tokens of a short sequence: beyond, the fused kernel is as fast, and does not keep the T x T weights
 SHORT_BLOCK = 64  # queries of a block
-SHORT_WEIGHTS = 2**20  # weights of a block: that many heads of a block are computed together
+SHORT_WEIGHTS = 2**20  # most weights computed together: sets how many heads a block has
 
 
 def fused_softmax(
@@ -89,8 +89,8 @@ def fused_softmax(
 ) -> Tensor:
     """softmax(q.k scale) v by the fastest route, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
 
-    The fused kernel wants values as wide as keys: wider ones are cut into pieces that are heads of their own.
-    `mask`: a mask in place of the mask of `layout`.
+    The fused kernel needs values as wide as keys: wider values are cut into pieces, each with a copy of q and k as one more head.
+    `mask`: replaces the mask of `layout`.
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
@@ -110,13 +110,13 @@ def fused_softmax(
 
 
 def softmax_route(device: str, length: int) -> str:
-    """The route of causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words for the banner."""
+    """How softmax of causal sequences of `length` tokens is computed on a `device` (`cpu`, `cuda`), in words for the banner."""
     short = device == "cpu" and length <= LONGEST
     return f"blocks of queries (faster than SDPA on a CPU, up to {LONGEST} tokens)" if short else "SDPA"
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale q.k) v of the last T of S tokens, (N, T, .) and (N, S, .), by blocks of queries whose weights the backward pass uses.
+    """softmax(scale q.k) v, q (N, T, .) of the last T of S tokens, k and v (N, S, .), by query blocks; the backward pass reuses weights.
 
     The fused kernel computes tile by tile and recomputes all weights: on a CPU it takes twice the time, up to some hundred tokens.
 
@@ -125,7 +125,7 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        output, saved_weights, train = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
+        output, saved_weights, needs_grad = v.new_empty(*q.shape[:2], v.size(2)), [], any(ctx.needs_input_grad)
         mask = q.new_full((SHORT_BLOCK, SHORT_BLOCK), -math.inf).triu_(1)
         with without_autocast(v.device):
             for heads, a, b, keys in _short_blocks(q, k):
@@ -133,9 +133,9 @@ class _ShortAttention(torch.autograd.Function):
                 scores[:, :, keys - (b - a) :] += mask[: b - a, : b - a]
                 weights = scores.softmax(-1).to(v.dtype)
                 output[heads, a:b] = weights @ v[heads, :keys]
-                if train:
+                if needs_grad:
                     saved_weights.append(weights)
-        if train:
+        if needs_grad:
             ctx.save_for_backward(q.to(v.dtype), k.to(v.dtype), v, *saved_weights)
             ctx.scale = scale
         return output
@@ -159,13 +159,13 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
-    """Heads, first query, last query + 1 and number of keys of each block of q (N, T, D), which are the last of k (N, S, D)."""
+    """(heads, first query, last query + 1, number of keys) of each block; queries (N, T, D) are the last of the tokens of k (N, S, D)."""
     (n, queries), keys = q.shape[:2], k.size(1)
     heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * keys))
     return [(slice(h, h + heads), a, b, keys - queries + b) for h in range(0, n, heads) for a, b in spans(queries, SHORT_BLOCK)]
 
 
-@uncompiled  # traced, its blocks would be unrolled: slower to compile, and to run
+@uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q (B, H, T, D), k (B, H, S, D), v (B, H, S, E).
 
@@ -178,15 +178,15 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 # ---------------------------------------------------------------- some queries at a time, from the definition
 
 
-BLOCK_WEIGHTS = 2**21  # weights held at a time on a CPU, where larger blocks leave the cache, and on a GPU at least
-LEAST_BLOCK_WEIGHTS = 2**18  # least weights in a block on a CPU: smaller blocks spend more time on calls than on weights
-MOST_WEIGHTS = 2**27  # on a GPU, which wants large products: some tens of blocks a step of a model of 124 M parameters
-WEIGHT_BYTES = 64  # more than the backward pass of any definition takes for a weight: softpick's takes 42
-MEMORY_PART = 16  # a block takes at most this part of a GPU's free memory: most of it is for what a step keeps
+BLOCK_WEIGHTS = 2**21  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
+LEAST_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
+MOST_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks in a step with 124 M parameters
+WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes: softpick's takes 42
+MEMORY_PART = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
 
 
 def block_weights(device: torch.device) -> int:
-    """Weights that a block holds on a device: by the memory that a GPU has free at the first call in this process, a power of two."""
+    """How many weights a block may hold on a device; on a GPU a power of two, by its free memory at the first call in this process."""
     return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 
@@ -215,10 +215,10 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 
 
 class _ByQueryBlocks(torch.autograd.Function):
-    """Forward block by block without a graph; the backward pass builds each block's graph again.
+    """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each block again.
 
-    Both run without autocast, which does not reach the backward pass: the inputs' dtypes decide alone, so that it recomputes the same
-    function.
+    Both passes run without autocast, which would be off in the backward pass alone: so dtypes of inputs decide, and both compute the
+    same function.
     """
 
     @staticmethod
@@ -258,7 +258,7 @@ def _mix(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Attenti
 
 
 class AsModule(nn.Module):
-    """Functions of a normalizer as a module's `forward`, so that the parameters can be passed in by `torch.func.functional_call`."""
+    """A module whose `forward` calls a function of a normalizer, so that `torch.func.functional_call` can replace the parameters."""
 
     def __init__(self, normalizer: nn.Module):
         super().__init__()

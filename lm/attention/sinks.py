@@ -1,4 +1,4 @@
-"""Softmax with an attention sink: one more logit whose value is zero, so that a row of weights sums to less than 1."""
+"""Softmax with an attention sink: one more logit whose value vector is zero, so that a query's weights sum to less than 1."""
 
 import math
 from abc import abstractmethod
@@ -13,18 +13,18 @@ from lm.schema import key
 
 
 class SinkBase(SoftmaxNormalizer):
-    """e^z_j / (e^b + sum e^z): softmax with a logit b per head whose column is dropped.
+    """e^z_j / (e^b + sum e^z): softmax with one more logit, b per head, whose weight is dropped.
 
-    On the fused kernel: a key of logit b and value 0, seen by every query, in front of the others. It equals
-    softmax times sigmoid(lse - b).
+    The fused kernel gets one more key, of logit b and value 0, in front of the others, which every query sees. The weights are
+    those of softmax times sigmoid(lse - b), lse = ln sum e^z.
     """
 
     kernel = "fused softmax"
-    logit: str  # b, as the run's description writes it
+    logit: str  # b in words, for `kernel_description`
 
     @abstractmethod
     def sink(self, reference: Tensor) -> Tensor:
-        """b, (H,), on the device of `reference`."""
+        """The sink's logit b, (H,), on the device of `reference`."""
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = scores.masked_fill(~layout.visible(), -math.inf)
@@ -33,8 +33,8 @@ class SinkBase(SoftmaxNormalizer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         size = q.size(-1)
-        # Eight more dimensions (the kernel's granularity), of which two carry b: 1 in queries, b sqrt(D) and what rounding left of it
-        # in the sink.
+        # Eight more dimensions (the kernel's granularity), of which two carry b: 1 and 1 in queries, b sqrt(D) rounded and the rounding
+        # error in the sink's key.
         ones = F.pad(q.new_ones(*q.shape[:-1], 2), (0, 6))
         b = self.sink(q) * math.sqrt(size)
         rounding = b - b.detach().to(v.dtype)
@@ -42,7 +42,7 @@ class SinkBase(SoftmaxNormalizer):
         sink = F.pad(logit_parts.view(1, -1, 1, 2), (size, 6)).expand(k.size(0), -1, -1, -1)
         q, k = torch.cat((q, ones), -1), torch.cat((sink, F.pad(k, (0, 8))), 2)
         v = F.pad(v, (0, 0, 1, 0))
-        if layout.causal:  # one more query in front keeps the triangle square
+        if layout.causal:  # one more query in front keeps the causal mask square
             return routes.fused_softmax(F.pad(q, (0, 0, 1, 0)), k, v, layout, 1 / math.sqrt(size))[:, :, 1:]
         return routes.fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 

@@ -11,7 +11,7 @@ from lm.schema import key
 
 
 def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
-    """Logits minus the largest visible one of their row, whose gradient leaves it out: no weight depends on it. Masked ones are -inf."""
+    """Logits minus the query's largest visible logit, which is detached, as weights don't depend on it; -inf for masked keys."""
     z = z.masked_fill(~layout.visible(), -math.inf)
     return z - z.amax(-1, keepdim=True).detach()
 
@@ -25,16 +25,16 @@ class Sparsemax(Options):
 
 
 class SparsemaxNormalizer(Normalizer):
-    """The projection onto the simplex: tau is such that the row sums to one."""
+    """The projection of logits onto the simplex: tau is such that a query's weights sum to one."""
 
     schema = Sparsemax
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = relative_to_largest(scores, layout)
         over_bound = z - threshold(z.detach(), 1)
-        margin = over_bound.relu()
-        # The linear equation for tau on the support of `margin`: exact, and with the gradient of tau.
-        return (over_bound - (margin.sum(-1, keepdim=True) - 1) / margin.detach().sign().sum(-1, keepdim=True)).relu()
+        positive_part = over_bound.relu()
+        # Solve the linear equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
+        return (over_bound - (positive_part.sum(-1, keepdim=True) - 1) / positive_part.detach().sign().sum(-1, keepdim=True)).relu()
 
 
 @dataclass
@@ -46,33 +46,33 @@ class Entmax15(Options):
 
 
 class Entmax15Normalizer(Normalizer):
-    """1.5-entmax, between softmax and sparsemax: tau is such that the row sums to one."""
+    """1.5-entmax, between softmax and sparsemax: tau is such that a query's weights sum to one."""
 
     schema = Entmax15
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = relative_to_largest(scores, layout) / 2
         over_bound = z - threshold(z.detach(), 2)
-        margin = over_bound.relu()
-        # The quadratic equation for tau on the support of `margin`: exact, and with the gradient of tau.
-        total, excess = margin.sum(-1, keepdim=True), margin.square().sum(-1, keepdim=True) - 1
-        size = margin.detach().sign().sum(-1, keepdim=True)
+        positive_part = over_bound.relu()
+        # Solve the quadratic equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
+        total, excess = positive_part.sum(-1, keepdim=True), positive_part.square().sum(-1, keepdim=True) - 1
+        size = positive_part.detach().sign().sum(-1, keepdim=True)
         return (over_bound - excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())).relu().square()
 
 
 def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
-    """tau of rows (..., S) with a largest entry of 0, at which relu(z - tau) has p-norm 1: (..., 1), to 32 times the dtype's eps.
+    """The tau (..., 1) at which relu(z - tau) has p-norm 1, to 32 times the dtype's eps, for rows z (..., S) whose largest entry is 0.
 
-    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from -1 it does not pass the root. Each step divides
-    g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S^(2 / p) at most, and no slope is below 1.
-    z has no gradient.
+    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from -1 on, tau does not pass the root. With slope = -g',
+    each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S^(2 / p) at most, and no
+    slope is below 1. z has no gradient.
     """
-    tau, margin, bits = torch.full_like(z[..., :1], -1), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
+    tau, positive_part, bits = torch.full_like(z[..., :1], -1), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
     for _ in range(math.ceil(math.log2(z.size(-1)) / p + (bits - 5) / 2)):
-        torch.sub(z, tau, out=margin).relu_()
-        total = margin.sum(-1, keepdim=True)
-        norm = total if p == 1 else torch.linalg.vector_norm(margin, dim=-1, keepdim=True)
-        slope = margin.sign_().sum(-1, keepdim=True) if p == 1 else total / norm
+        torch.sub(z, tau, out=positive_part).relu_()
+        total = positive_part.sum(-1, keepdim=True)
+        norm = total if p == 1 else torch.linalg.vector_norm(positive_part, dim=-1, keepdim=True)
+        slope = positive_part.sign_().sum(-1, keepdim=True) if p == 1 else total / norm
         tau = tau + (norm - 1) / slope
     return tau
 
@@ -88,7 +88,7 @@ class ASEntmax(Options):
 
 
 class ASEntmaxNormalizer(Entmax15Normalizer):
-    """w_b and w_g start at 0 (our choice): the factor is then 1 + ln 2 at every n."""
+    """w_b and w_g start at 0 (our choice): the factor on logits is then 1 + ln 2 at every n."""
 
     schema = ASEntmax
 
@@ -96,7 +96,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
         self.w_b, self.w_g = (self.parameter(0.0, self.layer.n_head, self.layer.width) for _ in range(2))
 
     def query_features(self, x: Tensor) -> Tensor:
-        """b and g, (B, H, T, 2)."""
+        """b and g of each query, (B, H, T, 2)."""
         with routes.without_autocast(x.device):
             x = x.to(self.w_b.dtype)
             b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()
@@ -105,7 +105,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         q, b, g = q[..., :-2], q[..., -2:-1], q[..., -1:]
         log_n = self.row_length(layout).log().unsqueeze(-1).to(q.dtype)  # (1, T, 1) or (B, 1, T, 1)
-        growth = log_n.clamp(min=math.log(2)) ** g  # at n = 1 there is nothing to weigh
+        growth = log_n.clamp(min=math.log(2)) ** g  # n = 1 as n = 2: a single key has weight 1 with any factor
         return logits(q, k) * (1 + b * growth)
 
 
@@ -119,7 +119,7 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """No sink, and row sums of at most 1. The 1e-8, its source's, takes weight from rows whose scores are all within about 1e-8 of 0."""
+    """No attention sink; weights sum to 1 at most. The 1e-8 of its source lowers weights where all scores are within about 1e-8 of 0."""
 
     schema = Softpick
 
@@ -128,7 +128,7 @@ class SoftpickNormalizer(Normalizer):
         return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """ln of the sum of |e^z - 1|."""
+        """ln of the sum of |e^z - 1| over the keys that each query sees."""
         a, top = self._unnormalized(scores, layout)
         return a.abs().sum(-1).log() + top.squeeze(-1)
 
@@ -136,7 +136,7 @@ class SoftpickNormalizer(Normalizer):
         """(e^z - 1) / e^top of the keys that a query sees, and top (B, H, T, 1): their largest score, at least 0."""
         visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
-        # e^z - 1 of small scores as such: as a difference of exponentials it would be rounded away.
+        # Small scores take `expm1`: a difference of two exponentials would be rounded away.
         # Not clamp(max=top), whose gradient at the largest score differs between releases of torch.
         large_terms, small_terms = (top.where(z > top, z) - top).exp() - (-top).exp(), z.clamp(max=1.0).expm1() * (-top).exp()
         return small_terms.where(z < 1, large_terms).masked_fill(~visible, 0.0), top

@@ -1,9 +1,9 @@
 """Causal sums of f(q.k / sqrt(D) + b) v as Triton kernels: no weight leaves the chip, forward or backward.
 
-Importing this needs `triton`; whether it is used is decided in `lm.attention.elementwise_sums`. Sums and f are in fp32 whatever
-the inputs; fp32 inputs are multiplied as IEEE numbers, never as TF32. No atomic additions: the same inputs give the same
+Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32 whatever the
+inputs; fp32 inputs are multiplied in full precision, never as TF32. No atomic additions: the same inputs give the same
 bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
-b, (N, T). `SUMMED`: rows are divided by their sums, (N, T), and gradients of weights are relative to their row's mean, (N, T).
+b, (N, T). `SUMMED`: weights are divided by their sums, (N, T), and `mean`, (N, T), is subtracted from gradients of weights.
 """
 
 import os
@@ -18,8 +18,8 @@ from lm.attention.routes import SMALLEST_SUM, gradient_of_sums
 
 FLOOR = tl.constexpr(SMALLEST_SUM)
 WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
-PIECE = 128  # values a program holds at a time; wider ones are further programs, which compute the weights again
-# Least columns of a tile in bf16. On Hopper, Triton 3.6 and later make code of narrower products that now and then reads shared memory
+PIECE = 128  # columns of v that a program holds; wider values take further programs, which compute the weights again
+# Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes reads shared memory
 # beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
 NARROWEST = 64
 
@@ -51,21 +51,21 @@ def _dot(a, b, total):
 
 @triton.jit
 def _tile(x, rows, columns, height, WIDTH: tl.constexpr):
-    """x[rows, columns] of a matrix (height, WIDTH), 0 outside of it."""
+    """Load x[rows, columns] of a matrix (height, WIDTH), 0 outside of the matrix."""
     mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
     return tl.load(x + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
-    """x[rows, columns] = tile, as `_tile`."""
+    """Store `tile` as x[rows, columns] of a matrix (height, WIDTH), without entries outside of the matrix."""
     mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
     tl.store(x + rows[:, None] * WIDTH + columns[None, :], tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _row(b, i, T, PRESENT: tl.constexpr):
-    """b[i]; zeros if there is no b."""
+    """Load b[i], 0 from index T on; zeros if b is not `PRESENT`."""
     if PRESENT:
         return tl.load(b + i, mask=i < T, other=0.0)
     else:
@@ -85,7 +85,7 @@ def _forward(
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A block of outputs, of one piece of the values: over the keys up to it."""
+    """Compute a block of outputs, for one piece of the values, in a loop over blocks of keys."""
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
@@ -113,7 +113,7 @@ def _backward_queries(
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A block of dq and db: over the keys up to it."""
+    """Compute a block of dq and db, the gradients of q and b, in a loop over blocks of keys."""
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
@@ -142,9 +142,9 @@ def _backward_keys(
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """A block of dk and of the first piece of dv (`FIRST`), or of another piece of dv: over the queries from it on.
+    """Compute a block of dk and of the first piece of dv (`FIRST`), or of another piece of dv, in a loop over blocks of queries.
 
-    All tiles are (keys, queries), so that no tile of weights is ever transposed.
+    All tiles of weights are (keys, queries), so that none is ever transposed.
     """
     n, first_token = _block_start(T, BLOCK)
     j, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -158,7 +158,7 @@ def _backward_keys(
         q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
         z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _row(b, i, T, SHIFTED)[None, :]
         w, slope = _function(z, KIND)
-        mask = i[None, :] >= j[:, None]  # queries beyond T are seen, too: their gradients are 0
+        mask = i[None, :] >= j[:, None]  # the mask holds queries beyond T, too: their gradients are 0
         dv_j = _dot(tl.where(mask, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
         if FIRST:
             dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
@@ -172,10 +172,10 @@ def _backward_keys(
 
 
 def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool) -> dict[str, int | str | bool]:
-    """The constants of a launch for inputs of `dtype`, head size `size`, values `width` wide.
+    """The constants of a kernel launch for inputs of `dtype`, head size `size`, values `width` wide.
 
-    Fixed, not tuned: chosen so that what the compiler makes needs few spilled registers and, on GPUs that have
-    no more, less than 99 KiB of shared memory.
+    Fixed, not tuned: chosen so that compiled kernels spill few registers and, on GPUs that have no more, fit into
+    99 KiB of shared memory.
     """
     least = NARROWEST if dtype == torch.bfloat16 else 16
     block_d, block_e = (max(least, triton.next_power_of_2(x)) for x in (size, min(width, PIECE)))
@@ -196,7 +196,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Elementwise attention of contiguous (N, T, D) tensors; shift (N, T) fp32 or None."""
+    """Elementwise attention of contiguous (N, T, .) tensors by the kernels above; shift (N, T) fp32 or None."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
@@ -229,7 +229,7 @@ class _ElementwiseAttention(torch.autograd.Function):
 
 
 def fused_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
-    """`lm.attention.elementwise_sums.elementwise_attention` for tensors that `why_tiles` there allows."""
+    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_tiles` in that module allows."""
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()

@@ -29,7 +29,7 @@ AllowPlugin = Annotated[
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """`lm.runs.loading.with_shape_of`, imported where weights are named: torch takes seconds, and most typing errors don't need it."""
+    """Call `lm.runs.loading.with_shape_of`, imported only for a run from weights: it imports torch, which takes seconds."""
     with without_collection():
         from lm.runs.loading import with_shape_of
 
@@ -43,7 +43,7 @@ def check_results(out: Path | None) -> None:
 
 
 def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path], list[str]]:
-    """The paths and the `KEY=VALUE` of a command line. Raises ConfigError with `message` if there is no path."""
+    """The paths and the overrides `KEY=VALUE` of a command line. Raises ConfigError with `message` if there is no path."""
     paths, overrides = split_overrides(arguments)
     if not paths:
         raise ConfigError(message)
@@ -51,6 +51,6 @@ def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path],
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """The paths and the `KEY=VALUE` of a command line."""
+    """The paths and the overrides `KEY=VALUE` of a command line."""
     overrides = [text for text in arguments if is_override(text)]
     return [expanded(text) for text in arguments if text not in overrides], overrides

@@ -1,4 +1,4 @@
-"""`lm check-extension`: the promises of optimizers, sources of text, synthetic tasks and evaluations from outside, each as a check.
+"""`lm check-extension`: the promises of optimizers, sources of text, synthetic tasks and evaluations from outside lm, each as a check.
 
 The first line of a check's docstring is the promise, the rest a hint for the author, as in `lm.attention.contract`.
 """
@@ -34,8 +34,8 @@ from lm.schema import Plain, build_named, to_plain
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
 
 VOCABULARY, LENGTH = 60, 32
-MOST_DOCUMENTS = 1000  # number of documents that are read from a source
-STEPS = 23  # before and after the state of an optimizer is saved: a prime, which no period divides
+MOST_DOCUMENTS = 1000  # largest number of documents that are read from a source
+STEPS = 23  # optimizer steps before its state is saved, and after: a prime, which no period divides
 
 
 def _decoder(device: str = "cpu", vocabulary: int = VOCABULARY) -> Decoder:
@@ -90,9 +90,9 @@ def rate_of_zero(options: Optimizer) -> None:
 
 
 def resumed_state(options: Optimizer) -> None:
-    """what is saved of its state by parameter name goes on to the bit
+    """training from the optimizer's state, saved by parameter name, goes on to the bit
 
-    keep what a step needs of earlier ones in `self.state[parameter]`, as tensors or numbers
+    keep what a step needs from earlier steps in `self.state[parameter]`, as tensors or numbers
     """
     decoders = _decoder(), _decoder()
     optimizers = [_optimizer(options, decoder) for decoder in decoders]
@@ -108,7 +108,7 @@ def resumed_state(options: Optimizer) -> None:
 
 
 def implied_state(options: Optimizer) -> None:
-    """a step on torch's meta device has a state of the same names and shapes, by which checkpoints are checked
+    """a step on torch's meta device makes state of the same names and shapes as a real step, by which checkpoints are checked
 
     create state by `torch.zeros_like(parameter)`, and read no number of a tensor on the host
     """
@@ -167,7 +167,7 @@ def answers_in_place(task: Task) -> None:
 def different_sequences(task: Task) -> None:
     """sequences differ, and test sequences from training sequences
 
-    `entropy` is that of a sequence, in nats, or less
+    `entropy` is at most the entropy of a sequence, in nats
     """
     with _text_of(task) as text:
         sequences = [example(task, 1, index, 256, subset, text).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
@@ -206,8 +206,8 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
         yield config, store
 
 
-def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
-    """The decoder and the series that the evaluation gives on made-up text, twice."""
+def _measure_twice(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
+    """Yield twice the decoder, and the series that the evaluation measures on made-up text."""
     with _made_up_text([options]) as (config, store):
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])
@@ -219,12 +219,12 @@ def _measured(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]
 
 
 def same_numbers(options: EvaluationConfig) -> None:
-    """it gives series, the same each time, that files hold, and is wanted with these options
+    """it gives series that JSON can hold, the same each time, and is wanted with these options
 
     give the options that switch it on; draw from a generator of a fixed seed
     """
     require(options.wanted(Config().data), "with these options it is not wanted")
-    (_, first), (_, second) = _measured(options)
+    (_, first), (_, second) = _measure_twice(options)
     require(len(first) > 0, "it gives no series")
     require(first == second, "the second time it gives other numbers")
 
@@ -234,7 +234,7 @@ def leaves_model(options: EvaluationConfig) -> None:
 
     train a copy, if you train; lm restores the state of random numbers
     """
-    for decoder, _ in _measured(options):
+    for decoder, _ in _measure_twice(options):
         parameters = zip(decoder.parameters(), _decoder(vocabulary=decoder.vocab_size).parameters(), strict=True)
         require(all(torch.equal(a, b) for a, b in parameters), "weights have changed")
         require(not decoder.training, "the decoder is left in training mode")
@@ -249,7 +249,7 @@ KINDS: dict[str, tuple[Table, tuple[Callable[..., None], ...]]] = {  # the table
 
 
 def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
-    """Each promise of code from outside in words, and how the code breaks it; empty if the promise is kept.
+    """Each promise of an extension in words, and how the extension breaks it; empty if the promise is kept.
 
     Args:
         noun: one of `KINDS`.

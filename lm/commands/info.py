@@ -55,7 +55,7 @@ def _wandb() -> str:
 
 
 def missing_of_extras() -> dict[str, list[str]]:
-    """The requirements that are not installed in a suitable version, by extra of the distribution; {} outside an installation."""
+    """The requirements of each extra that are not installed in a suitable version; {} if the distribution is not installed."""
     try:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def missing_of_extras() -> dict[str, list[str]]:
 
 
 def lines(content: Mapping[str, Plain]) -> list[str]:
-    """The facts as the lines of a terminal."""
+    """The lines that `lm info` prints for these facts."""
     output = []
     for title, block in content.items():
         if not isinstance(block, dict):

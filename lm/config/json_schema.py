@@ -15,11 +15,11 @@ Schema = dict[str, Plain]
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", types.NoneType: "null"}
 INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{"}  # `${...}` may take the place of any value
-OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # an option of a package: `package.module:Class`
+OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugin: `package.module:Class`
 
 
 def configuration_schema() -> Schema:
-    """The schema of a configuration file, whose blocks are named under `$defs`. Contradictions between keys are not in it."""
+    """The JSON Schema of a configuration file, with its blocks under `$defs`. It does not express contradictions between keys."""
     definitions: dict[str, Schema] = {}
     root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -28,7 +28,7 @@ def configuration_schema() -> Schema:
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The object of a block's keys; `name`: the variant that its key `name` must give."""
+    """The JSON Schema of a block; `name`: the value that the block's key `name` must have, for a block of a table."""
     properties = {
         spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)} for spec in fields(schema)
     }
@@ -38,9 +38,9 @@ def _block(schema: type, definitions: dict[str, Schema], name: str | None = None
 
 
 def _reference(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"  # two options of one name are in different modules
+    title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"  # classes of the same name in different modules stay apart
     if title not in definitions:
-        definitions[title] = {}  # for a block that holds itself
+        definitions[title] = {}  # for a block that contains itself
         definitions[title] = _block(schema, definitions, name)
     return {"$ref": f"#/$defs/{title}"}
 
@@ -68,12 +68,12 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 
 def _interpolable(value: Schema) -> Schema:
-    """The schema of a value, or of an interpolation in its place."""
+    """The JSON Schema `value`, extended to allow an interpolation in place of the value."""
     return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
-    """One block of a table, or its bare name; the block of the default needs no `name`."""
+    """The JSON Schema of a block of `table` or its bare name; the block of the default needs no `name`."""
     options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)
@@ -81,13 +81,13 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
     if Layers.name in table:
         layer_table = {name: schema for name, schema in table.items() if name != Layers.name}
         options.append({"type": "array", "items": _variant(layer_table, None, definitions), "minItems": 1})
-    if isinstance(table, Table) or Layers.name in table:  # there may be further options, from outside
+    if isinstance(table, Table) or Layers.name in table:  # plugins may be named, too
         options += [OUTSIDE_NAME, {"type": "object", "properties": {"name": OUTSIDE_NAME}, "required": ["name"]}]
     return {"anyOf": options}
 
 
 def _type(hint: type, limits: Limits) -> Schema:
-    """The schema of a value's type within its bounds, which hold for the items of lists and maps."""
+    """The JSON Schema of a value of the type `hint` within `limits`, which hold for the items of lists and maps, too."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type(argument, limits) for argument in arguments]}

@@ -24,7 +24,7 @@ from lm.schema import Plain, build, build_named, effect, field_at, flatten, is_b
 
 
 def check(config: Config) -> Iterator[Problem]:
-    """Problems of a configuration whose single keys are valid: missing values and contradictory pairs."""
+    """Problems of a configuration whose single keys are valid: missing values and contradictions between keys."""
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
     yield from own_problems(config)
     if Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100:
@@ -44,14 +44,14 @@ def check(config: Config) -> Iterator[Problem]:
     floor = optim.batch_tokens // step_length * step_length
     sizes = " or ".join(str(size) for size in (floor, -(-optim.batch_tokens // step_length) * step_length) if size)
     cores = os.cpu_count() or 1
-    machine = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # runs may be meant for another
+    machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # the run may be for another machine
     if optim.batch_tokens % data.seq_len:
         reason = f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}"
         yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {sizes}")
     elif sequences % config.world_size:
         reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len)"
         remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {sizes}"
-        yield Problem("trainer.devices", trainer.devices, f"{reason}{machine}", remedy)
+        yield Problem("trainer.devices", trainer.devices, f"{reason}{machine_note}", remedy)
     if trainer.micro_batch and optim.batch_tokens % step_length == 0 and config.rank_sequences % trainer.micro_batch:
         divisors = (size for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1) if config.rank_sequences % size == 0)
         reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
@@ -74,7 +74,7 @@ def check(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Problems of keys for which the number of steps leaves no room: lengths, warm-up, decay, phases, a profile, sources and tasks."""
+    """Problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, a profile, sources and tasks."""
     data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
     yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
@@ -87,7 +87,7 @@ def check_steps(config: Config) -> Iterator[Problem]:
     for index, phase in enumerate(phases):
         path, start = f"phases[{index}]", ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
-            continue  # `check_phases` says so
+            continue  # `check_phases` reports it
         if ends[index] <= start:
             reason = f"leaves the phase no step of trainer.max_steps = {steps}"
             yield Problem(f"{path}.until", phase.until, reason, "raise it, or train for more steps")
@@ -121,9 +121,9 @@ def check_weights(config: Config) -> Iterator[Problem]:
     if len(data.sources) > 1:
         weights += [(f"data.source.of[{index}].weight", source.weight, data.text_weight) for index, source in enumerate(data.sources)]
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
-    for path, weight, share in weights:
-        if weight and share and weight * share * sequences < 1 - 1e-6:
-            reason = f"gives {weight * share * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn"
+    for path, weight, fraction in weights:
+        if weight and fraction and weight * fraction * sequences < 1 - 1e-6:
+            reason = f"gives {weight * fraction * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn"
             yield Problem(path, weight, reason, "raise it, train for more steps, or leave it out")
 
 
@@ -151,18 +151,18 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 
 WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
 MAX_BASES = 50  # files in a chain, each inheriting from the next
-# Keys that set one thing in two ways: where a configuration with one is laid on a configuration with the other, it replaces the other.
+# Each key with an alternative in its block: where changes have the key and not the alternative, `merge` drops the base's alternative.
 ALTERNATIVES = {
     "trainer.max_steps": "tokens_per_parameter",
     "trainer.tokens_per_parameter": "max_steps",
-    "init_from": "branch_from",  # not the other way: a branch keeps the weights that its source began with
+    "init_from": "branch_from",  # not the other way: a branch keeps the `init_from` of the run that it branches from
 }
 
 
 def load(arguments: list[str], with_weights: WithWeights | None = None) -> Config:
-    """The user's configuration from YAML files and `key=value` overrides, later ones winning; normalizers that it names are imported.
+    """The user's configuration from YAML files and `key=value` overrides, later ones winning; plugins that it names are imported.
 
-    with_weights: (`init_from`, keys of the files, overrides) -> all keys, the keys of the weights included.
+    with_weights: called as (`init_from`, keys of the files, overrides) if weights are named; returns all keys, with keys from the weights.
 
     Raises ConfigError: all problems, in one message.
     """
@@ -187,7 +187,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
         weights = interpolated(merge(tree, changes))["init_from"]
     has_weights = with_weights and weights and isinstance(weights, str)
     tree = with_weights(weights, tree, changes) if has_weights else merge(tree, changes)
-    if tree.get("name") in (None, ""):  # 0 and false are no names, and `parse` says so
+    if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = name or "run"
     with PLUGINS.trusted():
         config = parse(interpolated(tree))
@@ -196,7 +196,7 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
 
 
 def refuse_undone_temperatures(config: Config) -> None:
-    """Raises ConfigError: RoPE's temperature has no effect. Not in `parse`, which reads configurations of trained models, too."""
+    """Raise ConfigError if YaRN's temperature has no effect. `parse`, which also reads configurations of trained models, allows it."""
     normalizers = [phase.normalizer for phase in config.plan]
     if problems := [
         problem
@@ -208,7 +208,7 @@ def refuse_undone_temperatures(config: Config) -> None:
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:
-    """The options of a normalizer that the user names, with `option=value` texts; a normalizer from outside is imported.
+    """The options of a normalizer that the user names, with `option=value` texts; a plugin is imported.
 
     Raises ConfigError: all problems, in one message.
     """
@@ -224,7 +224,7 @@ def parse(plain: dict[str, Plain]) -> Config:
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
     if config.trainer.tokens_per_parameter and "max_steps" not in plain["trainer"]:
-        config.trainer.max_steps = None  # the default gives way
+        config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
     if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
         config.model.normalizer = config.phases[0].normalizer
     failed_paths = {problem.path for problem in problems}
@@ -235,7 +235,7 @@ def parse(plain: dict[str, Plain]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved tree as YAML: `parse` of it gives the same configuration."""
+    """The configuration as YAML, from which `parse_yaml` and `parse` read the same configuration."""
     return dump_yaml(to_plain(config))
 
 
@@ -248,7 +248,7 @@ def read_yaml(path: Path) -> dict[str, Plain]:
 
 
 def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
-    """Read a file as `read_yaml` does; `heirs` inherit from the file, each from the next, and `cache` holds the files read before."""
+    """Read a file as `read_yaml` does. `heirs` are the files that inherit from it; `cache` has the keys of files read before."""
     try:
         resolved_path = path.resolve()
         if resolved_path in cache:
@@ -289,7 +289,7 @@ def over_bases(
     Args:
         key: the path of `base` in the file, for errors.
         heirs: the files that inherit from the bases, each from the next.
-        cache: the keys of files that were read before, to which those read now are added.
+        cache: the keys of files that were read before, by path; files read now are added.
 
     Raises ConfigError: `base` is of another form, or one of the files can't be read or is not a configuration.
     """
@@ -313,33 +313,33 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # elsewhere it is null
+        is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # of other types, an empty value is null
         blocks.append({path: "" if is_empty else _value(text, abbreviated(override, 80))})
     return nested(*blocks)
 
 
 def _value(text: str, source: str) -> Plain:
-    """The plain data of an override's YAML, in which # begins no comment. Raises ConfigError: it is not valid; `source` names it."""
-    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # of private use, in place of #
+    """The plain data of an override's YAML, in which # begins no comment. Raises ConfigError, which names `source`, if it is not valid."""
+    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # a letter of private use, in place of #
     try:
-        return _replaced(parse_yaml(text.replace("#", letter), source), letter, "#")
+        return _replace_letter(parse_yaml(text.replace("#", letter), source), letter, "#")
     except ConfigError as error:
         raise ConfigError(str(error).replace(letter, "#")) from None
 
 
-def _replaced(plain: Plain, letter: str, other: str) -> Plain:
-    """Plain data with another letter in place of one."""
+def _replace_letter(plain: Plain, letter: str, other: str) -> Plain:
+    """Plain data with `letter` replaced by `other` in all texts and keys."""
     if isinstance(plain, list):
-        return [_replaced(item, letter, other) for item in plain]
+        return [_replace_letter(item, letter, other) for item in plain]
     if isinstance(plain, dict):
-        return {_replaced(name, letter, other): _replaced(item, letter, other) for name, item in plain.items()}
+        return {_replace_letter(name, letter, other): _replace_letter(item, letter, other) for name, item in plain.items()}
     return plain.replace(letter, other) if isinstance(plain, str) else plain
 
 
 def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
-    """The keys as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}.
+    """The dotted keys of `blocks` as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}.
 
-    path: the place of the blocks, such as `arms.ssmax.`, for errors.
+    path: the beginning of the keys' paths in errors, such as `arms.ssmax.`.
 
     Raises ConfigError: too deep a key, or a block that has one key twice.
     """
@@ -378,7 +378,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. Of two
     ALTERNATIVES the key in `changes` stays.
 
-    Raises ConfigError: a mistake that would leave no trace: null in place of a block that has keys, or keys of a block laid on a number.
+    Raises ConfigError: a mistake that would go unnoticed: null in place of a block that has keys, or keys of a block laid on a number.
     """
     result = dict(base)
     for name, value in changes.items():
@@ -398,7 +398,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
             )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
-        if isinstance(old, list) and isinstance(value, dict) and f"{prefix}{name}" == "model.normalizer":  # a list stands for layers
+        if isinstance(old, list) and isinstance(value, dict) and f"{prefix}{name}" == "model.normalizer":  # short for the block `layers`
             old = {"name": Layers.name, "of": old}
         if isinstance(old, dict) and isinstance(value, dict):
             is_renamed = "name" in old and value.get("name", old["name"]) != old["name"]

@@ -18,12 +18,12 @@ ORIGINAL_HELP = "context length before the frequencies were rescaled, tokens"
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """RoPE's frequencies as theta gives them, and the base of rescalings of them before or in training."""
+    """RoPE's frequencies as theta gives them; the base class of rescalings made before or in training."""
 
     name: ClassVar[str] = "none"
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
-        """Radians per token of each pair (pairs,), from the `frequencies` that an unscaled theta gives; `theta`: the base in training."""
+        """Radians per token of each pair of dimensions, (pairs,), from `frequencies` before rescaling; `theta`: RoPE's base in training."""
         return frequencies
 
     @property
@@ -45,7 +45,7 @@ class LinearScaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(TrainedScaling):
-    """Llama 3.1's rescaling: frequencies divided by `factor`, but for pairs of many periods; linear in the number of periods between.
+    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged; between, linear in the number of periods.
 
     Source: `apply_scaling` of github.com/meta-llama/llama-models.
     """
@@ -66,10 +66,10 @@ class Llama3Scaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(TrainedScaling):
-    """YaRN, arXiv 2309.00071, as in its authors' code: linear in a pair's index between unchanged pairs and pairs divided by `factor`.
+    """YaRN, arXiv 2309.00071, as in its authors' code: high frequencies unchanged, low ones divided by `factor`, and a transition between.
 
-    Source: `YaRNScaledRotaryEmbedding` of github.com/jquesnelle/yarn. The paper itself is linear in the number of periods, as the inference
-    setting `yarn` is.
+    Source: `YaRNScaledRotaryEmbedding` of github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is
+    linear in the number of periods, as in the inference setting `yarn`.
     """
 
     name: ClassVar[str] = "yarn"
@@ -99,13 +99,13 @@ class YarnScaling(TrainedScaling):
 
 
 def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
-    """Frequencies divided by `factor` in pairs of at most `slow` periods, unchanged from `fast` periods on, and linear between."""
+    """Frequencies divided by `factor` for at most `slow` periods, unchanged from `fast` periods on; between, linear in `periods`."""
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
 
 def order_problems(slow: float, fast: float) -> Iterator[Problem]:
-    """Problems of the ends of a transition between pairs of few and of many periods."""
+    """A problem if `fast` is not above `slow`; both are numbers of periods, between which a scaling has its transition."""
     if fast <= slow:
         yield Problem("fast", fast, f"is not above slow = {slow:g}")
 
@@ -117,11 +117,11 @@ TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Sca
 
 
 class Position:
-    """Encoding of the positions of tokens."""
+    """Base of the encodings of token positions."""
 
     name: ClassVar[str]
-    rotates: ClassVar[bool] = False  # queries and keys are rotated by angles that can be rescaled
-    has_last: ClassVar[bool] = False  # positions beyond the training length have no encoding
+    rotates: ClassVar[bool] = False  # true if queries and keys are rotated by angles that can be rescaled
+    has_last: ClassVar[bool] = False  # true if positions beyond the training length have no encoding
 
     @property
     def label(self) -> str:
@@ -154,7 +154,7 @@ class Rope(Position):
         return f"rope theta {self.theta:g}{scaling}{layers}"
 
     def rotates_in(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has rotations."""
+        """Whether queries and keys of a layer, counted from 0, are rotated."""
         return not self.layers or self.layers[layer % len(self.layers)]
 
     def problems(self) -> Iterator[Problem]:
@@ -188,11 +188,11 @@ class AttentionBlock:
     name: ClassVar[str] = "attention"
 
     def key_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of each head's queries and keys, of each of its two maps with `differential`."""
+        """Dimensions of each head's queries and keys; with `differential`, for each of a head's two attention maps."""
         return self.value_dims(model) // model.maps
 
     def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
-        """The key of the model that determines `key_dims`, and its value."""
+        """The option of `model` that determines `key_dims`, and its value."""
         return ("n_embd", model.n_embd) if model.head_size is None else ("head_size", model.head_size)
 
     def value_dims(self, model: "ModelConfig") -> int:
@@ -200,7 +200,7 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """The values of the model's keys that may be null, the same for all ways to write them."""
+        """Values for the options of `model` that may be null: the same for all configurations of one model."""
         return {
             "n_kv_head": model.kv_heads,
             "head_size": model.value_dims,
@@ -210,11 +210,11 @@ class AttentionBlock:
         }
 
     def label(self, model: "ModelConfig") -> str:
-        """The rest of the layer, in words."""
+        """The layer's MLP and its hidden width, in words."""
         return f"{model.mlp} {model.mlp_width}"
 
     def problems_of(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Options of the model that contradict this block, by the model's keys."""
+        """Problems of options of `model` that contradict this block, by paths relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
             remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
             yield Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy)
@@ -239,7 +239,7 @@ class GAUBlock:
         return self.key_size
 
     def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
-        """The key of the model that determines `key_dims`, and its value."""
+        """The option of `model` that determines `key_dims`, and its value."""
         return "block.key_size", self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
@@ -247,7 +247,7 @@ class GAUBlock:
         return int(self.expansion * model.n_embd)
 
     def resolved(self, model: "ModelConfig") -> dict[str, int | bool]:
-        return {}  # the keys of the model that may be null are those of attention and MLP
+        return {}  # the options that may be null are for attention and MLP
 
     def label(self, model: "ModelConfig") -> str:
         return f"gated attention units of width {self.value_dims(model)}"
@@ -258,7 +258,7 @@ class GAUBlock:
             yield Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more")
         if model.n_head != 1:
             yield Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
-        parts = {
+        gau_features = {
             "mlp": "no MLP",
             "n_mlp": "no MLP",
             "n_kv_head": "one head",
@@ -270,17 +270,17 @@ class GAUBlock:
             "mlp_bias": "no MLP",
         }
         defaults = {spec.name: spec.default for spec in fields(model)}
-        for name, part in parts.items():
+        for name, feature in gau_features.items():
             if (value := getattr(model, name)) != defaults[name]:
-                yield Problem(name, value, f"a gated attention unit has {part}", "drop it")
+                yield Problem(name, value, f"a gated attention unit has {feature}", "drop it")
 
 
 @dataclass
 class Transfer:
-    """The base model, whose learning rate, weight decay and epsilon a model is trained with (`lm.model.transfer`).
+    """Width and depth of a base model: `optim` has its learning rate, weight decay and epsilon, which are rescaled (`lm.model.transfer`).
 
-    It has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width. If n_mlp is null, the proportion is
-    approximate: the default for swiglu is rounded up to 64.
+    The base model's heads have the same size, and its n_head, n_kv_head and n_mlp are in proportion to its width. If n_mlp is null, the
+    proportion is approximate: the default for swiglu is rounded up to a multiple of 64.
     """
 
     base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
@@ -363,12 +363,12 @@ class ModelConfig:
 
     @property
     def maps(self) -> int:
-        """The number of maps of weights of each head."""
+        """The number of attention maps of each head."""
         return 2 if self.differential else 1
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.n_kv_head or self.n_head
 
     @property
@@ -392,7 +392,7 @@ class ModelConfig:
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
     def problems(self) -> Iterator[Problem]:
-        dims, too_long = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
+        dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
         remedy = "shorten the list: it is repeated over the layers"
         yield from self.block.problems_of(self)
         if self.position.rotates:
@@ -403,13 +403,13 @@ class ModelConfig:
                 reason = f"rotates nothing of a head of size {dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
             if len(self.position.layers) > self.n_layer:
-                yield Problem("position.layers", self.position.layers, too_long, remedy)
+                yield Problem("position.layers", self.position.layers, length_reason, remedy)
         if self.transfer is not None:
             yield from self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
             yield Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it")
         if (n_listed := len(self.normalizer.layer_options())) > self.n_layer:
-            yield Problem("normalizer", f"{n_listed} normalizers", too_long, remedy)
+            yield Problem("normalizer", f"{n_listed} normalizers", length_reason, remedy)
 
     @property
     def base_shape(self) -> dict[str, int]:
@@ -419,7 +419,7 @@ class ModelConfig:
 
     @property
     def size_multipliers(self) -> tuple[float, float]:
-        """m and l: width and depth, each divided by the base model's."""
+        """The multipliers m and l of `lm.model.transfer`: width and depth, each divided by the base model's."""
         width, depth = self.base_shape.values()
         return self.n_embd / width, self.n_layer / depth
 

@@ -21,12 +21,12 @@ def folder() -> Path:
 def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
     """The file that an argument of the command line names: an existing file, else the preset of that name, else the argument as a path.
 
-    A folder hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, as `recipes/modern` or
-    `configs/softmax.yaml`.
+    A folder of the same name hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, e.g.
+    `recipes/modern` or `configs/softmax.yaml`.
 
     Args:
         kind: `experiments` for an experiment, empty for a configuration.
-        parent: the folder that paths are relative to.
+        parent: the folder that relative paths start from.
     """
     name = Path(os.path.expanduser(argument))
     path = Path(parent, name)
@@ -43,7 +43,7 @@ def is_override(argument: str) -> bool:
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Each preset's name, with the beginning of the comment at the top of its file."""
+    """Yield each preset's name, and the first sentence of the comment on the first line of its file."""
     root = folder()
     for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
         line = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -63,11 +63,11 @@ def copy(parent: Path) -> Path:
 
     Raises ConfigError: the folder exists already, or can't be written.
     """
-    target = parent / "configs"
+    destination = parent / "configs"
     try:
-        shutil.copytree(folder(), target)
+        shutil.copytree(folder(), destination)
     except FileExistsError:
-        raise ConfigError(f"{target}: is there already; name another folder") from None
+        raise ConfigError(f"{destination}: is there already; name another folder") from None
     except OSError as error:
-        raise ConfigError(f"{target}: can't be written: {error.strerror or error}") from None
-    return target
+        raise ConfigError(f"{destination}: can't be written: {error.strerror or error}") from None
+    return destination

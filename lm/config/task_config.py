@@ -13,24 +13,24 @@ from lm.errors import Problem
 from lm.plugins import Kind, Table
 from lm.schema import Plain, key
 
-MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # symbols of one kind; tokens of all kinds, pairs of joined symbols included
-MAX_PAIRS_TIMES_VALUES = 2**22  # pairs x values of a sequence, which may be checked one by one
-HELD_OUT = 8  # one content in so many is in test sequences only
+MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
+MAX_PAIRS_TIMES_VALUES = 2**22  # most pairs x values in a sequence, which lm.data.tasks compares one by one
+HELD_OUT = 8  # one in so many of a task's contents is in test sequences only
 
 
 @dataclass(frozen=True)
 class Chance:
-    """Accuracy of chance: of picks among the answers that the sequence shows, without regard to the question."""
+    """Accuracy of chance: of random picks among the answers that the sequence shows, without regard to the question."""
 
     teacher_forced: float  # the right answers to earlier questions stand in the sequence, and are not picked again
     rollout: float  # the picks themselves stand there instead (greedy decoding)
 
     @classmethod
     def for_questions(cls, candidates: int, questions: int) -> "Chance | None":
-        """Chance for `questions`, each on another candidate, without repeated picks; None for one candidate, which the task is to find.
+        """Chance for `questions` questions with different answers, without repeated picks; None for one candidate, which leaves no choice.
 
-        Under teacher forcing question i has `candidates` - i answers left; with questions on all k candidates, chance is H_k / k. In a
-        rollout the picks tell nothing of the right answers: they are a random arrangement, each right with probability 1 / `candidates`.
+        Under teacher forcing question i (from 0) has `candidates` - i answers left; with k questions on k candidates, chance is
+        (1 + 1/2 + ... + 1/k) / k. In a rollout the picks are a random arrangement, each right with probability 1 / `candidates`.
         """
         if candidates == 1:
             return None
@@ -38,16 +38,16 @@ class Chance:
 
 
 class Task(ABC):
-    """Options of a synthetic task. Training and test sequences have disjoint contents, which each task's docstring describes."""
+    """Base of a synthetic task's options. A task's docstring says which contents training and test sequences never share ("Disjoint")."""
 
     name: ClassVar[str]
 
     def make(self, draw: object, length: int, text: object) -> object:
-        """A sequence of `length` + 1 tokens of a task from outside, an `Example`; lm.data.tasks makes the sequences of lm's tasks.
+        """An `Example`, a sequence of `length` + 1 tokens, of a plugin's task; lm.data.tasks makes the sequences of lm's own tasks.
 
         Args:
             draw: the random numbers, a `Draw`.
-            text: tokenizer and filler, a `Text`, of a task without `vocab_size`.
+            text: tokenizer and filler, a `Text`, for a task without `vocab_size`.
 
         Raises NoRoom: the task doesn't fit.
         """
@@ -55,20 +55,20 @@ class Task(ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """V: sequences consist of symbols 0 to V - 1; None: of a tokenizer's tokens."""
+        """The number V of symbols of a task over symbols 0 to V - 1; None for a task in text."""
         return None
 
     @property
     def chance(self) -> Chance | None:
-        """Accuracy of chance in test sequences; None if it is not one number."""
+        """Accuracy of chance in test sequences; None if no single number applies to all questions."""
         return None
 
     @abstractmethod
     def entropy(self, length: int) -> float:
-        """Entropy of sequences of `length` predicted tokens, or a lower bound: nats."""
+        """Entropy in nats, or a lower bound of it, of the task's sequences of `length` predicted tokens."""
 
     def distinct(self, length: int, subset: Literal["train", "test"]) -> float:
-        """The approximate number of different training or test sequences. Draws are independent, and repeat if there are more of them."""
+        """The approximate number of different training or test sequences. If more are drawn, some repeat: draws are independent."""
         fraction = 1 / HELD_OUT if subset == "test" else 1 - 1 / HELD_OUT
         return fraction * exp(min(self.entropy(length), 100.0))
 
@@ -80,13 +80,13 @@ def _log_arrangements(n: int, k: int) -> float:
 
 @dataclass
 class MQAR(Task):
-    """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys: which value has each?
+    """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys, each followed by its value.
 
-    Symbols: keys, then values, then filler, then, if `joined`, pairs: one for each key and value, by key. The queries are the
+    Symbols: keys, then values, then filler, then, if `joined`, one for each pair of key and value, by key. The queries are the
     sequence's last 2 `queries` tokens, key and value by turns. Keys and values of a sequence are all different, no key is asked for
-    twice, and filler is neither: a value stands in its pair and in its answer, and nowhere else.
+    twice, and filler has other symbols. So a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: lists of (key, value), by their hash; single pairs may be in sequences of either kind. With `held_out: pairs` a pair whose
+    Disjoint: lists of (key, value), by their hash; single pairs may be in sequences of both kinds. With `held_out: pairs` a pair whose
     key and value sum to a multiple of 8 is in test sequences only, any other pair in training sequences only. A model that has learned
     the pairs of training is then wrong in test sequences more often than chance.
     """
@@ -105,7 +105,7 @@ class MQAR(Task):
 
     @property
     def filler_symbols(self) -> range:
-        """The symbols of filler, which are in no pair and no question."""
+        """The symbols of filler, which are in no pair and no query."""
         return range(self.keys + self.values, self.keys + self.values + self.filler)
 
     @property
@@ -117,10 +117,10 @@ class MQAR(Task):
         return Chance.for_questions(self.pairs, self.queries)
 
     def entropy(self, length: int) -> float:
-        """Entropy of the pairs and the filler, without places and queries."""
+        """Entropy of the pairs and the filler, without the pairs' positions and the queries."""
         filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
-        lists = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
-        return lists + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
+        list_entropy = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
+        return list_entropy + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
 
     def problems(self) -> Iterator[Problem]:
         if self.queries > self.pairs:
@@ -157,14 +157,14 @@ class Copy(Task):
         return self.symbols + self.filler + 1
 
     def entropy(self, length: int) -> float:
-        """Entropy of the string, its place and the filler."""
+        """Entropy of the string, its position and the filler."""
         room = max(0, length - 2 * self.span)
         return self.span * log(self.symbols) + log(room + 1) + room * log(self.filler)
 
 
 @dataclass
 class Induction(Task):
-    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random ones; at the end the mark again: which symbol?
+    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random ones; at the end, mark and symbol again.
 
     Symbols: the random symbols, then the mark, which stands twice. The answer's symbol is as frequent elsewhere as any other:
     its absence would reveal it.
@@ -184,14 +184,14 @@ class Induction(Task):
         return Chance(1 / self.symbols, 1 / self.symbols)
 
     def entropy(self, length: int) -> float:
-        """Entropy of the random symbols and the place of the first mark."""
+        """Entropy of the random symbols and the position of the first mark."""
         n_random = max(1, length - 2)
         return n_random * log(self.symbols) + log(n_random)
 
 
 @dataclass
 class Maximum(Task):
-    """Retrieval of the largest (after arXiv 2410.01104): items among filler, then a mark: the payload of the highest priority?
+    """Retrieval of the largest (after arXiv 2410.01104): items among filler, a mark, the payload of the highest priority.
 
     An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the mark.
     Priorities and payloads of a sequence are all different, so the answer stands in its item and nowhere else.
@@ -214,9 +214,9 @@ class Maximum(Task):
         return Chance.for_questions(self.items, 1)
 
     def entropy(self, length: int) -> float:
-        """Entropy of the items and the filler, without places."""
-        lists = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
-        return lists + max(0, length - 1 - 2 * self.items) * log(self.filler)
+        """Entropy of the items and the filler, without the items' positions."""
+        list_entropy = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
+        return list_entropy + max(0, length - 1 - 2 * self.items) * log(self.filler)
 
     def problems(self) -> Iterator[Problem]:
         limits = {"priorities": self.priorities, "payloads": self.payloads}
@@ -225,10 +225,10 @@ class Maximum(Task):
 
 @dataclass
 class FlipFlop(Task):
-    """Flip-flop (arXiv 2306.00946): write, ignore and read, each with a symbol; after a read comes what was written last.
+    """Flip-flop (arXiv 2306.00946): instructions write, ignore and read, each with a symbol; a read has the last written symbol.
 
     Symbols: the written symbols, then write, ignore, read, then a start, with which sequences of even `length` begin. The first
-    instruction is a write, the last a read. Written symbols are also among the ignored: nothing but the order reveals the answer.
+    instruction is a write, the last a read. Ignored symbols are drawn from the same symbols: nothing but the order reveals the answer.
     Chance is not one number: half of the reads follow another read without a write between them and have its answer.
 
     Disjoint: whole sequences, by their hash.
@@ -243,7 +243,7 @@ class FlipFlop(Task):
         return self.symbols + 4
 
     def entropy(self, length: int) -> float:
-        """Entropy of the instructions, of which the first is a write and the last a read, whose symbol is known."""
+        """Entropy of the instructions, of which the first is a write and the last a read; a read's symbol adds none."""
         probability = (1 - self.ignored) / 2  # probability of a write, and of a read
         verb_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
         return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (verb_entropy + (1 - probability) * log(self.symbols))
@@ -266,7 +266,7 @@ class Needle(Task):
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
-        """Entropy of the numbers, without cities, places and filler."""
+        """Entropy of the numbers, without cities, the needles' positions and filler."""
         return (self.needles + self.distractors) * log(9 * 10**6)
 
     @property
@@ -289,7 +289,7 @@ class Passkey(Task):
     absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
-        """Entropy of the key, without its place and the filler."""
+        """Entropy of the key, without its position and the filler."""
         return log(9 * 10**4)
 
 
@@ -298,7 +298,7 @@ TASKS = Table(TASK, {task.name: task for task in (MQAR, Copy, Induction, Maximum
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each task, given as plain data; tasks of one name get the options in which they differ."""
+    """A name for each of `tasks` (plain data): the task's name and, for several tasks of one name, the options in which they differ."""
     names = []
     for task in tasks:
         namesakes = [namesake for namesake in tasks if namesake["name"] == task["name"]]

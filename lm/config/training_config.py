@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Constant:
-    """The peak rate after warm-up, to the end."""
+    """A learning rate that stays at its peak after warm-up."""
 
     name: ClassVar[str] = "constant"
 
@@ -29,7 +29,7 @@ class Constant:
 
 @dataclass
 class Cosine:
-    """Half a cosine from the peak to `final_fraction` of it."""
+    """A learning rate that decays along half a cosine, from its peak to `final_fraction` of it."""
 
     name: ClassVar[str] = "cosine"
     final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
@@ -41,7 +41,7 @@ class Cosine:
 
 @dataclass
 class WSD:
-    """Warm-up, stable, then a linear decay over the last `decay_fraction` of the steps."""
+    """A learning rate that stays at its peak after warm-up, then decays linearly over the last `decay_fraction` of the steps."""
 
     name: ClassVar[str] = "wsd"
     decay_fraction: float = key(0.2, "fraction of all steps over which the rate decays", gt=0, le=1)
@@ -53,14 +53,14 @@ class WSD:
 
 
 class Optimizer:
-    """A rule by which gradients become updates."""
+    """Base of the options of an optimizer, the rule by which gradients become updates."""
 
     name: ClassVar[str]
-    needs: ClassVar[str] = ""  # a group with at least one trained parameter, or the optimizer is refused; "": no such group
-    weight_decay: ClassVar[float] = 0.0  # of matrices, embedding and head; 0 for an optimizer without this option
+    needs: ClassVar[str] = ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
+    weight_decay: ClassVar[float] = 0.0  # of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
-        """The torch optimizer, for an optimizer from outside; lm.training.optimizers makes lm's.
+        """The torch optimizer of a plugin; lm.training.optimizers makes the torch optimizers of lm's own.
 
         groups: torch's groups of named parameters, each with its `name`, `weight_decay` and, where `has_eps`, perhaps `eps`.
         """
@@ -71,12 +71,12 @@ class Optimizer:
         return False
 
     def kept(self, group: str) -> int:
-        """The count of state entries for each entry of a parameter of this group, for estimates of disk space."""
+        """The number of state values that the optimizer keeps for each value of a parameter in this group, for estimates of disk space."""
         return 2
 
     @property
     def width_exponent(self) -> float | None:
-        """The power of 1 / width with which the learning rate of the group `matrices` falls in a transfer (`model.transfer`); None: no rule
+        """Exponent e: `model.transfer` multiplies the learning rate of matrices by m^-e, m the width over the base model's; None: no rule
         is known."""
         return None
 
@@ -98,7 +98,7 @@ class AdamW(Optimizer):
 
     @property
     def width_exponent(self) -> float:
-        """1: a matrix whose entries change by some amount changes its outputs by width times this amount."""
+        """1: if all entries of a matrix change by d, its outputs change by up to width times d."""
         return 1.0
 
 
@@ -126,7 +126,7 @@ class Muon(AdamW):
 
     @property
     def width_exponent(self) -> float:
-        """0.5 or 0, by `adjust_lr`: an update's largest singular value stays as it is."""
+        """0.5 or 0, by `adjust_lr`, so that an update's largest singular value is the same at every width."""
         return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
@@ -148,7 +148,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """The groups of parameters; each trained parameter is in exactly one."""
+    """Options by group of parameters; each trained parameter is in exactly one group."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
     embedding: Group = section(Group, "embeddings of tokens (also a tied head, and those of values) and learned positions")
@@ -182,13 +182,13 @@ class OptimConfig:
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
-        """Rate of optimizer step `step` (0-based). Warm-up is linear and ends at the peak; the rate of step 0 is lr / warmup_steps."""
+        """Learning rate of step `step` (0-based). Warm-up is linear and ends at the peak; the rate of step 0 is lr / warmup_steps."""
         warmup_steps = self.warmup(max_steps)
         factor = (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
         return self.lr * factor
 
     def warmup(self, max_steps: int) -> int:
-        """Steps of warm-up in a run of `max_steps`."""
+        """The number of warm-up steps in a run of `max_steps`."""
         return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:
@@ -222,7 +222,7 @@ class Phase:
 
 @dataclass
 class Profile:
-    """Optimizer steps that are recorded by torch's profiler."""
+    """The range of optimizer steps that torch's profiler records."""
 
     first: int = key(10, "first step that is recorded", ge=1, le=10**9)
     last: int = key(12, "last step that is recorded", ge=1, le=10**9)

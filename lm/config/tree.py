@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, without torch, its canonical form, and the effect of each key.
+"""The configuration as a tree of dataclasses, its canonical form, and the effect of each key. Imports no torch.
 
 `lm.config.load` reads and checks it.
 """
@@ -21,7 +21,7 @@ from lm.schema import Effect, Plain, block_of, build, effect, flatten, key, refe
 
 @dataclass
 class ExperimentConfig:
-    """The place of a run in an experiment (`lm compare`), which writes it into the run's configuration; null in all other runs."""
+    """Experiment, arm, size, stage and rate of a run of `lm compare`, which writes them into the configuration; null in other runs."""
 
     name: str | None = key(None, "name of the experiment")
     arm: str | None = key(None, "arm of the run")
@@ -79,17 +79,17 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Processes over all machines."""
+        """The number of processes on all machines."""
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
     def rank_sequences(self) -> int:
-        """Sequences that each process sees in one optimizer step."""
+        """The number of sequences that each process sees in one optimizer step."""
         return self.optim.batch_tokens // (self.data.seq_len * self.world_size)
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward pass: as set, or the largest divisor of `rank_sequences` within 16,384 tokens."""
+        """The number of sequences in one forward pass: as set, or the largest divisor of `rank_sequences` within 16,384 tokens."""
         max_sequences = max(1, 16384 // self.data.seq_len)
         divisors = [size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0]
         return self.trainer.micro_batch or divisors[-1]
@@ -115,7 +115,7 @@ class Config:
 
     @property
     def plugin_names_by_key(self) -> dict[str, str]:
-        """`package.module:Class` of all code from outside that is named anywhere, by the key that names it."""
+        """The `package.module:Class` of each plugin that the configuration names, by the path of the key that names it."""
         names = {path: value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name"}
         return {path: name for path, name in names.items() if isinstance(name, str) and ":" in name}
 
@@ -125,7 +125,7 @@ class Config:
         return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
 
     def phase_at(self, step: int) -> int:
-        """Index of the phase of the plan that the training is in after `step` steps; at the end, the last one."""
+        """Index of the phase of the plan that training is in after `step` steps; after all steps, of the last phase."""
         return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
 
     def model_in(self, phase: int) -> ModelConfig:
@@ -148,7 +148,7 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     if problems:
         return config
     resolved_values = {name: value for name, value in model_config.block.resolved(model_config).items() if name in model}
-    # A key that is still null is one that plain data leave out: it says no more than another key.
+    # A key whose resolved value is null is left out: it has the value of another key.
     model = {name: value for name, value in (model | resolved_values).items() if value is not None or name not in resolved_values}
     result = {**config, "model": _with_shortest_list(model, model_config.n_layer)}
     if isinstance(phases := config.get("phases"), list):
@@ -184,7 +184,7 @@ def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
 # ---------------------------------------------------------------- the effect of a key
 
 
-LEARNED_EFFECTS = ("model", "training", "numerics")  # effects on the weights that a run learns, except through its seed
+LEARNED_EFFECTS = ("model", "training", "numerics")  # values of `Effect.affects` for keys that change the learned weights, but the seed's
 
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
@@ -199,7 +199,7 @@ def is_learned(path: str) -> bool:
 
 
 def acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
-    """The keys that act in a command; a block, if all of its keys do."""
+    """The paths of the keys that have an effect in a command; a block's path stands for all of its keys."""
     paths = []
     for spec in fields(schema):
         key_path = f"{path}{spec.name}"
@@ -217,6 +217,6 @@ def recorded_per_start() -> tuple[str, ...]:
 
 
 def function_of(model: ModelConfig) -> dict[str, Plain]:
-    """The options that define the function of a model's weights, by dotted paths within `model`, in canonical form."""
+    """The options that determine which function a model's weights compute, by dotted paths within `model`, in canonical form."""
     plain = canonical({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}

@@ -1,6 +1,6 @@
-"""YAML as plain data, and back, with its ${...}: the text of configuration files and of the values of overrides.
+"""YAML text to plain data and back, and interpolations `${...}`, for configuration files and the values of overrides.
 
-A text may be anything, by mistake or by intent. Its size, depth and expansion are bounded while it is parsed, so that no text
+A text may hold anything, by mistake or by intent. Its size, depth and expansion are bounded while it is parsed, so that no text
 takes long, fills the memory or exceeds the interpreter's recursion limit.
 """
 
@@ -30,13 +30,13 @@ _FLOAT = re.compile(
     re.VERBOSE,
 )
 _BREAKS = re.compile("[\x85\u2028\u2029]")
-_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")  # in YAML 1.1, 010 is 8
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")  # no leading zeros: in YAML 1.1, 010 is 8
 
 
 _Parser = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
-class _Loader(Composer, _Parser):  # libyaml, where there is one, reads five times as fast; nodes are made, and counted, in Python
+class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as fast; nodes are composed, and counted, in Python
     """YAML 1.1 restricted to plain data: no tags of objects, dates or base-60 numbers, no repeated keys; `1e-4` is a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
@@ -50,20 +50,20 @@ class _Loader(Composer, _Parser):  # libyaml, where there is one, reads five tim
     def __init__(self, text: str):
         _Parser.__init__(self, text)
         Composer.__init__(self)
-        self._open = [0]  # nodes so far in each block or list that is being read
+        self._node_counts = [0]  # nodes so far in each block or list that is being read, the outermost first
         self._sizes: dict[yaml.Node, int] = {}  # nodes in each node that was read, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
-        if len(self._open) > MAX_DEPTH:
+        if len(self._node_counts) > MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"is nested more than {MAX_DEPTH} deep", problem_mark=mark)
-        self._open.append(1)
+        self._node_counts.append(1)
         node = super().compose_node(parent, index)
-        size = self._open.pop()
+        size = self._node_counts.pop()
         if is_alias and node not in self._sizes:
             raise yaml.MarkedYAMLError(problem="an alias stands within the block that it names", problem_mark=mark)
-        self._open[-1] += self._sizes.setdefault(node, size)
-        if self._open[-1] > MAX_NODES:
+        self._node_counts[-1] += self._sizes.setdefault(node, size)
+        if self._node_counts[-1] > MAX_NODES:
             raise yaml.MarkedYAMLError(problem=f"has more than {MAX_NODES:,} keys and values", problem_mark=mark)
         return node
 
@@ -78,14 +78,14 @@ class _Loader(Composer, _Parser):  # libyaml, where there is one, reads five tim
         return node
 
     def integer(self, node: yaml.ScalarNode) -> int:
-        """A whole number of at most 64 bits."""
+        """The integer that a node holds, of at most 64 bits."""
         number = self.construct_yaml_int(node) if len(node.value) < 100 else 2**64
         if not -(2**63) <= number < 2**63:
             raise yaml.MarkedYAMLError(problem="has an integer of more than 64 bits", problem_mark=node.start_mark)
         return number
 
     def text(self, node: yaml.ScalarNode) -> str:
-        """Text that files and file names can hold."""
+        """The text that a node holds, without characters that files and file names can't hold."""
         text = self.construct_yaml_str(node)
         if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
             raise yaml.MarkedYAMLError(problem="has text with a NUL or a surrogate character", problem_mark=node.start_mark)
@@ -99,7 +99,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
-        """A text; with escapes if it has line breaks that PyYAML writes as they are, and reads as spaces."""
+        """The node of a text; quoted with escapes if it has line breaks that PyYAML would write as they are and read as spaces."""
         return self.represent_scalar(_TAG + "str", text, style='"' if _BREAKS.search(text) else None)
 
 
@@ -114,7 +114,7 @@ for kind in (_Loader, _Dumper):
 def parse_yaml(text: str | bytes, source: str) -> Plain:
     """The plain data that a YAML text (in UTF-8) stands for; None if it is empty.
 
-    Raises ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` names it.
+    Raises ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` is the text's name.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_BYTES:,} bytes, which is no configuration")
@@ -126,7 +126,7 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = " ".join(filter(None, (error.context, error.problem))) + (f" (line {mark.line + 1})" if mark else "")
-        if "character that" in reason:  # libyaml doesn't say which
+        if "character that" in reason:  # libyaml doesn't name the character
             line = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)[mark.line]
             tab = "\t" in line[: mark.column + 1]
             reason += f": {abbreviated(as_written(line.strip()), 60)}" + ("; indent with spaces, not with a tab" if tab else "")
@@ -143,7 +143,7 @@ def dump_yaml(plain: Plain) -> str:
 
 
 def flow_yaml(value: object, key: str) -> str:
-    """A value of `key` as YAML on one line; paths become texts. Raises ConfigError: it is nothing that YAML holds."""
+    """A value of `key` as YAML on one line; paths become texts. Raises ConfigError: YAML can't hold it."""
     try:
         text = yaml.dump(_plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf)
         return text.removesuffix("\n...\n").strip("\n")
@@ -152,12 +152,12 @@ def flow_yaml(value: object, key: str) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """`KEY=VALUE` of a command, as `flow_yaml`."""
+    """The override `KEY=VALUE` of a command line, with the value as `flow_yaml` writes it."""
     return f"{key}={flow_yaml(value, key)}"
 
 
 def _plain(value: object) -> object:
-    """A value whose maps, lists, paths and NumPy numbers are those of plain data."""
+    """A value with its maps, sequences, paths and NumPy numbers converted to plain data."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -170,13 +170,13 @@ def _plain(value: object) -> object:
 # ---------------------------------------------------------------- interpolation
 
 
-MAX_INTERPOLATIONS = 16  # in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
+MAX_INTERPOLATIONS = 16  # most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
 
 
 def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """The user's own keys, with their interpolations `${...}` resolved.
+    """The keys that a user wrote, with the interpolations `${...}` in their values resolved.
 
-    Configurations of checkpoints and exports are data, and are never interpolated: they could read the user's environment.
+    Configurations of checkpoints and exports are data, and are never interpolated: `${...}` could read the user's environment variables.
 
     Raises ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
     """

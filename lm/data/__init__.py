@@ -1,1 +1,1 @@
-"""From text to rows of tokens: sources, tokenizer, token store, and the order in which a run reads it."""
+"""From text to sequences of tokens: sources, tokenizer, token store, and the order in which a run reads the store."""

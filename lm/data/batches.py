@@ -1,7 +1,7 @@
-"""The tokens that a run reads: the global batch of step t is a pure function of (store, seed, t).
+"""The tokens that a run reads: the global batch of step t is a pure function of the store, the configuration, the seed and t.
 
-It depends on nothing else: not on world size, workers, micro-batch or restarts. The only data state is t.
-The lengths of sequences and the draws among several streams are such functions, too. Their options are in lm/config/data_config.py.
+World size, workers, micro-batch and restarts do not change the batch, so a run that resumes needs no data state but t.
+The length of a step's sequences and the stream of each slot are such functions, too. Their options are in lm/config/data_config.py.
 """
 
 from abc import ABC, abstractmethod
@@ -23,18 +23,18 @@ from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem
 
 T = TypeVar("T")
-BLOCK = 1024  # slots that are assigned together
-_SAMPLER_SEED = 2**61  # keeps these draws apart from those of epochs and lengths
+BLOCK = 1024  # slots that are assigned to streams together
+_SAMPLER_SEED = 2**61  # seed word that separates the draws of a sampler from the draws of epochs
 
 
 def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The members of groups of the sizes `counts`, group by group: each member's group, and its number in it, from 0; int64 (members,)."""
+    """Each member's group, and the member's index within that group, for groups of sizes `counts` in order: both int64 (members,)."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """The draws of block or epoch `number`. The draws before it stay cached, as a step may straddle two."""
+    """The draws of block or epoch `number`, made by `draw` if not cached. The draws of `number` - 1 stay, as a step may straddle two."""
     if number not in draws:
         for old_number in [old_number for old_number in draws if old_number != number - 1]:
             del draws[old_number]
@@ -45,12 +45,12 @@ def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
 class StratifiedSampler:
     """Assigns slots 0, 1, ... to streams by weight: a stream of weight w is due once in every 1 / w slots, at a random place among these.
 
-    Slots go to the streams in the order in which the streams are due. At any step of the run, a stream has had its weight's fraction of the
-    slots so far to within 1 + w x streams. No period of the run, such as every tenth step, favours a stream.
+    A slot holds `seq_len` tokens of a source or task; for `DrawnLengths` it is a step. Slots go to streams in the order in which streams
+    are due. Of the first t slots a stream has t x w, to within 1 + w x number of streams. No period, such as 10 slots, favours a stream.
 
     Args:
-        weights: of the streams, above 0, in any unit.
-        seed_words: the seed of the draws.
+        weights: a weight above 0 for each stream; they need not sum to 1.
+        seed_words: integers that seed the draws.
     """
 
     def __init__(self, weights: list[float], seed_words: tuple[int, ...]):
@@ -58,7 +58,7 @@ class StratifiedSampler:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def assign(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream of each of slots (k,) of the run, and the slot's number among the slots of this stream: both int64 (k,)."""
+        """The index of the stream of each of `slots` (k,), and each slot's number, from 0, among its stream's slots: both int64 (k,)."""
         blocks, places = np.divmod(slots, BLOCK)
         streams, stream_slots = np.empty_like(slots), np.empty_like(slots)
         for block in np.unique(blocks):
@@ -67,17 +67,17 @@ class StratifiedSampler:
         return streams, stream_slots
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The streams of the slots from block x BLOCK to (block + 1) x BLOCK, and their numbers within the streams, as in `assign`."""
-        return _cached(self._blocks, block, lambda: self._drawn(block * BLOCK))
+        """The streams and numbers, as in `assign`, of the `BLOCK` slots that begin with slot `block` x BLOCK."""
+        return _cached(self._blocks, block, lambda: self._draw_block(block * BLOCK))
 
-    def _drawn(self, first_slot: int) -> tuple[np.ndarray, np.ndarray]:
-        # Before slot t, t slots are due, give or take one a stream: the slots of this block are due between `begin` and `end`.
+    def _draw_block(self, first_slot: int) -> tuple[np.ndarray, np.ndarray]:
+        # Time is counted in slots. Before time t, t slots are due, give or take one a stream; slots of this block, from `begin` to `end`.
         begin, end = first_slot - len(self.weights) - 1, first_slot + BLOCK + len(self.weights) + 1
         stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
         counts = np.ceil(end * self.weights).astype(np.int64) + 1 - stream_starts
         streams, place = members(counts)
         stream_slots = place + stream_starts[streams]
-        # Places in their 1 / w slots at which a stream's slots are due, [0, 1]; raw PCG64 output never changes between NumPy versions.
+        # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy versions.
         shifts = []
         for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True)):
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
@@ -90,13 +90,13 @@ class StratifiedSampler:
 # ---------------------------------------------------------------- lengths of sequences
 
 
-_LENGTH_SEED = 2**63  # keeps the draws of lengths apart from those of sequences
+_LENGTH_SEED = 2**63  # seed word that separates the draws of lengths from the draws of sequences
 
 
 class Lengths(ABC):
-    """Tokens in each sequence of a step."""
+    """The number of tokens in each sequence of a step."""
 
-    shortest: int  # the least length
+    shortest: int  # the smallest length
     left_out: float = 0.0  # fraction of the tokens that an epoch does not read
 
     @abstractmethod
@@ -104,11 +104,11 @@ class Lengths(ABC):
         """The length of the sequences of `step` (0-based)."""
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """By length, the fraction of the tokens of the first `steps` steps that is in sequences of this length."""
+        """{length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
         return _fractions(Counter(map(self, range(steps))))
 
     def note(self) -> str:
-        """The tokens that an epoch does not read, in words; empty if they are fewer than a sequence."""
+        """Words on the fraction of the tokens that an epoch leaves out; empty for lengths that leave out less than a sequence."""
         return ""
 
 
@@ -118,7 +118,7 @@ def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
 
 
 class StepwiseLengths(Lengths):
-    """Lengths one after the other, by the step at which each begins: 0 first, ascending."""
+    """Lengths that follow one another: the keys of `length_by_step` are the steps at which they begin, ascending from 0."""
 
     def __init__(self, length_by_step: Mapping[int, int]):
         self.steps, self.lengths, self.shortest = list(length_by_step), list(length_by_step.values()), min(length_by_step.values())
@@ -141,17 +141,17 @@ class DrawnLengths(Lengths):
 
 
 class DocumentPieces(Lengths):
-    """Sequences within documents, cut as `DocumentLengths` says: a shorter piece would predict next to nothing from context.
+    """Pieces of single documents as sequences, cut as `DocumentLengths` says; pieces below 16 tokens would give next to no context.
 
-    The tokens in no piece lie at a document's two ends, in each epoch a random number of them at its beginning. The first token of the text
-    follows the last. In an epoch each length has as many steps as its pieces fill, in a random order; random pieces are left over, or all
-    of a length that fills no step.
+    Tokens that fit in no piece are left out at a document's beginning and end; each epoch draws how many at the beginning. The target of
+    the whole text's last token is its first. All pieces of a step have one length, and steps come in a random order. Pieces that don't
+    fill a step are left out of an epoch: random pieces of a length, or all of them.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
         step_tokens: tokens of a step, a multiple of `longest`.
 
-    Raises ConfigError: pieces of no length fill a step.
+    Raises ConfigError: no length has enough pieces to fill a step.
     """
 
     def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
@@ -160,7 +160,7 @@ class DocumentPieces(Lengths):
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         self.offsets, self.spare = offsets[:-1], sizes % SHORTEST_PIECE
-        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: each piece's document, and its place there
+        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: each piece's document, and where it begins in it
         starts = np.zeros_like(sizes)
         length = longest
         while length >= SHORTEST_PIECE:
@@ -175,29 +175,29 @@ class DocumentPieces(Lengths):
             reason = f"pieces of no length fill a step of {step_tokens} tokens"
             raise ConfigError([Problem("data.lengths", "documents", reason, "lower optim.batch_tokens, or add text")])
         self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())
-        self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that all epochs leave out
+        self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that every epoch leaves out
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
-    def _enter(self, epoch: int) -> None:
+    def _draw_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
         random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
         shift = (random.random_raw(len(self.offsets)) % (self.spare + 1).astype(np.uint64)).astype(np.int64)
         self._starts = {}
-        for length, (document, place) in self.pieces.items():
+        for length, (document, offset) in self.pieces.items():
             order = np.argsort(random.random_raw(len(document)), kind="stable") if len(document) else []
-            self._starts[length] = (self.offsets[document] + shift[document] + place)[order]
+            self._starts[length] = (self.offsets[document] + shift[document] + offset)[order]
         lengths = np.repeat(list(self.steps), list(self.steps.values()))
         self._order = lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")]
         self._epoch = epoch
 
     def __call__(self, step: int) -> int:
-        epoch, place = divmod(step, self.steps_per_epoch)
-        self._enter(epoch)
-        return int(self._order[place])
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        self._draw_epoch(epoch)
+        return int(self._order[epoch_step])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """The fractions in whole epochs, for any `steps`: an epoch's draws are large."""
+        """The fractions of a whole epoch's tokens, whatever `steps` is: these need no draws, and draws for an epoch are large."""
         return _fractions(self.steps)
 
     def note(self) -> str:
@@ -205,51 +205,51 @@ class DocumentPieces(Lengths):
         return f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """`Stream.read` for slots of one step, whose sequences have `length` tokens."""
+        """`Stream.read` for slots of a single step; `length` is the length of this step's sequences."""
         slots_per_step = self.step_tokens // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
-        """The first tokens of a step's sequences, by index: int64 (step_tokens / length,)."""
+        """The index in the split of the first token of each of a step's sequences: int64 (step_tokens / length,)."""
         length = self(step)
-        place = step % self.steps_per_epoch
-        number = int((self._order[:place] == length).sum())
+        epoch_step = step % self.steps_per_epoch
+        n_steps_before = int((self._order[:epoch_step] == length).sum())
         count = self.step_tokens // length
-        return self._starts[length][number * count : (number + 1) * count]
+        return self._starts[length][n_steps_before * count : (n_steps_before + 1) * count]
 
 
 # ---------------------------------------------------------------- batches
 
 
-IGNORED = -1  # the target of a token that is to predict nothing
-_SOURCE_SEED = 2**62  # keeps the draws of the sources of a mixture apart from those of epochs
+IGNORED = -1  # the target of a token whose prediction does not count
+_SOURCE_SEED = 2**62  # seed word of a mixture's first source; each source adds its index, so that its draws are its own
 
 
 class Batch(NamedTuple):
     """Sequences to train on or to evaluate."""
 
     tokens: Tensor  # (B, T) int64
-    targets: Tensor  # (B, T) int64, the token that each is to predict, or `IGNORED`
-    positions: Tensor | None  # (B, T) int64 within each document, where documents don't see each other; None: a sequence is one document
-    first: int = 0  # no token before it has a target in any sequence
+    targets: Tensor  # (B, T) int64, the token that follows each, or `IGNORED`
+    positions: Tensor | None  # (B, T) int64, in each token's document, if documents don't see each other; None: positions in the sequence
+    first: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
     def of(cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":
-        """The batch of sequences (B, T + 1) of tokens.
+        """The batch whose tokens and targets are the first and the last T tokens of `sequences` (B, T + 1).
 
         Args:
             answers: (B, T) bool, true for predictions that count; None: all count.
-            end_of_text: the token that begins a document, if documents are not to see each other.
+            end_of_text: id of the token that begins each document, if documents are not to see each other; None: they do.
         """
         sequences = torch.as_tensor(sequences)
         tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
         if answers is not None:
             targets, first = targets.masked_fill(~torch.from_numpy(answers), IGNORED), int(answers.any(0).argmax())
         positions = None
-        if end_of_text is not None:  # as far as the sequence shows where its first document begins
-            place = torch.arange(tokens.size(1))
-            positions = place - torch.where(tokens == end_of_text, place, 0).cummax(1).values
+        if end_of_text is not None:  # if a document began before the sequence, positions count from the sequence's first token
+            index = torch.arange(tokens.size(1))
+            positions = index - torch.where(tokens == end_of_text, index, 0).cummax(1).values
         return cls(tokens, targets, positions, first)
 
     def to(self, device: torch.device) -> "Batch":
@@ -263,18 +263,18 @@ class Stream(Protocol):
     """Endless slots of `seq_len` tokens, each filled by one sequence or by several shorter ones."""
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The contents of slots (k,), in sequences of `length`: tokens int64 (k x seq_len / length, length + 1), and counted predictions.
+        """Sequences of `length` tokens in `slots` (k,), each with its last target, int64 (k x seq_len / length, length + 1), and a mask.
 
-        These are bool (k x seq_len / length, length), or None if all count.
+        The mask is true for predictions that count: bool (k x seq_len / length, length), or None if all count.
         """
 
 
 class TextStream:
     """Sequences of a part of a split: the tokens from `first` to `first + n_tokens`, read as a circle, whose first token follows its last.
 
-    Every document begins with the end-of-text token, so that this seam is a border of documents like any other. Each epoch cuts the
-    circle, from a random place, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and visits these in a random order. A
-    sequence's last token is the next sequence's first. Every token is a target once an epoch, but for fewer than `seq_len` before the cut.
+    Every document begins with the end-of-text token, so the seam of the circle is a border of documents. Each epoch cuts the circle, from a
+    random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and visits these in a random order. A sequence's last
+    token is the next sequence's first. Every token is a target once an epoch, but for fewer than `seq_len` tokens after the last sequence.
 
     Raises ValueError: the part has no sequence of `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
     """
@@ -287,19 +287,19 @@ class TextStream:
         self._epochs: dict[int, np.ndarray] = {}
 
     def epoch_starts(self, epoch: int) -> np.ndarray:
-        """Places in the part at which an epoch's sequences begin, in the order of visits: int64 (sequences_per_epoch,).
+        """The index in the part of the first token of each of an epoch's sequences, in the order of visits: int64 (sequences_per_epoch,).
 
         Draws are of raw PCG64 output, which never changes between NumPy versions (the output of `Generator` may).
         """
 
-        def drawn() -> np.ndarray:
+        def draw_starts() -> np.ndarray:
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(self.sequences_per_epoch + 1)
             return (int(random[-1]) % self.n_tokens + self.seq_len * np.argsort(random[:-1], kind="stable")) % self.n_tokens
 
-        return _cached(self._epochs, epoch, drawn)
+        return _cached(self._epochs, epoch, draw_starts)
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """Places in the part at which the sequences of slots (k,) begin: int64 (k,)."""
+        """The index in the part of the first token of each of `slots` (k,): int64 (k,)."""
         epochs, places = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
@@ -313,14 +313,14 @@ class TextStream:
 
 
 class TaskStream:
-    """Sequences of a synthetic task, whose answers alone count. They are drawn independently, and may repeat (see `Task.distinct`).
+    """Sequences of a synthetic task, in which predictions of answers alone count. Draws are independent, and may repeat (`Task.distinct`).
 
-    Raises TaskError: the task doesn't fit into sequences of `shortest` tokens, or has none for training.
+    Raises TaskError: the task doesn't fit into sequences of `shortest` tokens, or has too few contents for training sequences.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
         self.task, self.seed, self.seq_len, self.text = task, seed, seq_len, text
-        example(task, seed, 0, shortest, "train", text)  # raises in time
+        example(task, seed, 0, shortest, "train", text)  # raises TaskError before training
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
@@ -333,9 +333,9 @@ class TrainSequences:
 
     Args:
         batch_slots: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, tasks, and the lengths of sequences. A step has the same tokens for all lengths
-            (but for `documents`), and none is padding.
-        max_steps: steps of the run: a curriculum's lengths begin at fractions of them.
+        data: the sources' weights, the tasks, and the lengths of sequences. A step reads the same text for all lengths
+            (but for `documents`), and no token is padding.
+        max_steps: steps of the run: a curriculum's lengths begin at fractions of it.
     """
 
     def __init__(self, store: Store, data: DataConfig, batch_slots: int, seed: int, max_steps: int = 1):
@@ -351,14 +351,14 @@ class TrainSequences:
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
     def _streams(self, seed: int) -> tuple[list[float], list[Stream]]:
-        if isinstance(self.length, DocumentPieces):  # the lengths come with the text that is read
+        if isinstance(self.length, DocumentPieces):  # these lengths read the text themselves
             return [1.0], [self.length]
         tasks = [weighted.task for weighted in self.data.tasks]
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
             streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
-        if not text_weight:  # tasks alone, of which the store may hold sequences as its parts
+        if not text_weight:  # tasks alone; the sources of a store without text are the tasks
             return weights, streams
         split, first = self.store.train, 0
         for number, (source, weighted_source) in enumerate(zip(split.sources, self.data.sources, strict=True)):
@@ -370,16 +370,16 @@ class TrainSequences:
         return weights, streams
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
-        """The global batch of a step, or its `count` slots from `first` on, in sequences of `length(step)` tokens."""
-        last = self.batch_slots if count is None else first + count
-        sequences, answers, is_text = self._sequences(step * self.batch_slots + np.arange(first, last), self.length(step))
+        """The global batch of a step, or the batch of its `count` slots from slot `first` on, in sequences of `length(step)` tokens."""
+        stop = self.batch_slots if count is None else first + count
+        sequences, answers, is_text = self._sequences(step * self.batch_slots + np.arange(first, stop), self.length(step))
         batch = Batch.of(sequences, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
-        if batch.positions is not None:  # a task's sequence is one document, whatever its filler
+        if batch.positions is not None:  # a task's sequence counts as one document, even if its filler is text of several
             batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
         return batch
 
     def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Tokens, predictions that count (None: all), and sequences that are text, by slot, as `Stream.read` gives them."""
+        """Tokens and the mask of predictions that count, as in `Stream.read`, and a mask of the sequences that are text."""
         if self.sampler is None:
             sequences, answers = self.streams[0].read(slots, length)
             return sequences, answers, np.full(len(sequences), answers is None)
@@ -398,9 +398,9 @@ class TrainSequences:
 
 
 def train_sequences(store: Store, config: Config, batch_slots: int | None = None) -> TrainSequences:
-    """The sequences that a configuration trains on; with `batch_slots`, in steps of this size.
+    """The sequences that a configuration trains on, in steps of `batch_slots` slots; None: as many as `optim.batch_tokens` fill.
 
-    Raises ConfigError: the pieces of documents fill no step (`data.lengths=documents`), or a task can't make its sequences.
+    Raises ConfigError: pieces of documents (`data.lengths=documents`) fill no step, or a task can't make its sequences.
     """
     data = config.data
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
@@ -412,7 +412,7 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
 
 
 class MicroBatches(Dataset[Batch]):
-    """One process's part of every global batch, in micro-batches.
+    """One process's slots of every global batch, in micro-batches.
 
     Item k is micro-batch k % accumulation of step k // accumulation: `micro_batch` slots of `seq_len` tokens.
     """
@@ -437,7 +437,7 @@ def train_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Process `rank`'s micro-batches of steps `first_step` to `max_steps`."""
+    """A loader of process `rank`'s micro-batches, from step `first_step` to the run's last step, `max_steps` - 1."""
     batches = MicroBatches(sequences, rank, world, micro_batch)
     return DataLoader(
         batches,
@@ -453,7 +453,7 @@ def train_loader(
 
 
 def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
-    """Starts of up to `limit` sequences of `seq_len` + 1 tokens, evenly spread over the split: int64 (k,).
+    """The index of the first token of up to `limit` sequences of `seq_len` + 1 tokens, evenly spread over the split: int64 (k,).
 
     No token is a target twice; a sequence's last token may be the next sequence's first.
     """
@@ -463,11 +463,11 @@ def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
 
 
 def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
-    """Starts of up to `limit` windows of `length` + 1 tokens, each within one document: int64 (k,).
+    """The index of the first token of up to `limit` windows of `length` + 1 tokens, each within one document: int64 (k,).
 
-    A document of D tokens holds (D - 1) // length windows side by side in its middle. The starts are of
-    windows that are evenly spread over all of these. Most begin inside a document, as training sequences do,
-    so that the loss by position shows the effect of the position and not of documents' beginnings.
+    A document of D tokens holds (D - 1) // length windows side by side in its middle. Of the windows of all
+    documents, `limit` that are evenly spread are chosen. Most begin inside a document, as training sequences
+    do, so that the loss by position shows the effect of the position and not of documents' beginnings.
     """
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1

@@ -1,7 +1,7 @@
-"""Building a token store: scan, tokenizer, tokens, manifest, in a hidden folder that gets the store's name at the end.
+"""Builds a token store: scan, tokenizer, tokens, manifest, in a hidden folder that gets the store's name at the end.
 
 An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of complete documents. The same
-preparation continues from there, and the store has the same bytes as after a preparation without interruption.
+preparation then continues from these, and the store has the same bytes as after a preparation without interruption.
 """
 
 import io
@@ -36,7 +36,7 @@ JOURNAL = "journal.json"
 
 
 class Journal:
-    """The parts that an interrupted preparation completed in `folder`; empty without such parts, or if the journal is damaged."""
+    """The record of the files and documents that a preparation has completed in `folder`; empty if its file is missing or damaged."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -46,11 +46,11 @@ class Journal:
 
     @property
     def n_documents(self) -> int:
-        """Documents whose tokens are on disk."""
+        """The number of documents, from the first on, whose tokens are on disk."""
         return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:
-        """True if the file `name` is what `keep` wrote."""
+        """True if the file `name` has the content that `keep` wrote."""
         path = self.folder / name
         return path.is_file() and self.entry.get(name) == file_sha256(path)
 
@@ -59,17 +59,17 @@ class Journal:
         self._write({name: file_sha256(self.folder / name)})
 
     def advance(self, n_documents: int, writers: dict[str, SplitWriter]) -> None:
-        """Record that the first `n_documents` documents are on disk, in the splits that `writers` write."""
+        """Sync the splits that `writers` write, and record that the first `n_documents` documents are in them on disk."""
         for writer in writers.values():
             writer.sync()
         self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
 
     def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
-        """The number of documents on disk, and writers that continue the splits; both from the start if files differ from the journal."""
+        """The number of documents on disk, and writers that continue the splits; 0 and new splits if the files differ from the journal."""
         writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             progress = self.entry.get(name)
-            # Too few tokens, ids beyond the vocabulary, or no such file.
+            # The files hold too few tokens or ids beyond the vocabulary, or a file or its entry is missing.
             with suppress(EOFError, ValueError, FileNotFoundError, KeyError, TypeError):
                 writers[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, progress["n_tokens"])
         if len(writers) == len(SPLITS) and all(writer.progress() == self.entry[name] for name, writer in writers.items()):
@@ -84,11 +84,11 @@ class Journal:
 
 
 class Restart(DataError):
-    """The parts that an interrupted preparation kept can't be continued; it is deleted, and the next call starts again."""
+    """An interrupted preparation that can't be continued: `build` deletes its folder, and the next call starts again."""
 
 
 def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
-    """The items of `texts`, whose first fields are written to `path` (compressed). The file appears after the last item."""
+    """Yield the items of `texts`, and write their first fields, the texts, to `path`, compressed. The file appears after the last item."""
     import pyarrow
 
     new_path = path.with_name(f"{path.name}.new")
@@ -117,7 +117,7 @@ def read_spool(path: Path) -> Iterator[str]:
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 SEQUENCES = 64  # sequences of each task in each split of a store without text
-ANSWERS_A_SYMBOL, MOST_COUNTED = 16, 8192  # of training: answers that are counted for their frequencies, and sequences of a task
+ANSWERS_A_SYMBOL, MOST_COUNTED = 16, 8192  # answers are counted up to so many for each symbol, or so many sequences of a task
 MOST_LISTED = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
@@ -128,12 +128,12 @@ class Scan:
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
-    assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (of an earlier document)
-    ends: np.ndarray  # (readings,) int64: documents up to the end of each reading
+    assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (left out, as another document has the same content)
+    ends: np.ndarray  # (readings,) int64: number of documents up to the end of each reading
     sources: np.ndarray  # (readings,) int64: index of each reading's source
-    left_out: dict[str, int]  # documents left out, by reason
+    left_out: dict[str, int]  # number of documents left out, by reason
     unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
-    ids: dict[str, int]  # facts on the documents of token ids (`Vocabulary.seen`); empty if all are texts
+    ids: dict[str, int]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
 
     @property
     def source(self) -> np.ndarray:
@@ -145,7 +145,7 @@ ARRAYS = tuple(field.name for field in fields(Scan)[:5])
 
 
 class OmissionCounts:
-    """Counts of documents that a pass leaves out, by reason, and of unreadable ones, which `data.on_error` may refuse."""
+    """Counts of the documents that a pass leaves out, by reason, and of what can't be read; `on_error`: the value of `data.on_error`."""
 
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
@@ -153,7 +153,7 @@ class OmissionCounts:
         self.unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
 
     def skip(self, error: Unreadable) -> None:
-        """Count a file, document or row that can't be read. Raises it if nothing may be left out."""
+        """Count a file, document or row that can't be read. Raises `error` if `data.on_error` is `fail`."""
         if self.fails:
             raise error
         self.unreadable["count"] += 1
@@ -162,7 +162,7 @@ class OmissionCounts:
             self.unreadable["first"].append(str(error))
 
     def words(self, copies: int = 0) -> str:
-        """All counts above 0, in brackets; empty if there are none."""
+        """A list of all counts above 0, in brackets; empty if there are none. `copies`: number of documents left out as copies."""
         counts = {**self.by_reason, "copies of others": copies, "unreadable": self.unreadable["count"]}
         text = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
         return f" ({text})" if text else ""
@@ -170,20 +170,20 @@ class OmissionCounts:
 
 @dataclass(frozen=True)
 class Reading:
-    """A source to read, or the split of a source that is held out."""
+    """A source to read, or the validation split of a source."""
 
-    index: int  # the source's place in `DataConfig.sources`
+    index: int  # the source's index in `DataConfig.sources`
     source: Source
     held_out: bool
-    spool: Path | None  # file that keeps the documents of a stream after the first pass
-    vocabulary: Vocabulary | None  # the ids that the tokenizer knows, for a source of ids
+    spool: Path | None  # for a streamed source, the file that keeps its documents after the first pass
+    vocabulary: Vocabulary | None  # for a source of token ids, the ids that the tokenizer has
 
 
 def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
-    """Build the store `target`, or finish an interrupted preparation.
+    """Build the store in the folder `target`, or finish an interrupted preparation. `spec` becomes the first part of the manifest.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. Once the journal counts documents, the complete parts stay
+        DataError: a source is too small, changed meanwhile or can't be read. If the journal counts documents, the hidden folder stays
             on disk for the next call.
     """
     folder = target.with_name(f".{target.name}.partial")
@@ -197,19 +197,19 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
         os.rename(folder, target)
         sync_folder(target.parent)
     except Exception as error:
-        # With documents on disk the next call continues: the cause may be a network or a full disk.
+        # With documents on disk the next call continues: the cause of the error may be a network or a full disk.
         if isinstance(error, Restart) or not Journal(folder).n_documents:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dict[str, Plain]:
-    """Write all files of a store of text except the manifest, which is returned."""
+    """Write all files of a store of text except the manifest. Returns the manifest's entries on them."""
     journal = Journal(folder)
     # The licences first: the hub may be out of reach hours later.
     licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
     tokenizer_origin = origin(data.tokenizer)
-    scan = _scanned(data, journal, progress)
+    scan = _load_or_scan(data, journal, progress)
     is_stored = scan.assignment != COPY
     total = int(scan.n_bytes[is_stored].sum())
     end_of_text = data.tokenizer.end_of_text
@@ -260,7 +260,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write all files of a store of tasks over symbols except the manifest, which is returned. The unigram cross-entropy is of answers."""
+    """Write all files of a store of tasks over symbols, as `_build_text_store`. The unigram cross-entropy is that of answers alone."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -284,11 +284,11 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
     return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
 
 
-def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, enough: int) -> np.ndarray:
-    """The number of times that each of `size` symbols is an answer, (size,), in `SEQUENCES` of each task, and in more until there are
-    `enough` answers."""
+def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, min_answers: int) -> np.ndarray:
+    """The number of times that each of `size` symbols is an answer, (size,), in `SEQUENCES` sequences of each task, or in more, up to
+    `MOST_COUNTED`, until there are `min_answers` answers."""
     counts, sequences = np.zeros(size, np.int64), 0
-    while sequences < SEQUENCES or (sequences < MOST_COUNTED and counts.sum() < enough):
+    while sequences < SEQUENCES or (sequences < MOST_COUNTED and counts.sum() < min_answers):
         for task in tasks:
             sequence = example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
@@ -306,8 +306,8 @@ def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment
 # ---------------------------------------------------------------- reading the sources
 
 
-def _scanned(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
-    """The scan of an interrupted preparation, or a new one, which is saved."""
+def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
+    """The scan that an interrupted preparation saved, or a new scan, which is saved."""
     if not journal.holds(SCAN):
         scan = _scan(data, journal.folder, progress)
         buffer = io.BytesIO()
@@ -315,16 +315,16 @@ def _scanned(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
         np.savez(buffer, **{name: getattr(scan, name) for name in ARRAYS}, facts=facts)
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as arrays:
-        omissions, unreadable, *ids = json.loads(arrays["facts"].tobytes())  # an earlier version wrote nothing on ids
+        omissions, unreadable, *ids = json.loads(arrays["facts"].tobytes())  # scans of earlier versions hold no facts on ids
         return Scan(*(arrays[name] for name in ARRAYS), omissions, unreadable, ids[0] if ids else {})
 
 
 def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
-    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source's validation split
-    is held out, whole; without `data.deduplicate`, its training split loses the texts of validation splits alone. A text that is read for
-    evaluation alone (`data.val_fraction` is 1, which no run can have) is held out whole.
+    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source's own validation
+    split is held out whole. Without `data.deduplicate` the only copies left out are training documents that are also in a validation split.
+    If `data.val_fraction` is 1 (text for evaluation alone, never a run's), all documents are held out.
     """
     hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:
@@ -332,7 +332,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
         for reading in readings:
             if reading.spool:
                 reading.spool.unlink(missing_ok=True)
-            accepted = _accepted(data, reading, omissions)
+            accepted = _accepted_documents(data, reading, omissions)
             for _, digest, n_bytes in write_spool(accepted, reading.spool) if reading.spool else accepted:
                 hashes.append(digest)
                 sizes.append(n_bytes)
@@ -344,7 +344,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     hash_array, size_array, end_array = np.array(hashes, np.uint64), np.array(sizes, np.int64), np.array(ends, np.int64)
     source_array = np.array([reading.index for reading in readings])
     assignment = np.full(len(hash_array), TRAIN, np.uint8)
-    # Documents of the sources' validation splits, which stay whole.
+    # True for documents of the sources' own validation splits, of which no copy is left out.
     is_validation = np.repeat([reading.held_out for reading in readings], np.diff(end_array, prepend=0))
     if data.deduplicate:
         candidates = np.flatnonzero(~is_validation)
@@ -372,17 +372,17 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
 
 def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """The hashes to hold out: each source's smallest, with at least `fraction` of its text, but never all of it.
+    """The hashes of documents to hold out: each source's smallest, until their documents have `fraction` of its bytes; never all.
 
-    A hash with more than half of a source's text stays in training, or with more than `fraction` of it, if `fraction` is larger than a
-    half. Then at most half of the source's other text is held out.
+    A document with more than `fraction` of a source's bytes, and more than half of them, stays in training. Then half of the bytes of the
+    source's other documents is enough, if that is less.
 
-    sources: the hashes and bytes of each source's documents.
+    sources: the hashes and sizes in bytes of each source's documents.
     """
     by_hash, large_hashes, smallest_hashes = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for hashes, sizes in sources:
         distinct_hashes, inverse = np.unique(hashes, return_inverse=True)
-        by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of a document, or of all its copies
+        by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
         large_hashes.append(distinct_hashes[by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
     for hashes, sizes in by_hash:
         target_bytes, limit, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large_hashes))
@@ -406,10 +406,10 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
     return readings
 
 
-def _accepted(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """(text or ids, 64 bits of the hash, UTF-8 bytes) of a source's documents, without blank, too short and too long ones."""
+def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
+    """(text or ids, 64-bit hash, UTF-8 bytes) of a reading's documents; blank, too short and too long ones are only counted."""
     spool, vocabulary = reading.spool, reading.vocabulary
-    has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # ids are then compared with texts
+    has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # then ids are hashed as text, to find copies
     has_spool = spool and spool.exists()
     read = reader(reading.source).documents
     for document in read_spool(spool) if has_spool else read(reading.source, data.folder, omissions.skip, vocabulary):
@@ -428,10 +428,10 @@ def _accepted(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> 
 
 
 def _documents_from(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) -> Iterator[Document]:
-    """The scan's documents after the first `n_skipped`, without copies. Raises DataError if the sources changed since the scan."""
+    """The scan's documents after the first `n_skipped`, without copies. Raises Restart if the sources changed since the scan."""
     n_read = 0
     for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
-        accepted = _accepted(data, reading, OmissionCounts(data.on_error))
+        accepted = _accepted_documents(data, reading, OmissionCounts(data.on_error))
         for item, scanned_hash in zip_longest(accepted, scan.hashes[n_read:end]):
             if item is None or item[1] != scanned_hash:
                 raise Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again")

@@ -1,4 +1,4 @@
-"""Documents to tokens, in as many threads as there are cores; each document's tokens are checked to stand for its text."""
+"""Encodes documents as tokens in several threads, and checks that the tokens of each document stand for its text."""
 
 import os
 import re
@@ -19,12 +19,12 @@ from lm.machine import usable_cores
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # encoded at a time: the library needs a hundred times as much memory
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch; the library needs a hundred times the memory of one
 PIECE = 1 << 20  # characters of a long document that are encoded at a time
-WORTH_BYTES = 32 << 20  # bytes of text for each thread, at least
-LONGEST_WORD = 1 << 12  # characters without white space that a tokenizer is trained on as one word: its time grows with their square
-_PARALLEL = "TOKENIZERS_PARALLELISM"  # the library's variable
-_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text here, too
+WORTH_BYTES = 32 << 20  # least bytes of text for which another thread is worth its start
+LONGEST_WORD = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
+_PARALLEL = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text at these places, too
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Document:
     """A document to be encoded, or a piece of one."""
 
     content: str | np.ndarray  # its text, or its token ids (tokens,)
-    n_bytes: int  # UTF-8
+    n_bytes: int  # UTF-8 bytes of the text
     held_out: bool
     end: int  # documents read from the sources so far, this one included
-    begins: bool = True  # the text begins with the document
-    ends: bool = True  # the text ends with the document
+    begins: bool = True  # true if the content is the beginning of the document
+    ends: bool = True  # true if the content is the end of the document
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class EncodedBatch:
 
     documents: list[Document]
     tokens: np.ndarray  # token ids of the whole batch, in the store's dtype
-    lengths: np.ndarray  # tokens of each document, or piece
+    lengths: np.ndarray  # number of tokens of each document, or piece
 
 
 class Encoder:
-    """Texts to tokens; ids pass unchanged.
+    """Encodes batches of documents; documents of token ids pass unchanged.
 
     Raises DataError: a text that decoding would not give back, or that encodes to a special token.
     """
@@ -63,12 +63,12 @@ class Encoder:
         is_plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
         added_tokens = self.tokenizer.get_added_tokens_decoder().items()
         is_reversible = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added_tokens)
-        # Tokens with the text's number of bytes decode to the text.
+        # True if tokens that stand for as many bytes as the text are sure to decode to it.
         self.byte_count_suffices = self.bytes is not None and is_plain and is_reversible
 
     def __call__(self, documents: list[Document]) -> EncodedBatch:
-        """The tokens of all documents, with end of text where one begins."""
-        token_arrays, text_tokens = [], self._encoded([document.content for document in documents if isinstance(document.content, str)])
+        """Encode documents or pieces; an end-of-text token is put before the first token of each document."""
+        token_arrays, text_tokens = [], self._encode([document.content for document in documents if isinstance(document.content, str)])
         for document in documents:
             if isinstance(document.content, str):
                 tokens = next(text_tokens)
@@ -78,7 +78,7 @@ class Encoder:
             token_arrays.append(np.append(np.array([self.end], self.dtype), tokens) if document.begins else tokens)
         return EncodedBatch(documents, np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays]))
 
-    def _encoded(self, texts: list[str]) -> Iterator[np.ndarray]:
+    def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
         ends = np.cumsum([len(text) for text in texts]) // PIECE
         for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends)) + 1):
             for ids in encode(self.tokenizer, [texts[n] for n in group]):
@@ -105,7 +105,7 @@ class Encoder:
 
 
 def cuts_between_words(tokenizer: "Tokenizer") -> bool:
-    """True if splitting a text between words and encoding the pieces gives the tokens of the whole text."""
+    """True if encoding the `pieces` of a text gives the tokens of the whole text; tried on a short text."""
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
@@ -116,7 +116,7 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text split between words, into pieces a little longer than PIECE characters."""
+    """Split a text between words, into pieces a little longer than `PIECE` characters and a shorter rest."""
     begin = 0
     while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
         yield text[begin : cut.start()]
@@ -125,7 +125,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def short_words(text: str) -> Iterator[str]:
-    """A text to train a tokenizer on, cut within words of more than `LONGEST_WORD` characters, such as base64."""
+    """Cut a text for training a tokenizer every `LONGEST_WORD` characters within words of this length or more, such as base64."""
     begin = 0
     for word in re.finditer(rf"(?<!\S)\S{{{LONGEST_WORD},}}", text):
         for end in range(word.start() + LONGEST_WORD, word.end() + 1, LONGEST_WORD):
@@ -135,9 +135,9 @@ def short_words(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
-    """The documents in batches, in order, encoded by `workers` threads: the library encodes without Python's lock.
+    """Encode the documents with `workers` threads, and yield them in batches, in order. The library encodes without Python's lock.
 
-    Long documents are cut into pieces, if each piece decodes to bytes by itself: memory holds the tokens of a few pieces only.
+    Long documents are cut into pieces if the tokenizer allows it (`cuts_between_words`), so memory holds the tokens of a few pieces only.
     """
     encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
     parts = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
@@ -158,7 +158,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
 
 
 def default_workers(n_bytes: int) -> int:
-    """The number of threads: one per core, fewer for small texts."""
+    """The number of threads that encode `n_bytes` of text: one per usable core, fewer for small texts."""
     return max(1, min(usable_cores(), n_bytes // WORTH_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""`lm data inspect`: in the terminal, the contents of a token store, and the held-out text that its training text repeats."""
+"""`lm data inspect`: prints the contents of a token store, and how much of its held-out text also occurs in its training text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,14 @@ from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
 
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
-MOST_SAMPLED = 2**17  # held-out n-grams of each source that are looked up
+MOST_SAMPLED = 2**17  # held-out n-grams of a source that are looked up, at most
 _BLOCK = 2**22  # training tokens hashed at a time
-_FILTER_BITS = 24  # index into a table of 16 MB, which rules out most training n-grams
-_BASE = 0x9E3779B97F4A7C15  # odd: hashes are polynomials in it, modulo 2^64
+_FILTER_BITS = 24  # bits of a hash that index a table of 16 MB, which rules out most training n-grams
+_BASE = 0x9E3779B97F4A7C15  # an odd number: hashes are polynomials in this number, modulo 2^64
 
 
 def overlap(store: Store) -> list[tuple[str, int, float]]:
-    """(source, n-grams looked up, fraction of them found anywhere in the training text), for each source with held-out n-grams.
+    """(label, number of n-grams looked up, fraction of these that occur in the training text) of each source with held-out n-grams.
 
     The n-grams are windows of `N_GRAM` tokens of single documents: all of them, or `MOST_SAMPLED` that are evenly spaced. They are compared
     by 64 bits of a hash. Reads the training tokens once; memory does not grow with them.
@@ -30,7 +30,7 @@ def overlap(store: Store) -> list[tuple[str, int, float]]:
         if len(hashes):
             by_source.append((source.label, hashes))
     held_out_hashes = np.unique(np.concatenate([hashes for _, hashes in by_source])) if by_source else np.empty(0, np.uint64)
-    shared_hashes = _occurring(store.train, held_out_hashes)
+    shared_hashes = _occurring_hashes(store.train, held_out_hashes)
     return [(label, len(hashes), float(np.isin(hashes, shared_hashes).mean())) for label, hashes in by_source]
 
 
@@ -38,7 +38,7 @@ def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
     """Hashes of all windows of `N_GRAM` tokens: uint64 (tokens - N_GRAM + 1,)."""
     token_hashes = tokens.astype(np.uint64) + np.uint64(1)
     hashes, length = token_hashes, 1
-    for bit in f"{N_GRAM:b}"[1:]:  # the hash of a window: its first half's, times a power of the base, plus its second half's
+    for bit in f"{N_GRAM:b}"[1:]:  # a window's hash: the hash of its first half times a power of the base, plus the hash of its second half
         hashes = hashes[: len(hashes) - length] * np.uint64(pow(_BASE, length, 2**64)) + hashes[length:]
         length *= 2
         if bit == "1":
@@ -48,7 +48,7 @@ def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) -> np.ndarray:
-    """Hashes of n-grams without an end-of-text token among the `n_tokens` tokens from token `first` on."""
+    """Hashes of the n-grams to look up, without an end-of-text token, among the `n_tokens` tokens from token `first` on."""
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)
@@ -58,8 +58,8 @@ def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) 
     return n_gram_hashes(windows.ravel())[::N_GRAM]
 
 
-def _occurring(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
-    """The subset of the sorted `held_out_hashes` that n-grams of the split have."""
+def _occurring_hashes(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
+    """The hashes among the sorted `held_out_hashes` that n-grams of the split have, too."""
     if not len(held_out_hashes):
         return held_out_hashes
     table = np.zeros(2**_FILTER_BITS, bool)
@@ -68,19 +68,19 @@ def _occurring(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
     for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK):
         hashes = n_gram_hashes(split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK + N_GRAM - 1))))
         hashes = hashes[table[hashes >> np.uint64(64 - _FILTER_BITS)]]
-        place = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
-        occurs[place[held_out_hashes[place] == hashes]] = True
+        index = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
+        occurs[index[held_out_hashes[index] == hashes]] = True
     return held_out_hashes[occurs]
 
 
 # ---------------------------------------------------------------- printing
 
 
-BAR, SAMPLE = 50, 200  # characters
+BAR, SAMPLE = 50, 200  # characters of the longest bar, and of a sample of text
 
 
 def inspect(arguments: list[str], samples: int) -> Store:
-    """Check every byte of the store that `arguments` name (its folder, or a configuration), and print its statistics; returns the store.
+    """Check every byte of the store that `arguments` name (its folder, or a configuration), and print statistics on it; returns the store.
 
     Raises DataError: there is no such store, or it is damaged.
     """
@@ -94,7 +94,7 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def describe(store: Store, samples: int) -> Iterator[str]:
-    """Lines on the store: facts, counts by split and source, histogram of lengths, samples."""
+    """Lines of text on the store: facts, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
     shards = sum(len(getattr(store, name).shards) for name in SPLITS)
@@ -137,7 +137,7 @@ def describe(store: Store, samples: int) -> Iterator[str]:
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:
-    """Lines: the number of documents with lengths from one power of two to the next, and their fraction of the tokens."""
+    """Lines of text: for lengths from each power of two to the next, the number of documents and their fraction of all tokens."""
     if not split.n_documents:
         yield f"{name}: no documents"
         return
@@ -152,7 +152,7 @@ def histogram(name: str, split: Split) -> Iterator[str]:
 
 
 def sample_documents(split: Split, samples: int) -> Iterator[tuple[str, int]]:
-    """(label, index) of `samples` documents of each source, evenly spread."""
+    """(source's label, document's index) of up to `samples` documents of each source, evenly spread over the source."""
     begin = 0
     for source in split.sources:
         count = min(samples, source.n_documents)

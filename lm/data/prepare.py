@@ -1,4 +1,4 @@
-"""From sources to a token store in a folder named by its content: prepared once, opened by every later run."""
+"""Prepares a token store from its sources, once, in a folder named by a hash of what determines its content; later runs open it."""
 
 import os
 from contextlib import suppress
@@ -18,26 +18,26 @@ from lm.schema import Plain, to_plain
 
 
 def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
-    """The token store of a configuration: opened if it exists, else built, or an interrupted preparation finished.
+    """Open the token store of a configuration; if it does not exist, build it first, or finish an interrupted preparation.
 
-    The folder is `data.root/LABEL-KEY`, KEY a hash of all that determines its content: sources, tokenizer, filters and format.
-    It appears complete or not at all; processes that need it at the same time wait for the process that builds it.
+    The folder is `data.root/LABEL-KEY`; KEY is a hash of all that determines its content: sources, tokenizer, filters and format.
+    The folder appears complete or not at all; processes that need the store at the same time wait for the process that builds it.
 
     Args:
         progress: print progress (stderr) and a summary (stdout).
-        store_fingerprint: a fingerprint. If a store in `data.root` has it, this store is opened, whether or not its sources still exist.
+        store_fingerprint: if a store in `data.root` has this fingerprint, it is opened, whether or not its sources still exist.
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
     store = store_of(data, store_fingerprint) if store_fingerprint else None
     if store is None:
-        store = Store.open(_prepared(data, Progress("auto" if progress else "none")))
+        store = Store.open(_prepared_folder(data, Progress("auto" if progress else "none")))
     if progress:
         print(summary(store), flush=True)
     return store
 
 
-def _prepared(data: DataConfig, progress: Progress) -> Path:
+def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     spec = _spec(data)
     target = _folder(data, spec)
     try:
@@ -53,7 +53,7 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
                 if lock_problem:
                     remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
                     raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
-                if not target.exists():  # another process may have made it meanwhile
+                if not target.exists():  # another process may have built the store meanwhile
                     if waits and _spec(data) != spec:
                         sources = ", ".join(labels(data))
                         raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
@@ -62,7 +62,7 @@ def _prepared(data: DataConfig, progress: Progress) -> Path:
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
         raise
-    except OSError as error:  # an error in reading lm's own sources is a DataError already
+    except OSError as error:  # a plugin's error, or one of writing the store: lm's own sources raise DataError
         if PLUGINS.failure(error)[0]:
             raise
         root = target.parent
@@ -84,9 +84,9 @@ def open_prepared(data: DataConfig) -> Store:
 
 
 def vocabulary(data: DataConfig) -> int | None:
-    """Size of the vocabulary: of the token store if it is prepared, else by the configuration; None if its tokenizer can't be read."""
+    """Size of the vocabulary of the token store if that is prepared, else of the configured tokenizer; None if this can't be read."""
     if data.symbolic:
-        return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # and the end of text
+        return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # plus the end-of-text token
     try:
         return open_prepared(data).vocab_size
     except DataError:
@@ -108,7 +108,7 @@ def store_of(data: DataConfig, store_fingerprint: str) -> Store | None:
 
 
 def summary(store: Store) -> str:
-    """One line: size, documents left out, compression, held-out fraction and licence; for tasks over symbols, the symbols."""
+    """One line on a store: size, documents left out, compression, held-out fraction, licence; for tasks over symbols, tasks and symbols."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
         tasks = ", ".join(source.label for source in train.sources)
@@ -134,7 +134,7 @@ def summary(store: Store) -> str:
 def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
     """Check that the store's text is long enough for the sequences that `config` asks for.
 
-    fixed: the model whose training length `data.seq_len` is, if it can't be changed.
+    fixed: the model whose training length fixes `data.seq_len`; empty: the user may change this key.
 
     Raises ConfigError: a training or validation sequence does not fit.
     """
@@ -145,7 +145,7 @@ def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
         if fixed:
             raise ConfigError([Problem("data.source", store.path.name, f"too little text for {fixed}: {reason}", "name more text")])
         raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
-    is_mixed = len(config.data.sources) > 1 and config.data.text_weight  # else no sequence is drawn from a source by its weight
+    is_mixed = len(config.data.sources) > 1 and config.data.text_weight  # otherwise sources' weights draw no sequence
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
         if is_mixed and weighted.weight and source.n_tokens <= seq_len:
             size = f"its training text has {source.n_tokens:,} tokens"
@@ -157,7 +157,7 @@ def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
 
 
 def _spec(data: DataConfig) -> dict[str, Plain]:
-    """All that determines the store's content, as plain data; a mixture's weights do not."""
+    """All that determines the store's content, as plain data. The weights of a mixture do not."""
     if data.symbolic:
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
         return {"format": FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
@@ -194,7 +194,7 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
 
 
 def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
-    """The reason not to use an existing store: the options in which the most similar store differs."""
+    """Words on why no existing store is used: the options in which the most similar store differs."""
     stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
     differences = {path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores}
     if not differences:

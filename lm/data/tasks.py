@@ -1,4 +1,4 @@
-"""Synthetic tasks (lm/config/task_config.py), whose sequences are made, not read: pure functions of (task, seed, subset, index, length)."""
+"""Makes the sequences of synthetic tasks (lm/config/task_config.py): pure functions of (task, seed, subset, index, length, text)."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
 MOST_INDICES = 2**63
 MOST_TRIES = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
-MOST_CONTENTS = 50  # contents that are tried for one that fits into the sequence
+MOST_CONTENTS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
 
@@ -43,11 +43,11 @@ class Example:
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: spans in which answers are to be given, in order
     evidence: np.ndarray  # (Q, 2) int64: spans in which the sequence shows the answers; (0, 0) if it doesn't show one
-    needles: np.ndarray  # (Q, 2) int64: the evidence together with its key, its mark or its sentence; (0, 0) likewise
+    needles: np.ndarray  # (Q, 2) int64: spans of the evidence with the key, mark or sentence that it is in; (0, 0) without evidence
 
     @property
     def answers(self) -> np.ndarray:
-        """The next tokens that are targets, (length,) bool: entry t is about token t + 1."""
+        """The predictions that count, (length,) bool: entry t is true if token t + 1 is part of an answer."""
         is_answer = np.zeros(len(self.tokens), bool)
         for start, stop in self.questions:
             is_answer[start:stop] = True
@@ -57,7 +57,7 @@ class Example:
 class Draw:
     """The random numbers of one sequence, from raw PCG64 output, which never changes between NumPy versions.
 
-    seed, index: below 2^32 and 2^63; no two sequences share a stream.
+    seed, index: below 2^32 and 2^63. No two sequences share a stream of numbers.
     """
 
     def __init__(self, seed: int, subset: Subset, index: int):
@@ -79,18 +79,18 @@ class Draw:
         return np.argsort(self.raw(n), kind="stable")[:count]
 
     def places(self, room: int, widths: list[int]) -> np.ndarray:
-        """Starts of blocks of `widths` that lie in `room` positions in this order without overlap, uniform over all such choices: int64."""
+        """Random starts, int64, of blocks of `widths` in `room` positions, in this order without overlap; choices are equally likely."""
         spare = room - sum(widths)
-        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # filler before each block
+        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # number of filler tokens before each block
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def tries(self) -> Iterator[int]:
-        """Numbers of draws, from 0, until the contents belong to this subset. Raises TaskError when none seem to do so."""
+        """Yield numbers of draws from 0 on, until the caller has contents of this subset. Raises TaskError after `MOST_TRIES` draws."""
         yield from range(MOST_TRIES)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def owns(self, *contents: int) -> bool:
-        """True if a sequence of this subset may have these contents: 1 in `HELD_OUT` is for test sequences, the rest for training."""
+        """True if sequences of this subset may have these contents: by hash, 1 in `HELD_OUT` is for test, the others for training."""
         return (integer_hash(contents) % HELD_OUT == 0) == (self.subset == "test")
 
 
@@ -126,10 +126,10 @@ class Text:
         return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """`count` tokens side by side, int64: a random window within a document, or across documents if none of `MOST_TRIES` windows, or
-        no document, is long enough.
+        """`count` consecutive tokens, int64: a random window within a document, or across documents if no document is long enough, or none
+        of `MOST_TRIES` windows lies within one.
 
-        Raises TaskError: the split has fewer tokens.
+        Raises TaskError: the split has fewer than `count` tokens.
         """
         split = self._splits[draw.subset]
         if split.n_tokens < count:
@@ -150,34 +150,34 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
     require(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
     pairs = 1 + draw.one(task.pairs) if task.varied and draw.subset == "train" else task.pairs
     queries = min(task.queries, pairs)
-    front = length + 1 - 2 * queries
+    query_start = length + 1 - 2 * queries
     first_filler, first_pair = task.keys + task.values, task.keys + task.values + task.filler
     tokens = first_filler + draw.below(task.filler, length + 1)
-    starts, query_pairs = draw.places(front, [width] * pairs), draw.order(pairs, queries)
-    keys, values = _lists(task, pairs, draw)
+    starts, query_pairs = draw.places(query_start, [width] * pairs), draw.order(pairs, queries)
+    keys, values = _keys_and_values(task, pairs, draw)
     if task.joined:
         tokens[starts] = first_pair + keys * task.values + values
     else:
         tokens[starts], tokens[starts + 1] = keys, task.keys + values
-    tokens[front::2], tokens[front + 1 :: 2] = keys[query_pairs], task.keys + values[query_pairs]
-    answers = span(np.arange(front + 1, length + 1, 2))
+    tokens[query_start::2], tokens[query_start + 1 :: 2] = keys[query_pairs], task.keys + values[query_pairs]
+    answers = span(np.arange(query_start + 1, length + 1, 2))
     return Example(tokens, answers, span(starts[query_pairs] + width - 1), span(starts[query_pairs], width))
 
 
-def _lists(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
     for _ in draw.tries():
         keys, order = draw.order(task.keys, pairs), draw.order(task.values)
         if task.held_out == "pairs":
             break
         if draw.owns(*keys, *order[:pairs]):
             return keys, order[:pairs]
-    # Each key takes the first value that is free and fits: values / 8 or more fit, and other keys hold at most pairs - 1 of them.
-    free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
+    # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys take at most pairs - 1.
+    is_free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(pairs, np.int64)
     for pair in range(pairs):
-        place = int(free[pair].argmax())
+        place = int(is_free[pair].argmax())
         values[pair] = order[place]
-        free[:, place] = False
+        is_free[:, place] = False
     return keys, values
 
 
@@ -185,19 +185,19 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
     room = length - 2 * task.span
     require(room, f"a string of {task.span} and its copy", length)
     tokens = task.symbols + draw.below(task.filler, length + 1)
-    start, end = draw.one(room + 1), length + 1 - task.span
+    start, answer_start = draw.one(room + 1), length + 1 - task.span
     for _ in draw.tries():
         string = draw.below(task.symbols, task.span)
         if draw.owns(*string):
             break
-    tokens[start : start + task.span] = tokens[end:] = string
-    tokens[end - 1] = task.vocab_size - 1
-    return Example(tokens, span(end, task.span), span(start, task.span), span(start, task.span))
+    tokens[start : start + task.span] = tokens[answer_start:] = string
+    tokens[answer_start - 1] = task.vocab_size - 1
+    return Example(tokens, span(answer_start, task.span), span(start, task.span), span(start, task.span))
 
 
 def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
     require(length - 3, "two marks and two symbols", length)
-    start = draw.one(length - 2)  # place of the first mark; the last two tokens are the question and its answer
+    start = draw.one(length - 2)  # position of the first mark; the last two tokens are the question and its answer
     for _ in draw.tries():
         tokens = draw.below(task.symbols, length + 1)
         tokens[start] = tokens[-2] = task.symbols
@@ -230,7 +230,7 @@ def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None)
         numbers = draw.below(2**32, count)
         verbs = np.select([numbers < threshold, numbers < 2 * threshold], [write_id, read_id], ignore_id)
         verbs[0], verbs[-1] = write_id, read_id
-        # Index of the latest write at each instruction.
+        # For each instruction, the index of the latest write up to it.
         last_write = np.maximum.accumulate(np.where(verbs == write_id, np.arange(count), 0))
         values = draw.below(task.symbols, count)
         symbols = np.where(verbs == read_id, values[last_write], values)
@@ -298,8 +298,8 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def without_leaks(draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
-    """The sequence that `build` makes of the tokens of random numbers with `digits` digits. Number i stands `occurrences[i]` times in
-    the sequence's text."""
+    """The sequence that `build` makes of the tokens of random numbers with `digits` digits; these are drawn until number i stands exactly
+    `occurrences[i]` times in the sequence's text."""
     for _ in draw.tries():
         numbers: list[int] = []
         while len(numbers) < len(occurrences):
@@ -322,12 +322,12 @@ def haystack(
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), the answers' spans (Q, 2), and the sentences'
-    first positions, int64.
+    first positions, int64. `depth`: fraction of the filler before the first of `sentences`; None: random, as for the others.
 
     Raises NoRoom: no room for the sentences and questions.
     """
-    end = [part for pair in answered_questions for part in pair]
-    room = length + 1 - sum(map(len, [*sentences, *end]))
+    ending = [part for pair in answered_questions for part in pair]
+    room = length + 1 - sum(map(len, [*sentences, *ending]))
     require(room, "the needles and their questions", length)
     depths = draw.below(room + 1, len(sentences))  # tokens of filler before each sentence
     if depth is not None and sentences:
@@ -337,14 +337,14 @@ def haystack(
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
     hay = np.insert(filler(draw, room), np.repeat(depths[order], widths[order]), sentence_tokens)
-    answers = (len(hay) + np.cumsum([len(part) for part in end])).reshape(-1, 2)  # from a question's end to its answer's
-    return np.concatenate((hay, *end)), answers, starts
+    answers = (len(hay) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)  # from the end of a question to the end of its answer
+    return np.concatenate((hay, *ending)), answers, starts
 
 
 # ---------------------------------------------------------------- any task
 
 
-# Makes a sequence of exactly length + 1 tokens of a task's options, or raises NoRoom.
+# A function that makes a sequence of exactly length + 1 tokens by a task's options, or raises NoRoom.
 Generator = Callable[[Task, Draw, int, Text | None], Example]
 GENERATORS: dict[type[Task], Generator] = {
     MQAR: mqar,
@@ -375,16 +375,16 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
             generator = GENERATORS.get(type(task))
             sequence = generator(task, draw, length, text) if generator else task.make(draw, length, text)
             break
-        except NoRoom:  # names and numbers differ in tokens: others may fit
+        except NoRoom:  # names and numbers differ in their number of tokens: others may fit
             if not tries_left:
                 raise
-    if not generator and (reason := _unusable(sequence, length, text.vocab_size if text and not task.vocab_size else task.vocab_size)):
+    if not generator and (reason := _problem_of(sequence, length, text.vocab_size if text and not task.vocab_size else task.vocab_size)):
         raise TaskError(f"{subset} sequence {index}: `make` gives {reason}")
     return sequence
 
 
-def _unusable(sequence: object, length: int, vocab_size: int) -> str:
-    """Words for what keeps a sequence of code from outside from being learned or asked; empty: nothing does."""
+def _problem_of(sequence: object, length: int, vocab_size: int) -> str:
+    """Words on why a sequence that the `make` of a task from outside lm returned can't be used; empty if it can."""
     if not isinstance(sequence, Example):
         return f"{type(sequence).__name__}, not an Example"
     tokens, questions = np.asarray(sequence.tokens), np.asarray(sequence.questions)
@@ -400,7 +400,7 @@ def _unusable(sequence: object, length: int, vocab_size: int) -> str:
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
-    """Raise TaskError if `count` sequences can't be made, or can't all differ."""
+    """Raise TaskError if the task can't make sequences of `length`, or fewer than `count` different ones."""
     example(task, seed, 0, length, subset, text)
     if count > (n_distinct := task.distinct(length, subset)):
         kind = "test" if subset == "test" else "training"

@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """A file, document or row that can't be read.
 
     Attributes:
-        n_bytes: size of the loss: bytes of the document or row, or of the rest of the file on disk; None: `UnreadableGuard` fills it in.
+        n_bytes: bytes that are lost: of the document or row, or of the rest of the file on disk; None: `UnreadableGuard` sets the number.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -44,17 +44,17 @@ class Unreadable(DataError):
 
 
 OnError = Callable[[Unreadable], None]
-Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # a document, of a value and its location in a file (for `Unreadable`)
+Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # makes a document of a value; the str names its location in errors
 Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
 
 
 @dataclass
 class UnreadableGuard:
-    """A context in which documents are read: it ends at an `Unreadable`, which goes to `on_error` and no further."""
+    """A context in which documents are read: an `Unreadable` ends the context, and is passed to `on_error` instead of the caller."""
 
     on_error: OnError
     n_bytes: int = 0  # size of the file, document or row
-    location: str = ""  # the name of the file or the part of it, if errors of its bytes are to be reported as damage
+    location: str = ""  # name of the file, or part of it, whose OSErrors and pyarrow errors become `Unreadable`; empty: none do
 
     def __enter__(self) -> None:
         pass
@@ -72,7 +72,7 @@ class UnreadableGuard:
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
-    """A value that is a text; empty for null. Raises Unreadable if it is of another type."""
+    """The value, if it is a text; empty for null. Raises Unreadable for other types and for text that is not valid Unicode."""
     if value is None:
         return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
@@ -91,7 +91,7 @@ def column_texts(
     offset: int = 0,
     parse: Parse = text_of,
 ) -> Iterator[str | np.ndarray]:
-    """The documents in a column of tables; `offset`: rows before them, so that errors give the row's number in the file."""
+    """The documents in a column of tables; `offset`: rows of the file before these tables, for the row's number in errors."""
     number = offset
     for table in tables:
         check_column(location, column, table.schema.names)
@@ -103,11 +103,11 @@ def column_texts(
 
 
 def _value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
-    """The value of a table's cell: an array (numbers,) for a list of whole numbers.
+    """The value of a table's cell; a list of whole numbers as an array (numbers,).
 
     Raises Unreadable: a text that is not UTF-8, also within another value, or a value that Python lacks, such as a date after 9999.
     """
-    items = getattr(scalar, "values", None)  # of a struct a method
+    items = getattr(scalar, "values", None)  # for a struct, `values` is a method
     is_whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
     try:
         return items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
@@ -119,7 +119,7 @@ def _value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
 
 
 def check_column(location: str, column: str, names: list[str]) -> None:
-    """Raise Unreadable unless `names` hold `column` once."""
+    """Raise Unreadable unless `names` hold `column` exactly once."""
     known_names = ", ".join(dict.fromkeys(names)) or "(no columns)"
     if column not in names:
         raise Unreadable(f"{location}: no column '{column}'; set data.source.column to one of: {known_names}")
@@ -128,7 +128,7 @@ def check_column(location: str, column: str, names: list[str]) -> None:
 
 
 def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
-    """The error of a file, or of a part of it, at `location`, in whose bytes the system or a library found `error`."""
+    """An `Unreadable` for the file, or part of a file, at `location`, whose reading raised `error`; `n_bytes`: number of bytes lost."""
     if isinstance(error, PermissionError | FileNotFoundError):
         reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
         return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
@@ -138,7 +138,7 @@ def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unre
 # ---------------------------------------------------------------- local files
 
 
-PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file that is in memory at a time, or a row
+PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
 
 def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
@@ -170,9 +170,9 @@ def expand(source: Files) -> list[Path]:
             files = [file for file in files_in(path) if _reader(file, source)]
             if not files:
                 reason = "the folder holds no files; put some there, or name another in data.source.paths"
-                if ignored_counts := _ignored(path, source):
-                    reason = f"the folder holds nothing that is read, {_counted(ignored_counts)}"
-                raise DataError(f"{path}: {reason}; read are {_supported(source)}")
+                if ignored_counts := _ignored_by_suffix(path, source):
+                    reason = f"the folder holds nothing that is read, {_ignored_in_words(ignored_counts)}"
+                raise DataError(f"{path}: {reason}; read are {_supported_suffixes(source)}")
         elif path.exists():
             files = [path]
             if path.stat().st_size == 0:
@@ -180,12 +180,12 @@ def expand(source: Files) -> list[Path]:
         else:
             files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
             if not files:
-                raise DataError(f"{path}: {_missing(path)} (data.source.paths)")
+                raise DataError(f"{path}: {_reason_missing(path)} (data.source.paths)")
         matches.update(files)
     for path in matches:
         if not _reader(path, source):
             ids = "; token ids are read by data.source={name: tokens, ...}" if path.suffix in (".bin", ".idx") and source.suffixes else ""
-            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported(source)}{ids}")
+            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported_suffixes(source)}{ids}")
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
     return sorted(unique.values())
 
@@ -193,17 +193,17 @@ def expand(source: Files) -> list[Path]:
 def description(source: Files) -> str:
     """The numbers of files that are read, and of files in the folders that are ignored, by suffix. Raises DataError as `expand` does."""
     folders = [path for path in (expanded(name) for name in source.paths) if path.is_dir()]
-    ignored_counts = sum((_ignored(path, source) for path in folders), Counter())
+    ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
-    return f"{len(expand(source)):,} files read, " + (f"{_counted(ignored_counts)}{remedy}" if ignored_counts else "0 ignored")
+    return f"{len(expand(source)):,} files read, " + (f"{_ignored_in_words(ignored_counts)}{remedy}" if ignored_counts else "0 ignored")
 
 
-def _counted(ignored_counts: Counter[str]) -> str:
+def _ignored_in_words(ignored_counts: Counter[str]) -> str:
     listing = ", ".join(f"{suffix} {count:,}" for suffix, count in ignored_counts.most_common(8))
     return f"{ignored_counts.total():,} ignored ({listing}{', ...' if len(ignored_counts) > 8 else ''})"
 
 
-def _ignored(folder: Path, source: Files) -> Counter[str]:
+def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
     hidden: list[Path] = []
     counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader(file, source))
     return counts + Counter(hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden))
@@ -232,7 +232,7 @@ def _unreadable_folder(error: OSError) -> None:
     raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in data.source.paths")
 
 
-def _missing(path: Path) -> str:
+def _reason_missing(path: Path) -> str:
     if glob.has_magic(str(path)):
         has_folders = any(map(os.path.isdir, glob.iglob(str(path), recursive=True)))
         return f"matches folders alone: name a folder as it is, or its files as {path / '*'}" if has_folders else "matches no file"
@@ -251,7 +251,7 @@ def _reader(path: Path, source: Files) -> Reader | None:
     return None if compressed and reader is _parquet else reader
 
 
-def _supported(source: Files) -> str:
+def _supported_suffixes(source: Files) -> str:
     suffixes = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
     remedy = "; data.source.suffixes names what is read as text" if source.suffixes else ""
     return f"{suffixes} (also .gz, .zst) and .parquet{remedy}"
@@ -273,12 +273,12 @@ def size_of(paths: Iterable[Path]) -> int:
 
 
 class _Stream(io.RawIOBase):
-    """A file's bytes, decompressed if its name says so. Unlike `zstandard`, pyarrow reports a truncated file.
+    """A file's bytes, decompressed if its suffix is .gz or .zst. Unlike `zstandard`, pyarrow reports a truncated file.
 
     Raises Unreadable: the file is damaged; its content up to some 64 kB before the damage has been read.
     """
 
-    file = None  # until it is open: Python closes a stream that could not be made, too
+    file = None  # until `__init__` opens it: Python closes a stream whose `__init__` failed, too
 
     def __init__(self, path: Path):
         import pyarrow
@@ -306,23 +306,23 @@ def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator
     with io.BufferedReader(_Stream(path), BLOCK) as file:
         for begin, content in _split_at(file, source.separator.encode()):
             with UnreadableGuard(on_error, len(content)):
-                text = _decoded(content, begin, str(path))
+                text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text
 
 
 def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
-    """(index of the first byte, bytes) between separators, whose line ends may be \\n or \\r\\n in the file.
+    """(index of the first byte, bytes) of each document between separators. Line ends of a separator may be \\n or \\r\\n in the file.
 
-    No UTF-8 sequence begins within another, so that no character is split.
+    No UTF-8 character begins within another, so that none is split.
     """
     lines = separator.replace(b"\r\n", b"\n").split(b"\n")
     pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
-    longest = len(separator) + len(lines)
+    max_match_bytes = len(separator) + len(lines)
     begin, content = 0, bytearray()
     try:
         while block := file.read1(BLOCK):
-            search_start = max(0, len(content) + 1 - longest)
+            search_start = max(0, len(content) + 1 - max_match_bytes)
             content += block
             while separator and (match := pattern.search(content, search_start)):
                 rest = content[match.end() :]
@@ -335,8 +335,8 @@ def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, 
     yield begin, content
 
 
-def _decoded(content: bytes | bytearray, begin: int, location: str) -> str:
-    """The text of the bytes from byte `begin` of a file on, without a byte order mark; line ends stay as they are."""
+def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
+    """The text of `content`, which is at byte `begin` of a file, without a byte order mark; line ends stay as they are."""
     mark = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
         return str(memoryview(content)[mark:], "utf-8")
@@ -352,8 +352,8 @@ def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterat
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
             with UnreadableGuard(on_error, len(line)):
-                if (text := _decoded(line, begin, location)).strip():
-                    row = _object(text, location)
+                if (text := _decode(line, begin, location)).strip():
+                    row = _json_object(text, location)
                     check_column(location, source.column, list(row))
                     document = parse(row[source.column], f"{location}: column '{source.column}'")
             begin += len(line)
@@ -362,7 +362,7 @@ def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterat
                 yield document
 
 
-def _object(text: str, location: str) -> dict[str, Plain]:
+def _json_object(text: str, location: str) -> dict[str, Plain]:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -395,4 +395,4 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
             offset += group.num_rows
 
 
-READERS: dict[str, Reader] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}  # besides `_txt`, of `Files.suffixes`
+READERS: dict[str, Reader] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}  # `_txt` reads `Files.suffixes`

@@ -1,7 +1,7 @@
 """Token ids that other programs prepared, as documents: .bin files of nanoGPT, modded-nanogpt and llm.c, Megatron's .idx and .bin, columns
 of ids, and saved datasets.
 
-Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents come without this token, which the
+Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents are read without this token, which the
 store puts before each.
 """
 
@@ -29,26 +29,26 @@ _BLOCK = 2**22  # ids that are checked together
 
 
 class Vocabulary:
-    """The ids that a tokenizer knows: documents of ids are checked, and their bytes counted.
+    """The ids of a tokenizer. Checks documents of ids, and counts the bytes of their text.
 
     Attributes:
-        seen: facts on the checked documents: their number, the largest id, and the numbers that began or ended with end of text.
+        seen: facts on the checked documents: their number, the largest id, and how many began or ended with end of text.
     """
 
     def __init__(self, spec: AnyTokenizer):
         self.tokenizer, self.name = tokenizer_of(spec), spec.end_of_text
         self.end_of_text = self.tokenizer.token_to_id(spec.end_of_text)
         self.bytes = token_bytes(self.tokenizer)
-        self.known = np.zeros(vocab_size(self.tokenizer), bool)
+        self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.known[list(self.tokenizer.get_vocab().values())] = True
         self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
 
     def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
-        """The ids of a document, without an end of text before or after it: uint32 (tokens,); empty for null.
+        """The ids of a document, without an end-of-text token before or after it: uint32 (tokens,); empty for null.
 
-        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks one, or end of text stands among them.
+        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token stands within the document.
         """
-        ids = _array(ids, location)
+        ids = _id_array(ids, location)
         for begin in range(0, len(ids), _BLOCK):
             block = ids[begin : begin + _BLOCK]
             is_wrong = (block < 0) | (block >= len(self.known))
@@ -81,7 +81,7 @@ class Vocabulary:
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
 
 
-def _array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
+def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
     """Ids as an array of whole numbers, (tokens,); empty for null, which is counted as a blank document."""
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
@@ -103,7 +103,7 @@ def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabul
 
 
 def held_out(source: Tokens) -> Tokens | None:
-    """The files that are held out whole as a source, if the configuration names any."""
+    """The files of `validation_paths`, which are held out whole, as a source; None if there are none."""
     return dataclasses.replace(source, paths=source.validation_paths, validation_paths=[]) if source.validation_paths else None
 
 
@@ -111,17 +111,17 @@ def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]
     """The format, and the files with the hashes of their content; held-out files separately."""
     kind = FORMATS[source.format]
 
-    def hashed(part: Tokens | None) -> list[Plain]:
+    def hash_files(part: Tokens | None) -> list[Plain]:
         paths = [path for file in (kind.files(part) if part else []) for path in kind.parts(file)]
         return [{"path": str(path), "sha256": hashes.sha256(path)} for path in paths]
 
     column = {"column": source.column} if source.format in ("column", "saved") else {}
-    return {"format": source.format, "files": hashed(source), "validation_files": hashed(held_out(source)), **column}
+    return {"format": source.format, "files": hash_files(source), "validation_files": hash_files(held_out(source)), **column}
 
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A format of ids: functions that give its files, the files to hash for each of these, and its documents."""
+    """A file format of ids: functions that give a source's files, a file's documents, and the files to hash for a file."""
 
     files: Callable[[Tokens], list[Path]]
     documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
@@ -129,16 +129,16 @@ class TokenFormat:
 
 
 def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
-    """The files of a source that have the suffix; files without it are ignored in folders, and refused if the source names them."""
+    """The files of a source that have the suffix; others are ignored in folders, and refused if the source names them."""
 
-    def lacks(path: Path) -> bool:
+    def lacks_suffix(path: Path) -> bool:
         return path.exists() and all(file.suffix.lower() != suffix for file in (files_in(path) if path.is_dir() else [path]))
 
-    def named(path: Path) -> list[Path]:
+    def existing_paths(path: Path) -> list[Path]:
         matches = map(Path, glob.glob(str(path), recursive=True))
         return [path] if path.exists() else [match for match in matches if match.is_file()]
 
-    unsuitable_paths = [match for path in map(expanded, source.paths) for match in named(path) if lacks(match)]
+    unsuitable_paths = [match for path in map(expanded, source.paths) for match in existing_paths(path) if lacks_suffix(match)]
     files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
         culprit = unsuitable_paths[0] if unsuitable_paths else source.paths[0]
@@ -154,13 +154,13 @@ HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): dtyp
 
 
 def _header(path: Path) -> tuple[int, int, int]:
-    """Magic, version and number of ids, if the file has a header; else zeros."""
+    """The first three numbers of a file: magic, version and number of ids if it has a header; zeros if it is too short for one."""
     header = np.fromfile(path, "<i4", HEADER)
     return tuple(header[:3].tolist()) if len(header) == HEADER else (0, 0, 0)
 
 
 def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of uint16 ids without a header, each followed by end of text."""
+    """The documents of a file of uint16 ids without a header; end of text follows each document."""
     if _header(path)[:2] in HEADERS:
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if path.with_suffix(".idx").exists():
@@ -174,11 +174,11 @@ def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErr
     if size % 4 == 0 and len(high) >= 64 and high.max() < 16 <= low.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
-    yield from _separated(path, ids, vocabulary, on_error, border_offset=1)
+    yield from _split_stream(path, ids, vocabulary, on_error, border_offset=1)
 
 
 def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of ids after a header, each preceded by end of text."""
+    """The documents of a file of ids after a header; end of text precedes each document."""
     *kind, count = _header(path)
     size = path.stat().st_size
     if (dtype := HEADERS.get(tuple(kind))) is None:
@@ -189,11 +189,11 @@ def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErro
         raise Unreadable(f"{path}: its header says {count:,} ids: damaged")
     if size != expected_size:
         raise Unreadable(f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged")
-    yield from _separated(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, border_offset=0)
+    yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, border_offset=0)
 
 
-def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
-    """The documents of a stream; end of text is the last token of each (`border_offset` 1) or the first (0)."""
+def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
+    """The documents of a stream of ids; end of text is the last token of each document (`border_offset` 1) or the first (0)."""
     begin = number = 0
     places = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
     for end in chain(chain.from_iterable((place + border_offset).tolist() for place in places), [len(ids)]):
@@ -208,7 +208,7 @@ def _separated(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: On
 
 
 INDEX_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("borders", "<u8")])
-CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of ids by code; 6 and 7 are floating-point
 
 
 def _index_and_ids(path: Path) -> list[Path]:
@@ -219,36 +219,36 @@ def _index_and_ids(path: Path) -> list[Path]:
 
 
 def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` divides it."""
+    """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` divides the ids."""
     _, data = _index_and_ids(path)
 
-    def refused(reason: str) -> Unreadable:
+    def refusal(reason: str) -> Unreadable:
         return Unreadable(f"{path}: {reason}")
 
     head = np.fromfile(path, INDEX_HEADER, 1)
     if not len(head) or head["magic"][0] != b"MMIDIDX":
-        raise refused("is no index of Megatron (it begins otherwise): damaged, or of another format")
+        raise refusal("is no index of Megatron (it begins otherwise): damaged, or of another format")
     _, version, code, n_sequences, n_borders = head[0].item()
     if version != 1 or code not in CODES:
-        raise refused(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
+        raise refusal(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
     begin = INDEX_HEADER.itemsize
     expected_size = begin + 12 * n_sequences + 8 * n_borders
     if path.stat().st_size == expected_size + n_sequences:
-        raise refused("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
+        raise refusal("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
     if path.stat().st_size != expected_size:
         counts = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
-        raise refused(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {counts}: damaged")
+        raise refusal(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {counts}: damaged")
     sizes = np.fromfile(path, "<i4", n_sequences, offset=begin).astype(np.int64)
     pointers = np.fromfile(path, "<i8", n_sequences, offset=begin + 4 * n_sequences)
     borders = np.fromfile(path, "<i8", n_borders, offset=begin + 12 * n_sequences)
     dtype = np.dtype(CODES[code])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     if (sizes < 0).any() or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
-        raise refused("its sequences do not follow each other: damaged")
+        raise refusal("its sequences do not follow each other: damaged")
     if n_borders < 1 or borders[0] != 0 or borders[-1] != n_sequences or (np.diff(borders) < 0).any():
-        raise refused(f"its documents do not divide its {n_sequences:,} sequences: damaged")
+        raise refusal(f"its documents do not divide its {n_sequences:,} sequences: damaged")
     if data.stat().st_size != starts[-1] * dtype.itemsize:
-        raise refused(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
+        raise refusal(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
     ids = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
         with UnreadableGuard(on_error, (end - begin) * dtype.itemsize):

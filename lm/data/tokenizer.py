@@ -1,7 +1,7 @@
 """Text to tokens and back: a byte-level BPE trained on the training documents, or a tokenizer in files: a tokenizer.json, GPT-2's or
 tiktoken's files, or a pretrained model's.
 
-Only this module and `lm.huggingface` call the `tokenizers` library: all that it raises becomes a DataError.
+Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`library_errors`).
 """
 
 import base64
@@ -31,8 +31,8 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 @contextmanager
 def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors of the library into a DataError: `failure`, the library's words, `remedy`. Its panics, such as at a pattern that takes
-    too long on a text, are no Exceptions. Errors in reading the texts that a tokenizer is trained on pass: lm's, of files and of memory."""
+    """Turn errors and panics of the library into a DataError: `failure`, the library's words, `remedy`. Panics are no Exceptions; a pattern
+    that takes too long on a text causes one. LMError, OSError and MemoryError pass: reading the texts for training may raise them."""
     try:
         yield
     except (LMError, OSError, MemoryError):
@@ -44,11 +44,11 @@ def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
 
 
 def identity(spec: AnyTokenizer) -> dict[str, Plain]:
-    """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if one is missing."""
+    """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if a file is missing."""
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
-    plain = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # at which generation stops
+    plain = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # they end generation only
     return plain | {name: hashlib.sha256(read(Path(plain[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
 
 
@@ -59,7 +59,7 @@ def origin(spec: AnyTokenizer) -> dict[str, Plain]:
 
 
 def tokenizer_of(spec: AnyTokenizer) -> "Tokenizer":
-    """The tokenizer that files hold. Raises DataError if they can't be read."""
+    """The tokenizer that `spec` names, by files or by a model. Raises DataError if its files can't be read."""
     return FILE_TOKENIZERS[spec.name](spec)
 
 
@@ -83,11 +83,11 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
     )
     with library_errors("data.tokenizer: can't be trained"):
         tokenizer.train_from_iterator(texts, trainer)
-    supported = tokenizer.get_vocab_size()
-    if supported < spec.vocab_size:
+    n_entries = tokenizer.get_vocab_size()
+    if n_entries < spec.vocab_size:
         raise DataError(
-            f"data.tokenizer.vocab_size = {spec.vocab_size}: the training text supports only {supported} entries; "
-            f"set it to {supported} or less, or add text"
+            f"data.tokenizer.vocab_size = {spec.vocab_size}: the training text supports only {n_entries} entries; "
+            f"set it to {n_entries} or less, or add text"
         )
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -99,11 +99,11 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     Raises DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
-    return _parsed(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
+    return _parse_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
 
 
-def _parsed(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
-    """The tokenizer of a tokenizer.json; errors name its `source` and the `key`."""
+def _parse_content(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
+    """The tokenizer of a tokenizer.json, which `content` reads; errors name its `source` and the configuration `key`."""
     with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
         try:
             return parse_tokenizer(content(), end_of_text)
@@ -127,7 +127,7 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
     tokenizer.add_special_tokens([end_of_text])  # special, even if it is an ordinary added token in the file, which text could encode to
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # not kept in the file
+    tokenizer.encode_special_tokens = True  # files do not keep this setting
     return tokenizer
 
 
@@ -161,19 +161,19 @@ def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]
 
 
 def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:
-    """The tokens that are special: (V,) bool."""
+    """Mask of the tokens that are special: (V,) bool."""
     result = np.zeros(vocab_size(tokenizer), bool)
     result[[index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = True
     return result
 
 
 def vocab_size(tokenizer: "Tokenizer") -> int:
-    """One more than the largest id."""
+    """Size V of the vocabulary: one more than the largest id."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
-    """UTF-8 bytes that each token stands for, (V,) fp32, special tokens 0; None if it is not byte-level."""
+    """Number of UTF-8 bytes that each token stands for, (V,) fp32, 0 for special tokens; None if the tokenizer is not byte-level."""
     from tokenizers import decoders, pre_tokenizers
 
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -191,7 +191,7 @@ FILE_TOKENIZERS: dict[str, Callable[[AnyTokenizer], "Tokenizer"]] = {
     "file": lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     "gpt2": lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
     "tiktoken": lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
-    "pretrained": lambda spec: _parsed(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
+    "pretrained": lambda spec: _parse_content(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
 }
 
 
@@ -202,11 +202,11 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
 OLDER_FILES = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
-CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # one of them names the class of a tokenizer
+CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # one of these files names the class of a tokenizer
 
 
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
-    """The content of a pretrained model's tokenizer.json, and its commit on the hub; an empty commit for a folder.
+    """The content of a pretrained model's tokenizer.json, and the model's commit on the hub, which is empty for a folder.
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
@@ -220,9 +220,9 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 
 
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
-    """The files of a model on the hub whose names match `patterns`, in its cache: a folder named by the commit.
+    """Download the files of a model on the hub whose names match `patterns`. Returns their folder in the cache, named by the commit.
 
-    suffix: words that end errors.
+    suffix: words at the end of error messages.
 
     Raises DataError: not a name on the hub, no such model, or no network and not in the cache.
     """
@@ -237,7 +237,7 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
 
 
 def read_tokenizer(path: Path) -> str | None:
-    """The content of a tokenizer.json, of a folder with one, or of a folder whose files transformers converts; None: no tokenizer there.
+    """The content of the tokenizer.json that `path` is or holds, or that transformers makes from older files there; None: no tokenizer.
 
     Raises DataError: files can't be read, or transformers or a package that it needs for them is not installed.
     """
@@ -271,7 +271,7 @@ def read_tokenizer(path: Path) -> str | None:
 
 
 def named_tokenizer(path: Path) -> str:
-    """`read_tokenizer` of a path that the user named. Raises DataError: also if there is no tokenizer there."""
+    """`read_tokenizer` of a path that the user named. Raises DataError also if there is no tokenizer there."""
     content = read_tokenizer(path)
     if content is None:
         raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
@@ -322,7 +322,7 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
 def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     """The tokenizer of a rank file: lines of a token's bytes in base64 and its id, which is also its rank among merges.
 
-    tiktoken merges the neighbours whose union ranks lowest: so every pair of tokens that make up a token is a merge.
+    tiktoken merges the two neighbours whose union has the lowest rank, so every pair of tokens whose union is a token is a merge.
 
     Raises DataError: the file is missing or not a rank file.
     """
@@ -341,24 +341,24 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     from tokenizers import Regex, pre_tokenizers
 
     words = pre_tokenizers.Split(Regex(pattern), "isolated")
-    cutter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splitter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     alphabet = _alphabet()
     spellings = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     ids = {spellings[token]: rank for token, rank in ranks.items()}
-    return _byte_level(ids, [(spellings[first], spellings[second]) for first, second in pairs], end, cutter, ignore_merges=True)
+    return _byte_level(ids, [(spellings[first], spellings[second]) for first, second in pairs], end, splitter, ignore_merges=True)
 
 
 def _are_ids(ids: Collection[int]) -> bool:
-    """Whether these can be the ids of a vocabulary: one at least, all different, from 0 on, below `MAX_VOCAB`."""
+    """True if `ids` can be the ids of a vocabulary: at least one, all different, from 0 to `MAX_VOCAB` - 1."""
     return len(ids) > 0 and len({*ids}) == len(ids) and min(ids) >= 0 and max(ids) < MAX_VOCAB
 
 
-def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, cutter: object, ignore_merges: bool = False) -> "Tokenizer":
+def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, splitter: object, ignore_merges: bool = False) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
     with library_errors("data.tokenizer: not a vocabulary that the `tokenizers` library takes"):
         tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end}, pairs, ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = cutter
+    tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.encode_special_tokens = True
@@ -366,14 +366,14 @@ def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, cut
 
 
 def _alphabet() -> list[str]:
-    """GPT-2's printable character for each byte."""
+    """The printable characters by which GPT-2 writes the bytes 0 to 255."""
     printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in printable_bytes else next(substitutes)) for byte in range(256)]
 
 
 def read(path: Path, key: str) -> bytes:
-    """The content of a tokenizer's file. Raises DataError naming it, the reason and `key`."""
+    """The content of a tokenizer's file. Raises DataError, which names the file, the reason and `key`."""
     try:
         return expanded(path).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Rows of attention (scores and weights of a query over the keys that it sees), and statistics of all rows of a model.
+"""Attention rows (a query's scores and weights in one head, over the keys that it sees), and statistics of all rows of a model.
 
 Shapes: H heads, T queries, S keys; one sequence at a time.
 """
@@ -22,7 +22,7 @@ from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
 
-NO_FIRST = ", no first"
+NO_FIRST = ", no first"  # ending of names of statistics without the first token (`Statistic.without_first`)
 LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
 
 
@@ -31,13 +31,13 @@ class Moments:
     """Moments of the scores of each query over the keys that it sees."""
 
     mean: Tensor  # beta
-    std: Tensor  # gamma, the root of the mean squared deviation (divided by n, as S is)
+    std: Tensor  # gamma, the root of the mean squared deviation (over n keys, not n - 1)
     skew: Tensor  # third standardised moment, 0 for Gaussian scores; NaN where all scores are equal
     excess_kurtosis: Tensor  # fourth standardised moment minus 3, 0 for Gaussian scores; NaN where all scores are equal
 
 
 def score_moments(scores: Tensor, visible: Tensor) -> Moments:
-    """Moments of scores (..., S) over the keys where `visible`, bool, broadcastable to the scores, is true; each (...)."""
+    """Moments, (...) each, of scores (..., S) over the visible keys; `visible`: bool, broadcastable to the scores."""
     n = visible.sum(-1)
     mean = scores.masked_fill(~visible, 0.0).sum(-1) / n
     deviation = (scores - mean.unsqueeze(-1)).masked_fill(~visible, 0.0)
@@ -49,24 +49,24 @@ def score_moments(scores: Tensor, visible: Tensor) -> Moments:
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Some queries of one layer and sequence."""
+    """The rows of some queries of one sequence, in all heads of one layer."""
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
-    after: Tensor  # (T,) int64, the number of the sequence's described queries after each one
+    after: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
     scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
     weights: Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
     visible: Tensor  # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
     inputs: AttentionInputs | None = None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence
-    embedding: Tensor | None = None  # (1, L, C), the vectors of all tokens in the embedding
-    seed: int = 0  # seed of random draws, another for each sequence
+    embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
+    seed: int = 0  # seed of random draws, different for each sequence
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
     def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
-        """The rows of a block of one sequence; `later`: the number of queries in the layer's later blocks."""
+        """The rows of a block of queries of one sequence; `later`: the number of queries after the block."""
         visible = _plane(block.normalizer.visible(block.layout))
         after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         return cls(
@@ -109,7 +109,7 @@ class AttentionRows:
     def content(self) -> Tensor:
         """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear attention).
 
-        Shuffled scores are returned unchanged: the part of a key can't be told from the rest any more.
+        Shuffled scores are returned unchanged: this part can't be told from the rest any more.
         """
         log_decay = self.normalizer.log_decay(self.scores)
         if self.is_shuffled or not log_decay.any():
@@ -138,7 +138,7 @@ class AttentionRows:
 
     @cached_property
     def is_defined(self) -> Tensor:
-        """Mask, (H, T) bool, of rows that can be described: their numbers are finite, and not all of their weights are 0."""
+        """Mask, (H, T) bool, of rows that can be described: their scores and weights are finite, and not all weights are 0."""
         return self.is_finite & (self.size.sum(-1) > 0)
 
     def select(self, queries: Tensor) -> "AttentionRows":
@@ -159,10 +159,10 @@ class AttentionRows:
 
         order: (T, S) numbers. The visible keys, sorted by these numbers, get the scores of the visible keys in the sequence's order.
         """
-        places = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in the sequence's order
-        targets = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
-        ordered_scores = self.scores.gather(-1, places.expand(self.scores.shape))
-        scores = torch.empty_like(self.scores).scatter_(-1, targets.expand(self.scores.shape), ordered_scores)
+        origins = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in the sequence's order
+        destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
+        ordered_scores = self.scores.gather(-1, origins.expand(self.scores.shape))
+        scores = torch.empty_like(self.scores).scatter_(-1, destinations.expand(self.scores.shape), ordered_scores)
         weights = self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
         return replace(self, scores=scores, weights=weights, is_shuffled=True)
 
@@ -174,7 +174,7 @@ def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
 
 
 def _plane(values: Tensor) -> Tensor:
-    """A tensor (T, S) or (1, 1, T, S) as (T, S)."""
+    """A tensor (T, S) or (1, 1, T, S) in the shape (T, S)."""
     return values.reshape(values.shape[-2:])
 
 
@@ -193,14 +193,14 @@ def query_indices(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number for each head and query; numbers of rows that are not `is_defined` are not used."""
+    """A statistic with one value for each row (head and query); values of rows that are not `is_defined` are not used."""
 
     name: str  # as tables and pictures show it
     unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
     measure: Callable[[AttentionRows], Tensor | None]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
-    in_reports: bool = False  # whether reports, pictures and the metrics of a run have it, too; else the result and its tables alone
-    has_exponent: bool = False  # whether its growth with the number of visible keys n is fitted by head, value ~ n^exponent
-    log: bool = False  # whether its values are logarithms already, for the fit
+    in_reports: bool = False  # whether reports, pictures and a run's metrics show it; else only the result and its tables do
+    has_exponent: bool = False  # whether value ~ n^exponent is fitted for each head, n the number of visible keys
+    log: bool = False  # whether its values are logarithms already, which the fit then does not take
 
     @property
     def without_first(self) -> "Statistic":
@@ -238,7 +238,7 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class DerivedNumbers:
-    """Numbers made of the values of several statistics: one (1,), or one for each point of an axis.
+    """A quantity computed from several statistics: `values` has one value, (1,), or one for each point of `axis`.
 
     label: words that distinguish several quantities of one `name`.
     """
@@ -261,11 +261,11 @@ class Family:
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
-NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # names of fractions of the queries, beside the statistics
+NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # names of two fractions of rows, beside the statistics
 
 
 class Measures:
-    """The statistics of some families, and the places of their numbers in the vector of a sequence and model.
+    """The statistics of `families`, and the layout of the vector that holds their values for one sequence and model.
 
     queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
     """
@@ -274,9 +274,9 @@ class Measures:
         self.families, self.heads, self.queries, self.length = families, heads, queries, length
         self.per_query = [statistic for family in families for statistic in family.per_query]
         self.accumulated = [sums for family in families for sums in family.accumulated]
-        # Numbers of a query: the number of keys it sees, two reasons for being undefined, and each statistic.
+        # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
-        # Parts of a vector: numbers of the queries (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
+        # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
         self.shapes = [
             (len(self.names), layers, heads, len(queries)),
             *((layers, heads, *accumulator.size(length)) for accumulator in self.accumulated),
@@ -289,13 +289,13 @@ class Measures:
 
     @torch.no_grad()
     def vectors(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
-        """The vector of all statistics of a sequence, (numbers,); with `order` a second vector, of its shuffled scores.
+        """The vector of all statistics of a sequence, (numbers,); with `order` a second vector, of the rows with shuffled scores.
 
-        Scores and weights are fp32. Memory holds scores of some queries of one layer at a time.
+        Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
 
         Args:
             batch: one sequence.
-            index: number of the sequence, the seed of random draws.
+            index: index of the sequence, the seed of random draws.
             order: random numbers, (queries, tokens), by which scores are shuffled.
         """
         vectors = [[torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])] for _ in range(1 if order is None else 2)]
@@ -311,7 +311,7 @@ class Measures:
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _add(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write the numbers of rows that see enough keys into `parts`; `start`: place of the first row among the queries."""
+        """Write values of rows over at least `LEAST_KEYS` keys into `parts` of a vector; `start`: index of the first row's query."""
         indices = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
@@ -328,7 +328,7 @@ class Measures:
                 total[layer] += value.float().cpu()
 
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
-        """The values in vectors (N, numbers) of N sequences, by the names of the statistics."""
+        """The values that `vectors`, (N, numbers), of N sequences hold, by the names of the statistics."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
@@ -342,7 +342,7 @@ class Measures:
 
 
 def orders(index: int, queries: int, length: int) -> Tensor:
-    """Random numbers (queries, length) for shuffling the scores of a sequence, the same for each model: the seed is its index."""
+    """Random numbers (queries, length) for shuffling the scores of a sequence, the same for each model: `index` is the seed."""
     return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
 
 
@@ -354,13 +354,13 @@ def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.nd
 
 
 def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """The axis of ranges of the number of visible keys, (first, last), each placed at its middle."""
+    """The axis for ranges, (first, last), of the number of visible keys; each stands at its geometric mean."""
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Half octaves, (first, last), one of which ends at the training length, that hold some of the numbers of keys `n` (NaN: not known)."""
+    """The half octaves, (first, last), in which some numbers of keys `n` lie (NaN: not known); one of them ends at the training length."""
     counts = n[np.isfinite(n)]
     if not len(counts):
         return []
@@ -373,7 +373,7 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """The exponent of value ~ n^exponent for each head, and the fit's R^2, both (layers, H): least squares on logarithms.
 
-    NaN where fewer than two octaves are covered. Values that are not above 0 are left out.
+    NaN where n spans fewer than two octaves. Values that are not above 0 are left out.
 
     values: (N, layers, H, T), logarithms already if `log`; n: (N, layers, T).
     """

@@ -16,12 +16,12 @@ MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = n S^2, which is 1 / sum a^2 for weights that sum to one: 1 for weight on one key, n for equal weights."""
+    """N_eff = n S^2, S the `sparsity` of a row (1 / sum a^2 if weights sum to one): 1 for weight on one key, n for equal weights."""
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
-    """-sum a ln a, nats; None for normalizers whose weights do not sum to one, NaN for rows with a negative weight."""
+    """Entropy -sum a ln a, nats; None for normalizers whose weights do not sum to one, NaN for rows with a negative weight."""
     if not rows.normalizer.options.rows_sum_to_one:
         return None
     p = rows.weights / rows.total.unsqueeze(-1)
@@ -29,28 +29,28 @@ def entropy(rows: AttentionRows) -> Tensor | None:
 
 
 def relative_entropy(rows: AttentionRows) -> Tensor | None:
-    """H / ln n: 0 for weight on one key, 1 for equal weights."""
+    """The entropy of each row over ln n, n visible keys: 0 for weight on one key, 1 for equal weights; None as for `entropy`."""
     nats = entropy(rows)
     return None if nats is None else nats / rows.n.log()
 
 
 def keys_with_most(rows: AttentionRows) -> Tensor:
-    """The least number of keys that together have `MASS` of the weight."""
+    """The least number of keys that together have the fraction `MASS` of each row's weight."""
     is_short = rows.descending_weights.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
     return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
 def log_sum(rows: AttentionRows) -> Tensor | None:
-    """ln Z, Z the sum of the unnormalized weights (`Normalizer.log_sum`): of e^score in softmax attention, of relu(z)^2 in a GAU.
+    """ln Z, Z a row's sum of unnormalized weights (`Normalizer.log_sum`): of e^score for softmax, of relu(z)^2 in a GAU.
 
-    Su's argument about dividing by n (kexue.fm 9019) depends on the exponent of Z in n: dividing by Z is dividing by n only if it is 1.
+    Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p is 1.
     """
     sums = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
     return None if sums is None else sums[0]
 
 
 def family(top_k: list[int], nearest: list[int]) -> Family:
-    """All statistics of concentration; `top_k` and `nearest`: numbers of keys to sum weights over. docs/diagnostics.md defines them."""
+    """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
 
     def largest(k: int) -> Statistic:
         return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending_weights[..., :k].sum(-1) / rows.total)

@@ -1,15 +1,14 @@
 """Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: bounds on weights, and on the rate at which they
 change with the scores.
 
-Lemma 1: weights F(score) / sum F(score), F > 0, lie between C1 / n and C2 / n. C1 is the least F of the scores over the largest, C2 the
-largest over the least. Lemma 2 bounds the change of weights with scores: the Jacobian d weights / d scores of each row, and finite
-differences in one direction. Both statistics work for every normalizer, from its map of scores to weights alone (`Normalizer.normalize`),
-which treats each row by itself.
+Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is the largest F(score) of the row over the
+smallest, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. The norm of the Jacobian d weights / d scores of each row, and
+finite differences in one direction, work for every normalizer. They need its map of scores to weights alone (`Normalizer.normalize`).
 
-Mudarisov et al. (arXiv 2508.17821), Cor. 3, take |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T). For the spectral norm this is wrong: its
-supremum is 1 / (2 T), at two equal leading scores. 1 / (4 T) bounds the largest entry of J, and sqrt 2 the distance of two rows of weights.
-A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). They measure the difference in one random
-direction, which estimates |J|_F / sqrt(n), far below the spectral norm.
+The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the spectral norm this is
+wrong: its supremum is 1 / (2 T), at two equal leading logits. 1 / (4 T) bounds the largest entry of J, and sqrt 2 the distance of two rows
+of weights. A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). The paper measures the difference in one
+random direction, which estimates the Frobenius norm of J over sqrt(n), far below the spectral norm.
 """
 
 import math
@@ -30,9 +29,9 @@ STEPS = 30  # power iterations
 @torch.inference_mode(False)
 @torch.enable_grad()
 def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = STEPS) -> Tensor:
-    """The largest singular value of each row's Jacobian, (...), by power iteration on J^T J.
+    """The largest singular value of each row's Jacobian J, (...), by power iteration on J^T J.
 
-    It is at most the true value, except for rounding errors: in fp32 up to a third of it in rows with nearly all weight on one key.
+    The result is at most the true value, but for rounding errors: in fp32 up to a third of it in rows with nearly all weight on one key.
 
     scores: (..., S) fp32 or fp64; visible: bool, broadcastable to the scores: the keys whose scores matter.
     """
@@ -41,13 +40,13 @@ def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generat
     cotangent = torch.zeros_like(weights, requires_grad=True)
     (pullback,) = torch.autograd.grad(weights, scores, cotangent, create_graph=True)  # J^T cotangent, linear in the cotangent
     noise = torch.randn(scores.shape, generator=generator).to(scores)
-    v = _unit((noise * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * noise)
+    v = _unit_vectors((noise * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * noise)
     norm = v.new_zeros(scores.shape[:-1])
     for _ in range(steps):
         (u,) = torch.autograd.grad(pullback, cotangent, v, retain_graph=True)  # J v
         norm = torch.maximum(norm, u.norm(dim=-1))
-        (v,) = torch.autograd.grad(weights, scores, _unit(u), retain_graph=True)  # J^T u
-        v = _unit(v)
+        (v,) = torch.autograd.grad(weights, scores, _unit_vectors(u), retain_graph=True)  # J^T u
+        v = _unit_vectors(v)
     return norm.detach()
 
 
@@ -63,11 +62,11 @@ def finite_difference(normalize: Normalize, scores: Tensor, step: float, directi
 def directions(visible: Tensor, shape: torch.Size, generator: torch.Generator) -> Tensor:
     """A random direction of length 1 for each row, `shape` = (..., S), fp64, over the visible keys alone."""
     noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(visible.device)
-    return _unit(noise.masked_fill(~visible, 0.0))
+    return _unit_vectors(noise.masked_fill(~visible, 0.0))
 
 
-def _unit(v: Tensor) -> Tensor:
-    """Rows scaled to length 1; rows of zeros stay."""
+def _unit_vectors(v: Tensor) -> Tensor:
+    """Vectors (..., S) scaled to length 1; vectors of zeros stay."""
     norm = v.norm(dim=-1, keepdim=True)
     return v / norm.masked_fill(norm == 0, 1.0)
 
@@ -76,30 +75,30 @@ def _unit(v: Tensor) -> Tensor:
 
 
 def log_n_times_largest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x the largest weight), at most ln C2."""
+    """ln (n x the largest weight) of each row, at most `log_c2` by Lemma 1 (arXiv 2508.17821); None where the lemma does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
 def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x the smallest weight), at least ln C1 = -ln C2."""
+    """ln (n x the smallest weight) of each row, at least ln C1 = -ln C2 by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2 = 2 a, for scores between -a and a."""
+    """ln C2 of Lemma 1 (arXiv 2508.17821) of each row: 2 a, for scores between -a and a. None where the lemma does not apply."""
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
-    """Whether weights are F(score) over their sum, F > 0 for all scores, and scores do not change where a query sees more keys."""
+    """Whether weights are F(score) over their sum, with F > 0 everywhere, and scores do not change when a query sees more keys."""
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Whether the scores of the sequence's last query change if the sequence's number of tokens is put before all of its keys."""
+    """Whether the scores of the sequence's last query change when as many tokens as the sequence has stand before its keys."""
     x, q, k, _ = rows.inputs
     length = x.size(1)
     query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
@@ -115,19 +114,19 @@ def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
 
 
 def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
-    """The spectral norm of d weights / d scores, computed in fp64: in fp32 rows with weight on nearly one key give rounding errors."""
+    """The spectral norm of d weights / d scores, computed in fp64: in fp32 rows with nearly all weight on one key give rounding errors."""
 
-    def normalized(scores: Tensor) -> Tensor:
+    def weights_of(scores: Tensor) -> Tensor:
         return rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0]
 
-    return spectral_norm(normalized, rows.scores.double(), rows.visible, generator).to(rows.scores.dtype)
+    return spectral_norm(weights_of, rows.scores.double(), rows.visible, generator).to(rows.scores.dtype)
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
     """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a function F of each score.
 
-    For another function F the bound is max |F'| times the row's factor. Where this factor is 1 / Z, Z the sum of F, it is multiplied by
-    max(1, sqrt(n) |weights|).
+    For weights that are another function F of the score times a factor of the row, it is max |F'| times the factor. Where the factor is
+    1 over the row's sum of F, it is multiplied by max(1, sqrt(n) |weights|), |weights| the norm of the row.
     """
     name = rows.normalizer.score_map
     if name == "exp":

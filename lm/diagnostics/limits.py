@@ -9,9 +9,9 @@ key i. For a set I of N keys, s = sum over I of a_i x_i, and
 
     d~ = sum over i not in I of |a_i x_i - s|    (their Eqs. 6 and 7).
 
-Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 counts the keys among the N that lie no
-farther from s than the nearest other key. The bounds are reconstructed from the paper's words, as its typeset equations could not be
-read. The bound of Theorem 1 is proved, and holds for weights of any sum.
+Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 counts N_s, the number of keys among the N whose
+a_i x_i lies within r of s. r is the distance from s to the nearest a_j x_j of any other key. The bounds are reconstructed from the paper's
+words, as its typeset equations could not be read. The bound of Theorem 1 is proved, and holds for weights of any sum.
 
 All distances follow from products of the vectors. Sums over a model's rows are (H, octaves, 2, quantities, points): for each octave of
 visible keys the sums over its rows, and the number of these rows.
@@ -49,14 +49,15 @@ from lm.runs.evaluations import Axis
 
 @dataclass(frozen=True)
 class TopKeys:
-    """The N keys with the largest |weights|, for each N; NaN where a query sees too few keys, all (G, R).
+    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|, for each N: (G, R).
 
-    The envelopes are no bounds: they assume keys that lie uniformly on a sphere, independently of weights, and take r from the data.
+    NaN where a query sees too few keys. The module defines s, d~ and r. The envelopes are no bounds: they assume keys that lie uniformly on
+    a sphere, independently of weights, and take r from the data.
     """
 
-    distance: Tensor  # d~; 0 where the N are all keys
+    distance: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
     bound: Tensor  # Theorem 1's upper bound on d~; NaN for rows with a negative weight
-    separable: Tensor  # Theorem 2's N_s / N: the fraction of the N that lie within r of s, r the distance of the nearest other key
+    separable: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
     lower: Tensor  # lower envelope of `separable`, between 0 and 1
     upper: Tensor  # upper envelope of `separable`, between 0 and 1
     within: Tensor  # (G, R, S) bool: the keys among the N that lie within r of s
@@ -65,22 +66,22 @@ class TopKeys:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """E, the expectation of d~ over N random keys, for each N; NaN where a query sees fewer keys, all (G, R). x- = sum a_j x_j."""
+    """The expectation of d~ over N random keys (Theorem 1 of arXiv 2508.17821), for each N: (G, R); NaN where a query sees fewer keys."""
 
-    uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, Theorem 1 as quoted: 2 to 12 times too large
-    corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): norms of means, so at most E
-    upper: Tensor  # roots of mean squares in place of these norms, so at least E
+    uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, x- = sum a_j x_j: Theorem 1 as quoted, which is too large
+    corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): norms of means, a lower bound
+    upper: Tensor  # roots of mean squares in place of these norms, an upper bound of the expectation
     sampled: Tensor  # d~ of one random set of keys a row, which grows with N: unbiased (Monte Carlo)
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
-    """Theorems 1 and 2 for the keys of the largest weights.
+    """The quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys of the largest |weights|, for each N in `counts`.
 
     weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E).
     """
     order = _largest_first(weights, visible, counts)
     n, length = visible.sum(-1), x.norm(dim=-1)
-    farthest, nearest = _extremes(x, order, counts)
+    farthest, nearest = _extreme_distances(x, order, counts)
     total, not_negative = weights.sum(-1), (weights >= 0).all(-1)
     rows = []
     for index, (count, (rest_mask, excess, distance)) in enumerate(zip(counts, _to_sums(weights, visible, x, order, counts), strict=True)):
@@ -101,18 +102,18 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
 
 
 def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """`TopKeys.distance` without the other numbers, for many N."""
+    """`TopKeys.distance` alone, (G, R), for each N in `counts`."""
     return _distances(weights, visible, x, _largest_first(weights, visible, counts), counts)
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
-    """Theorem 1's expectation over random keys; `draws`: (R, S) random numbers, whose order draws keys without replacement."""
+    """`RandomKeys` for each N in `counts`; `draws`: (R, S) random numbers, whose order draws keys without replacement."""
     order = draws.masked_fill(~visible, -torch.inf).topk(min(counts[-1], weights.size(1)), -1).indices
     n, square = visible.sum(-1, keepdim=True).to(weights.dtype), x.square().sum(-1)
     product = (weights @ x) @ x.T  # x_i . x-
     mean_square = (weights * product).sum(-1, keepdim=True)  # |x-|^2
     own_squares, cross_products = weights.square() * square, weights * product  # |y_i|^2 and y_i . x-, of y_i = a_i x_i
-    # The spread of y over all keys but i.
+    # For each key i: the sum over all other keys of the squared deviations of y from its mean.
     rest_spread = own_squares.sum(-1, keepdim=True) - own_squares - (mean_square - 2 * cross_products + own_squares).clamp(min=0) / (n - 1)
     rows = []
     for count in counts:
@@ -130,7 +131,7 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
 
 
 def counts_up_to(largest: int) -> list[int]:
-    """Numbers of keys at which curves are measured: 1 to 10, then steps of a tenth, up to `largest`."""
+    """Numbers of keys N at which curves are measured: from 1 in steps of a tenth of N, at least 1, up to `largest`."""
     counts = [1]
     while counts[-1] < largest:
         counts.append(min(largest, max(counts[-1] + 1, round(counts[-1] * 1.1))))
@@ -138,19 +139,19 @@ def counts_up_to(largest: int) -> list[int]:
 
 
 def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
-    """Indices of the keys of each row from the largest |weight| on, (R, N) int64; invisible keys come last."""
+    """Indices of the keys of each row from the largest |weight| on, (R, largest N) int64; invisible keys come last."""
     return weights.abs().masked_fill(~visible, -1.0).topk(min(counts[-1], weights.size(1)), -1).indices
 
 
-def _added(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """For each N, the keys in the `order` of each row (R, N) that it has beyond the number before it, (R, added keys)."""
+def _added_keys(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+    """For each N, the keys in each row's `order`, (R, largest N), that its first N add to the first keys of the N before: (R, keys)."""
     return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
-def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Squared distances to the first N keys in the order of each row: the largest from every key, (G, R, S), and the smallest, (G, R).
+def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The largest squared distance of each key to the first N keys in each row's `order`, (G, R, S), and the smallest among the N, (G, R).
 
-    The smallest is taken among the N keys, and is infinite for a single key.
+    The smallest is between two of the N keys, and is infinite for a single key.
     """
 
     def pairs(keys: Tensor, others: Tensor) -> Tensor:
@@ -158,27 +159,27 @@ def _extremes(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
         return (square[keys].unsqueeze(-1) + square[others].unsqueeze(-2) - 2 * products).clamp(min=0)
 
     square, farthest = x.square().sum(-1), [x.new_zeros(len(order), len(x))]
-    for keys in _added(order, counts):
+    for keys in _added_keys(order, counts):
         distances = pairs(keys, torch.arange(len(x), device=x.device))
         farthest.append(torch.cat((farthest[-1].unsqueeze(1), distances), 1).amax(1))
-    among = pairs(order, order)
-    among = among.masked_fill(torch.ones_like(among[0], dtype=torch.bool).triu(), torch.inf)  # each pair once
-    return torch.stack(farthest[1:]), torch.stack([among[:, :count].amin((1, 2)) for count in counts])
+    pair_distances = pairs(order, order)
+    pair_distances = pair_distances.masked_fill(torch.ones_like(pair_distances[0], dtype=torch.bool).triu(), torch.inf)  # each pair once
+    return torch.stack(farthest[1:]), torch.stack([pair_distances[:, :count].amin((1, 2)) for count in counts])
 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
-    """d~ for the sums s over the first N keys in the order of each row: the sum of |a_i x_i - s| over the other keys, (G, R)."""
-    totals = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _to_sums(weights, visible, x, order, counts)]
-    return torch.stack(totals).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
+    """d~, (G, R), for the first N keys in each row's `order`: the sum over other keys of |a_i x_i - s|, s the sum of a_i x_i over the N."""
+    d = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _to_sums(weights, visible, x, order, counts)]
+    return torch.stack(d).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
 
 
 def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each N, a mask of the keys after the first N of each row, |a_i x_i - s|^2 - |s|^2, and |a_i x_i - s|, (R, S) each.
+    """For each N, the mask of the keys beyond the first N in each row's `order`, |a_i x_i - s|^2 - |s|^2, and |a_i x_i - s|: (R, S) each.
 
     The difference of squares tells small weights apart: their distances are all |s| except for rounding.
     """
     rest_mask, square, s = visible, x.square().sum(-1), x.new_zeros(len(order), x.size(1))
-    for count, keys in zip(counts, _added(order, counts), strict=True):
+    for count, keys in zip(counts, _added_keys(order, counts), strict=True):
         s = s + torch.zeros_like(weights).scatter(1, keys, weights.gather(1, keys)) @ x
         rest_mask = rest_mask.scatter(1, order[:, :count], False)
         excess = weights.square() * square - 2 * weights * (s @ x.T)
@@ -186,7 +187,10 @@ def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts:
 
 
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Theorem 2's lower and upper envelope of N_s / N, (R,) each: 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2)).
+    """Lower and upper envelope of the fraction N_s / N of N keys that lie within r of their weighted sum s (Theorem 2), (R,) each.
+
+    They are 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2)), in arXiv 2508.17821. xi_i bounds |a_i x_i - s| of
+    key i from above, if weights are not negative; M is `longest`.
 
     alpha: (R, N), weights of the N keys.
     longest, nearest, r: (R,) each, the largest |x| of these keys, their smallest squared distance, and r.
@@ -203,7 +207,7 @@ def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tu
 # ---------------------------------------------------------------- the theorems
 
 
-PRODUCTS = 2**22  # number of products of keys with sums in memory at a time
+PRODUCTS = 2**22  # the most products of keys' vectors with sums s in memory at a time
 FEW = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
 DISTANCES = ("largest weights", "random keys, uncorrected", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
 SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
@@ -227,26 +231,26 @@ def few_key_counts(length: int) -> list[int]:
 
 
 def means(sums: np.ndarray) -> np.ndarray:
-    """Means over rows, (octaves, quantities, points, ...), from sums and numbers of rows; NaN where there are no rows."""
+    """Means over rows, (octaves, quantities, points, ...), of `sums` as `parts` takes them; NaN where there are no rows."""
     total, rows = parts(sums)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(rows > 0, total / rows, np.nan)
 
 
 def parts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and numbers of rows, each (octaves, quantities, points, ...), from (..., octaves, 2, quantities, points)."""
+    """`sums`, (..., octaves, 2, quantities, points), as sums over rows and numbers of rows, each (octaves, quantities, points, ...)."""
     arrays = np.moveaxis(sums, (-4, -3, -2, -1), (0, 1, 2, 3))
     return arrays[:, 0], arrays[:, 1]
 
 
 @dataclass(frozen=True)
 class Theorems:
-    """The sums over a model's rows that the options `config` ask for."""
+    """Sums over a model's rows for Theorems 1 and 2 and for Lemma 2, with the options `config`."""
 
     config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """`DISTANCES`, d~ and its expectations, at the numbers of keys `many_key_counts`."""
+        """d~ and its expectations (`DISTANCES`), summed over queries, for each N of `many_key_counts`; None without queries."""
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
             counts = [count for count in many_key_counts(length) if count <= most_keys / 4]
@@ -260,10 +264,10 @@ class Theorems:
             return F.pad(values, (0, 0, 0, 0, 0, missing), value=math.nan)
 
         generator = _generator(rows)
-        return self._summed(rows, octaves(length), measure)
+        return self._sums_within(rows, octaves(length), measure)
 
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """`SEPARABLE` at the numbers of keys `few_key_counts`; the last two quantities are of all heads of a layer together."""
+        """Sums of the quantities `SEPARABLE` at the numbers of keys `few_key_counts`; the last two are of all heads of a layer together."""
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
             counts, heads = few_key_counts(length), len(part.weights)
@@ -281,18 +285,18 @@ class Theorems:
             layer_values = torch.stack((near_count / top_count, numbers * heads / top_count)).unsqueeze(2).expand(-1, -1, heads, -1)
             return torch.cat((head_values, layer_values.masked_fill(head_values[:1].isnan(), math.nan)))
 
-        return self._summed(rows, octaves(length), measure)
+        return self._sums_within(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """`DIFFERENCES` at each temperature and step, for the last query, if it sees most keys; fp64 except for the norm.
+        """Sums of `DIFFERENCES` at each temperature and step, for the last query, if it is in the last octave; fp64 except for the norm.
 
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 logits are q.k / T.
         """
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            left_out = part.is_first_token & (not self.config.first_token)  # its score stays as it is, and its weight does not count
+            left_out = part.is_first_token & (not self.config.first_token)  # the first token's score stays, and its weight does not count
 
-            def normalized(scores: Tensor, temperature: Tensor | float) -> Tensor:
+            def weights_at(scores: Tensor, temperature: Tensor | float) -> Tensor:
                 scores = torch.where(left_out, logits.to(scores.dtype), scores)
                 return part.normalizer.normalize(scores / temperature, part.layout).masked_fill(left_out, 0.0)
 
@@ -301,15 +305,15 @@ class Theorems:
             random_directions = directions(part.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
             temperatures = torch.tensor(self.config.temperatures).view(-1, 1, 1, 1).to(logits)
             stack = logits.expand(len(temperatures), -1, -1, -1)
-            norms = spectral_norm(partial(normalized, temperature=temperatures), stack, part.visible, generator)
+            norms = spectral_norm(partial(weights_at, temperature=temperatures), stack, part.visible, generator)
             points = []
             for (temperature, norm), step in product(zip(self.config.temperatures, norms, strict=True), self.config.steps):
-                rates = finite_difference(partial(normalized, temperature=temperature), logits, step, random_directions)
+                rates = finite_difference(partial(weights_at, temperature=temperature), logits, step, random_directions)
                 points.append(torch.stack((rates[0], rates.amax(0), norm.double())))
             return torch.stack(points, 1)
 
         generator = _generator(rows)
-        return self._summed(rows.select((rows.after == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
+        return self._sums_within(rows.select((rows.after == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
 
     def vectors(self, rows: AttentionRows) -> Tensor:
         """The vectors x of each key, (1, S, E), or of each head and key, (H, S, E)."""
@@ -329,15 +333,15 @@ class Theorems:
             parts += [measure(*pair, vectors) for pair in zip(head_weights.flatten(0, 1).split(size), visible.split(size), strict=True)]
         return torch.cat(parts, -1).unflatten(-1, (heads, queries))
 
-    def _summed(
+    def _sums_within(
         self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
     ) -> Tensor | None:
-        """Sums of values over the rows within each of the `bounds`, and numbers of these rows, (H, octaves, 2, quantities, G).
+        """Sums of values over the rows within each of `bounds`, and numbers of these rows, (H, octaves, 2, quantities, G); None: no rows.
 
-        measure: rows, most visible keys -> values (quantities, G, H, T).
+        bounds: (first, last) numbers of visible keys; measure: rows, most visible keys -> values (quantities, G, H, T), or NaN.
         """
         rows = rows if self.config.first_token else rows.without_first
-        sums: dict[int, Tensor] = {}  # by place in `bounds`
+        sums: dict[int, Tensor] = {}  # by index in `bounds`
         for place, (low, high) in enumerate(bounds):
             indices = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
             if len(indices):
@@ -363,7 +367,7 @@ def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray,
     from scipy.stats import ks_2samp
 
     first, second = (np.where(np.isfinite(values), values, np.nan) for values in (first, second))
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of empty samples
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # scipy warns about empty samples
         result = ks_2samp(first, second, nan_policy="omit")
     return result.statistic, result.pvalue
 
@@ -393,14 +397,14 @@ def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
 # ---------------------------------------------------------------- the family
 
 
-LEVELS = (0.01, 0.05)  # the two levels that the paper names, for tests of the critical number of keys
-TESTED = (1, 2, 4)  # places in `DISTANCES` of the expectations that the largest weights are compared with
+LEVELS = (0.01, 0.05)  # the paper's two significance levels, for the critical number of keys
+TESTED = (1, 2, 4)  # indices in `DISTANCES` of the expectations that the largest weights are compared with
 OVER_LENGTH = 5  # number N of keys in the curves over the number of visible keys
 PLATEAU = 16  # number N of keys from which on the paper has N_s / N between .70 and .85
 
 
 def family(config: LimitsConfig, every: int) -> Family:
-    """Statistics of the lemmas and the theorems; except for Lemma 1, of one query in `every` of the described queries."""
+    """The statistics of the paper's lemmas and theorems; Lemma 2 and the theorems take one in `every` of the described queries."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
@@ -451,14 +455,14 @@ def _counts_axis(counts: list[int]) -> Axis:
     return Axis("keys N", "", "for N =", tuple(map(float, counts)))
 
 
-def _over_heads(values: np.ndarray) -> np.ndarray:
+def _mean_over_heads(values: np.ndarray) -> np.ndarray:
     return mean(values, (-2, -1))
 
 
 def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """d~ and its expectations: over N where most keys are visible, and over the number of visible keys at one N."""
+    """d~ (`TopKeys.distance`) and its expectations: over N in the last octave, and over numbers of visible keys for N = `OVER_LENGTH`."""
     counts = many_key_counts(values.length)
-    distances = _over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
+    distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
         yield DerivedNumbers("d~", "", distances[-1, number], _counts_axis(counts), in_reports=True, label=label)
     for number, label in enumerate(DISTANCES if OVER_LENGTH in counts else ()):
@@ -467,7 +471,7 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Critical numbers of keys over numbers of visible keys, and the D that they follow from."""
+    """Critical numbers of keys over numbers of visible keys, and D of their Kolmogorov-Smirnov tests over N in the last octave."""
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
@@ -483,7 +487,7 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
 
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
-    """The heads' mean d~ of the largest weights, and one expectation of d~, in one octave: two samples, (size, N) each."""
+    """Samples (size, N) of heads' means in one octave of visible keys: of d~ of the largest weights, and of one expectation of d~."""
     total, rows = parts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     pair = []
     for quantity in (0, expectation):
@@ -494,25 +498,25 @@ def _distance_samples(config: LimitsConfig, values: Values, octave: int, expecta
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """N_s / N over N where most keys are visible, and by at least one of a layer's heads."""
+    """N_s / N (`TopKeys.separable`), its envelopes, d~ / its bound, and numbers of all heads of a layer, over N in the last octave."""
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
     for number in (0, 1, 2):
-        yield DerivedNumbers("N_s / N", "fraction", _over_heads(separability[number]), axis, in_reports=True, label=SEPARABLE[number])
-    yield DerivedNumbers("d~ of the largest weights / its bound", "fraction", _over_heads(separability[3]), axis)
+        yield DerivedNumbers("N_s / N", "fraction", _mean_over_heads(separability[number]), axis, in_reports=True, label=SEPARABLE[number])
+    yield DerivedNumbers("d~ of the largest weights / its bound", "fraction", _mean_over_heads(separability[3]), axis)
     one_head = mean(separability[0], -1)  # p, by layer
     any_head = 1 - (1 - one_head) ** separability.shape[-1]
     title = "keys that at least one head separates"
-    yield DerivedNumbers(title, "fraction", _over_heads(separability[4]), axis, label="measured")
-    yield DerivedNumbers(title, "fraction", _over_heads(any_head[..., None]), axis, label="1 - (1 - p)^H")
-    yield DerivedNumbers("heads that choose a key", "heads", _over_heads(separability[5]), axis)
+    yield DerivedNumbers(title, "fraction", _mean_over_heads(separability[4]), axis, label="measured")
+    yield DerivedNumbers(title, "fraction", _mean_over_heads(any_head[..., None]), axis, label="1 - (1 - p)^H")
+    yield DerivedNumbers("heads that choose a key", "heads", _mean_over_heads(separability[5]), axis)
     if PLATEAU in counts:
-        yield DerivedNumbers(f"N_s / N of {PLATEAU} keys", "fraction", _over_heads(separability[0])[[counts.index(PLATEAU)]])
+        yield DerivedNumbers(f"N_s / N of {PLATEAU} keys", "fraction", _mean_over_heads(separability[0])[[counts.index(PLATEAU)]])
 
 
 def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Finite differences and the spectral norm over the temperature: the largest mean of a head, as in the paper."""
+    """Finite differences and the spectral norm over the temperature: the largest of the heads' means, as in the paper."""
     shape = len(config.temperatures), len(config.steps)
     by_head = means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)

@@ -1,8 +1,8 @@
 """Prediction, from scores at one length, of the length at which attention loses the key that it is to retrieve (docs/half-length.md).
 
 A query sees n keys; one of them, the needle, has the score z*. Weights are e^z over their sum. The sequence grows by `growth` tokens
-like its filler: scores are multiplied by 1 + slope ln((n + growth) / n), and each token adds the mean of e^z over filler to the sum. The
-slope is d ln(scale) / d ln n of the normalizer at n: 0 of softmax, 1 / ln n of a scale that is proportional to ln n. The needle has
+like its filler: scores are multiplied by 1 + slope ln((n + growth) / n). Each token adds the mean of e^z over filler to the sum. The
+slope is d ln(scale) / d ln n of the scores' scale at n: 0 for softmax, 1 / ln n for a scale proportional to ln n. The needle's weight is
 
     w = 1 / (1 + sum over other keys of e^(z - z*) + growth mean over filler of e^(z - z*)),
 
@@ -26,24 +26,24 @@ from lm.diagnostics.attention_rows import AttentionRows, shifted_layout
 from lm.model.attention_stream import AttentionBlock, attention_blocks
 from lm.model.decoder import Decoder
 
-STEPS_AN_OCTAVE = 8  # number of lengths in an octave at which a crossing is searched
+STEPS_AN_OCTAVE = 8  # lengths in an octave that `half_length` searches
 OCTAVES = 40  # octaves that are searched: a model that keeps the needle there is said never to lose it
 
 
 @dataclass(frozen=True, eq=False)
 class Retrieval:
-    """Scores that a head gives to questions at one length, fp64."""
+    """Scores of the queries of Q questions in one head, at one sequence length, fp64."""
 
     needle: np.ndarray  # (Q,) z*, score of the key that holds the answer
     other_scores: np.ndarray  # (Q, K) scores of all other keys, -inf where not visible
-    is_filler: np.ndarray  # (Q, K) bool, the keys of filler, of which a longer sequence has more
+    is_filler: np.ndarray  # (Q, K) bool, whether a key is filler, of which a longer sequence has more
     n: np.ndarray  # (Q,) visible keys
-    slope: np.ndarray  # (Q,) slope of the scores' scale over ln n, relative to the scale at n
+    slope: np.ndarray  # (Q,) growth of the scores' scale with each unit of ln n, over the scale at n
 
     def weight(self, growth: float) -> np.ndarray:
         """The weight on the needle, (Q,), in a sequence with `growth` further tokens."""
         scale = (1 + self.slope * np.log1p(growth / self.n))[:, None]
-        is_visible = np.isfinite(self.other_scores)  # a scale of 0 or below would make something of the others' -inf
+        is_visible = np.isfinite(self.other_scores)  # times a scale of 0 or below, the -inf of others would be NaN or infinite
         gaps = np.where(is_visible, self.other_scores - self.needle[:, None], 0.0)
         odds = np.where(is_visible, np.exp(np.minimum(scale * gaps, 600.0)), 0.0)
         filler_mean = np.where(self.is_filler, odds, 0.0).sum(1) / self.is_filler.sum(1)
@@ -63,20 +63,20 @@ class RetrievingHead:
     layer: int  # from 0
     head: int  # from 0
     weight: float  # mean weight on the needle
-    effective_keys: np.ndarray  # (Q,) N_eff of each row
-    entropy: np.ndarray  # (Q,) entropy of each row, nats
-    scores: Retrieval  # scores of each row
-    formula_holds: bool = True  # whether its weights are e^score times a factor of the row
+    effective_keys: np.ndarray  # (Q,) N_eff of each question's query
+    entropy: np.ndarray  # (Q,) entropy of each question's query, nats
+    scores: Retrieval  # scores of each question's query
+    formula_holds: bool = True  # whether its weights are e^score times a factor of the query
 
 
 @torch.no_grad()
 def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False) -> RetrievingHead | None:
-    """The head that answers the questions of sequences of one length; None if the formula holds for no layer.
+    """The head that answers the questions of sequences of one length; None if the module's formula holds for no layer.
 
     The formula holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. Keys of filler are
     tokens whose ids are in `filler`, and which stand after another such token. With `any_map` other weights on all keys before the query
-    count as well. Where they are not e^score times a factor of the row, the log of a weight's share in its row stands for its score,
-    without a slope.
+    count as well. Where they are not e^score times a factor of the query, the log of a key's fraction of the query's weight stands for
+    its score, without a slope.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -86,12 +86,12 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
         for block in attention_blocks(decoder, batch, queries, inputs=True, block=len(queries)):
             rows = AttentionRows.from_block(block)
             normalizer = block.normalizer
-            by_score = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
-            by_score &= type(normalizer).visible is Normalizer.visible  # a window that holds these sequences does not hold longer ones
-            by_score &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
-            if by_score or (any_map and bool((rows.n >= rows.queries).all())):
-                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, by_score))
-                formula_holds[block.layer] = by_score
+            is_exp = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
+            is_exp &= type(normalizer).visible is Normalizer.visible  # a window that holds these sequences does not hold longer ones
+            is_exp &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
+            if is_exp or (any_map and bool((rows.n >= rows.queries).all())):
+                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, is_exp))
+                formula_holds[block.layer] = is_exp
     best_head: RetrievingHead | None = None
     for layer, blocks in parts.items():
         needle, other_scores, filler, n, slope, weight, effective_keys, entropy = (
@@ -105,16 +105,14 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
     return best_head
 
 
-def _block_scores(
-    block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, by_score: bool
-) -> tuple[np.ndarray, ...]:
-    """For each question of a sequence: scores of the needle (Q, H) and of other keys (Q, H, L), filler (Q, L), n (Q,); slope, weight, N_eff
-    and entropy, (Q, H) each."""
+def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, is_exp: bool) -> tuple[np.ndarray, ...]:
+    """For each question of a sequence: scores of the needle (Q, H) and of other keys (Q, H, L), filler (Q, L), n (Q,). Slope, weight on the
+    needle, N_eff and entropy: (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
-    weights = rows.weights if by_score else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()
-    shares = weights.double().transpose(0, 1)  # (Q, H, S)
-    scores = rows.scores.double().transpose(0, 1) if by_score else shares.clamp_min(1e-300).log()
+    weights = rows.weights if is_exp else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()
+    fractions = weights.double().transpose(0, 1)  # (Q, H, S)
+    scores = rows.scores.double().transpose(0, 1) if is_exp else fractions.clamp_min(1e-300).log()
     scores = scores.masked_fill(~rows.visible.unsqueeze(1), -math.inf)
     needle = scores[questions, :, evidence]
     other_scores = scores.clone()
@@ -122,17 +120,17 @@ def _block_scores(
     tokens = torch.as_tensor(example.tokens, device=device)
     is_special = (tokens < filler_ids.start) | (tokens >= filler_ids.stop)  # in a pair or a question
     filler = ~is_special[:keys] & ~torch.cat((is_special.new_ones(1), is_special[: keys - 1])) & rows.visible
-    growth = _scale_at_twice(block, rows, length) - 1 if by_score else torch.zeros_like(needle)
+    growth = _scale_at_twice(block, rows, length) - 1 if is_exp else torch.zeros_like(needle)
     slope = growth / torch.log1p(length / rows.n.double()).unsqueeze(-1)
-    weight, entropy = shares[questions, :, evidence], -torch.special.xlogy(shares, shares).sum(-1)
-    effective_keys = 1 / shares.square().sum(-1)
+    weight, entropy = fractions[questions, :, evidence], -torch.special.xlogy(fractions, fractions).sum(-1)
+    effective_keys = 1 / fractions.square().sum(-1)
     pad = (0, length - keys)
     padded_arrays = F.pad(other_scores, pad, value=-math.inf), F.pad(filler, pad)
     return tuple(values.cpu().numpy() for values in (needle, *padded_arrays, rows.n.double(), slope, weight, effective_keys, entropy))
 
 
 def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
-    """The factor, (Q, H) fp64, by which scores of the same queries and keys change if `length` more tokens stand before them."""
+    """The factor, (Q, H) fp64, by which the scores of the block's queries and keys change if `length` more tokens stand before them."""
     queries, keys = block.inputs.q[:, :, block.queries], block.inputs.k[:, :, : rows.visible.size(-1)]
     shifted_scores = block.normalizer.scores(queries, keys, shifted_layout(block.layout, length))[0].double()
     scores = rows.scores.double().masked_fill(~rows.visible, 0.0)
@@ -140,7 +138,7 @@ def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> 
 
 
 def median_weights(scores: Retrieval, length: int) -> np.ndarray:
-    """The median weight on the needle at the lengths `reach(length)`, (R,)."""
+    """The median over questions of the weight on the needle, at the lengths `reach(length)`, (R,)."""
     return np.array([np.median(scores.weight(new_length - length)) for new_length in reach(length)])
 
 
@@ -160,6 +158,6 @@ def half_length(weights: np.ndarray, length: int, threshold: float = 0.5) -> flo
     lengths, index = reach(length), int(indices[0])
     if index == 0:
         return float(length)
-    odds = np.log(np.maximum(1 / weights[index - 1 : index + 1] - 1, 1e-300))
-    part = (math.log(1 / threshold - 1) - odds[0]) / (odds[1] - odds[0])
-    return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** part)
+    log_odds = np.log(np.maximum(1 / weights[index - 1 : index + 1] - 1, 1e-300))
+    fraction = (math.log(1 / threshold - 1) - log_odds[0]) / (log_odds[1] - log_odds[0])
+    return float(lengths[index - 1] * (lengths[index] / lengths[index - 1]) ** fraction)

@@ -2,8 +2,8 @@
 
 S lies within (0, 1]: 1 where all weights are equal, 1 / sqrt(n) where one of n keys has all the weight. A factor on the weights does not
 change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1). beta and
-gamma are the mean and the standard deviation of a query's scores. The closed forms are elementwise in tensors of any shape, fp32 or wider,
-and give NaN where they are not defined.
+gamma are the mean and the standard deviation of a query's scores, r = beta / gamma, Phi and phi the normal distribution function and its
+density at r. The closed forms are elementwise in tensors of any shape, fp32 or wider, and give NaN where they are not defined.
 
 Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on distance alone. This part
 has a closed form of its own: S of a product of independent weights is the product of their S. In shuffled scores the two parts cannot be
@@ -16,10 +16,10 @@ The mean of its square is the fraction of the variance that places explain. That
 sequences: within a sequence all queries see the same tokens at a place. The square of one mean would count a key's content, and chance,
 as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
-Under a causal mask key position and distance go together: late keys are near to the queries that see them. The fraction that one of them
-explains has to be compared with the fraction that any function of both explains, the pattern that all sequences share: where distance alone
-explains as much, key position adds nothing. Only queries within a factor of two of each other are taken together: standardised weights that
-fall with distance, say, are larger for a query that sees more keys.
+Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the fraction that one
+of them explains with the fraction that any function of both explains: where distance alone explains as much, key position adds nothing.
+Only queries whose positions are within a factor of two are taken together: standardised weights that fall with distance, say, are larger
+for a query that sees more keys.
 """
 
 import math
@@ -35,19 +35,19 @@ LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from t
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """S of each query's weights (..., S) over the keys that it sees; NaN where all weights are 0."""
+    """S of each query's weights (..., keys) over the keys that it sees, (...); NaN where all weights are 0."""
     a = weights.abs().masked_fill(~visible, 0.0)
     a = a / a.amax(-1, keepdim=True)  # squares of small weights would underflow
     return a.sum(-1) / (a.square().sum(-1) * visible.sum(-1)).sqrt()
 
 
 def exp_sparsity(std: Tensor) -> Tensor:
-    """S of e^score: exp(-gamma^2 / 2), whatever the mean. Holds for n keys while gamma < `condensation_scale(n)`."""
+    """S of weights e^score: exp(-std^2 / 2), whatever the mean. Holds for n keys while std < `condensation_scale(n)`."""
     return (-std.square() / 2).exp()
 
 
 def condensation_scale(n: Tensor) -> Tensor:
-    """sqrt(ln n / 2), the standard deviation of n scores from which on the largest weights dominate E[a^2] of e^score.
+    """sqrt(ln n / 2), the standard deviation of n Gaussian scores from which on the largest weights dominate E[a^2] of weights e^score.
 
     Scores 2 gamma standard deviations above the mean make up E[a^2] = e^(2 beta + 2 gamma^2). The largest of n Gaussian scores lies
     sqrt(2 ln n) standard deviations above the mean. With larger gamma, n keys do not contain the scores that make up the expectation,
@@ -64,13 +64,16 @@ def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> T
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of relu(score), with r = beta / gamma: (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi); 1 / sqrt(pi) at r = 0."""
+    """S of weights relu(score), r, Phi and phi from `_ratio`: (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi); 1 / sqrt(pi) at r = 0."""
     r, cdf, density = _ratio(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of relu(score)^2: ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi). At r = 0: 1 / sqrt(6)."""
+    """S of weights relu(score)^2, r, Phi and phi from `_ratio`; 1 / sqrt(6) at r = 0.
+
+    ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi)
+    """
     r, cdf, density = _ratio(mean, std)
     return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
@@ -85,7 +88,7 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """S of products query.key of non-negative features, if a key's D features are independent, each of this mean and standard deviation.
 
-    1 / sqrt(1 + ((sigma / mu) ||q||_2 / ||q||_1)^2), where the ratio of the norms of query (..., D) lies within 1 / sqrt(D) and 1.
+    1 / sqrt(1 + ((sigma / mu) ||q||_2 / ||q||_1)^2), mu = mean, sigma = std, q = query (..., D). The ratio of norms is 1 / sqrt(D) to 1.
     """
     return 1 / (1 + (std / mean * query.norm(dim=-1) / query.norm(1, -1)).square()).sqrt()
 
@@ -103,7 +106,7 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
 
 def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """r = beta / gamma, the normal distribution function Phi(r) and the density phi(r), in fp64."""
-    r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # 1e6, or gamma = 0: S is 1
+    r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
     tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))  # exact where Phi's terms cancel
     return r, torch.where(r < 0, tail, torch.special.ndtr(r)), density
@@ -117,8 +120,8 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     n = visible.sum(-1, keepdim=True)
     deviation = (weights - weights.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / n).masked_fill(~visible, 0.0)
     std = (deviation.square().sum(-1, keepdim=True) / n).sqrt()
-    size = weights.abs().masked_fill(~visible, 0.0).amax(-1, keepdim=True)
-    counts = visible & (std > 1e-6 * size) & std.isfinite()  # deviations below that are rounding errors of equal weights
+    largest = weights.abs().masked_fill(~visible, 0.0).amax(-1, keepdim=True)
+    counts = visible & (std > 1e-6 * largest) & std.isfinite()  # deviations below that are rounding errors of equal weights
     return torch.where(counts, deviation / std, 0.0), counts
 
 
@@ -150,7 +153,7 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
 
 
 def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
-    """A function that gives sums of weights, (H, 2 length), by the key's position in its document, or by its distance.
+    """A function that gives `sums_by_place` of standardised weights, (H, 2 length): by the key's position in its document, or by distance.
 
     Only queries from position `first_position(length)` on count.
     """
@@ -206,7 +209,7 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """1 for queries whose scores spread too much for the closed form of exp to hold for their keys, else 0; None for other maps."""
+    """1 for queries whose scores spread too much for the closed form of exp to hold for their keys, else 0; None for other score maps."""
     return (rows.moments.std > condensation_scale(rows.n)).float() if rows.normalizer.score_map == "exp" else None
 
 

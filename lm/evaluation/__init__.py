@@ -1,1 +1,1 @@
-"""Evaluations of trained models: measured on pinned held-out tokens, kept as JSON in the run folder."""
+"""Evaluations of trained models on fixed held-out sequences; their results are kept as JSON in the run folder."""

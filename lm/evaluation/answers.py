@@ -1,4 +1,4 @@
-"""Answers to questions by sequence length, in fp32: recall of a task, and needles in a haystack by depth, with heads that look at them."""
+"""Accuracy of answers by sequence length, in fp32: of recall, and of needles in a haystack by depth, with attention to needles."""
 
 import copy
 import hashlib
@@ -36,13 +36,13 @@ from lm.runs.evaluations import Axis, Sample, Series, Shown
 from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
-ROLL_OUT = "roll-out"  # answers after the model's own, in place of the correct ones
-SHORTEN = "leave that length out, or ask for fewer"  # the remedy where a length was asked for
+ROLL_OUT = "roll-out"  # name of a setting in which sequences hold the model's own answers in place of the correct ones
+SHORTEN = "leave that length out, or ask for fewer"  # remedy for a sequence length, asked for by a key, into which a task does not fit
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """A model's answers in some sequences: one entry for each answer token, in the order of sequences and questions."""
+    """A model's answers to the questions in some sequences: one entry for each answer token, in the order of sequences and questions."""
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
     right: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
@@ -51,16 +51,16 @@ class Answers:
     place: np.ndarray  # (N,) int64, the token's index within its answer
 
     def whole_answers(self, right: np.ndarray) -> np.ndarray:
-        """Whether all tokens of an answer are `right` (N,), for each answer: (Q,) bool."""
+        """For each answer, whether `right`, (N,) bool by answer token, is true for all of its tokens: (Q,) bool."""
         return np.minimum.reduceat(right, np.flatnonzero(self.place == 0)).astype(bool)
 
 
 def read_answers(decoder: Decoder, examples: list[Example], device: Device, progress: Advance = ignore) -> Answers:
-    """Read sequences of one length and give each answer's tokens, in fp32: teacher-forced, and by greedy decoding. Collective.
+    """The model's answers in sequences of one length, in fp32, teacher-forced and in a roll-out. All ranks call it.
 
-    Teacher-forced, the correct answers to earlier questions stand in the sequence: a whole answer is right when greedy decoding gives it
-    after them. In the roll-out the model's own answers stand in the sequence instead (`roll_out`). Holds the logits of answers only, and
-    no T x T weights where the normalizer needs none. `progress` is called with the number of sequences done.
+    Teacher-forced, a sequence holds the correct answers to earlier questions: an answer is right when greedy decoding gives all of it
+    after them. In the roll-out it holds the model's own answers instead (`roll_out`). Memory holds logits of answer tokens only, and no
+    T x T weights where the normalizer needs none. `progress` is called with the number of sequences done.
     """
     spans = [(index, *span) for index, item in enumerate(examples) for span in item.questions]
     tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
@@ -71,13 +71,13 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
     def measure(part: list[int]) -> Tensor:
         in_part = np.isin(sequence, part)
         batch = Batch.of(np.stack([examples[index].tokens for index in part])).to(device.device)
-        spot = torch.from_numpy(np.stack((np.searchsorted(part, sequence[in_part]), position[in_part]))).to(device.device)
-        first = int(spot[1].min())
-        hidden, targets = decoder.hidden(batch, first)[spot[0], spot[1] - first], batch.targets[spot[0], spot[1]]
+        locations = torch.from_numpy(np.stack((np.searchsorted(part, sequence[in_part]), position[in_part]))).to(device.device)
+        first = int(locations[1].min())
+        hidden, targets = decoder.hidden(batch, first)[locations[0], locations[1] - first], batch.targets[locations[0], locations[1]]
         predictions = argmax_tokens(hidden, decoder.head)
-        hits = [(answer == targets).float() for answer in (predictions, roll_out(decoder, batch, spot, predictions))]
+        hits = [(answer == targets).float() for answer in (predictions, roll_out(decoder, batch, locations, predictions))]
         result = torch.zeros(len(part), max(counts), 3, device=device.device)
-        result[spot[0], torch.from_numpy(column[in_part])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
+        result[locations[0], torch.from_numpy(column[in_part])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
         return result
 
     lengths = [len(item.tokens) - 1 for item in examples]
@@ -86,46 +86,47 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
 
 
 def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predictions: Tensor) -> Tensor:
-    """The answers of greedy decoding, with the model's own answers in place of the correct ones: (N,) int64, token by token.
+    """The answer tokens of greedy decoding where sequences hold the model's own earlier answers, not the correct ones: (N,) int64.
 
     A sequence is read again with the model's answers in it until they no longer change. An answer token depends only on the tokens before
-    it, so each reading settles at least the next one, and mostly all. A settled sequence leaves the batch. A sequence with only its last
-    token wrong costs nothing; any other costs a reading up to its first answer, and readings of the tokens after that.
+    it, so each reading settles at least the next answer token, and mostly all. A settled sequence leaves the batch. A sequence whose
+    answer tokens are all correct, but for its last one, is not read again. Others are read once up to their first answer token, and then
+    from there on in each reading.
 
     Args:
-        place: (2, N) int64, sequence and position at which each answer token is predicted, in their order.
-        predictions: (N,) int64, the most probable tokens after the correct ones.
+        place: (2, N) int64: for each answer token, the sequence's index in the batch and the position that predicts the token, ascending.
+        predictions: (N,) int64, the most probable token at each of these positions, after the correct tokens.
     """
     is_last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # (N,) bool: no answer token of the sequence follows
-    rows = place[0, (predictions != batch.targets[place[0], place[1]]) & ~is_last].unique()  # unsettled sequences, as in the cache
-    if not len(rows):
+    sequences = place[0, (predictions != batch.targets[place[0], place[1]]) & ~is_last].unique()  # unsettled, in the cache's order
+    if not len(sequences):
         return predictions
     tokens, answers, cache = batch.tokens.clone(), predictions.clone(), DecodingCache(batch.tokens.size(1))
-    first = int(place[1, torch.isin(place[0], rows)].min()) + 1  # no answer stands before it
-    decoder(tokens[rows, :first], cache=cache, first=first - 1)
+    first = int(place[1, torch.isin(place[0], sequences)].min()) + 1  # index of the first answer token
+    decoder(tokens[sequences, :first], cache=cache, first=first - 1)
     for _ in range(int(place[0].bincount().max())):
-        active = torch.isin(place[0], rows)
-        sequence, position = place[:, active & (place[1] + 1 < tokens.size(1))]
-        tokens[sequence, position + 1] = answers[active & (place[1] + 1 < tokens.size(1))]
-        is_read = active & (place[1] >= first)
-        hidden = decoder(tokens[rows, first:], cache=cache.fork(1))
-        new_answers = argmax_tokens(hidden[torch.searchsorted(rows, place[0, is_read]), place[1, is_read] - first], decoder.head)
-        changed_rows = place[0, is_read][(new_answers != answers[is_read]) & ~is_last[is_read]]
+        is_active = torch.isin(place[0], sequences)
+        sequence, position = place[:, is_active & (place[1] + 1 < tokens.size(1))]
+        tokens[sequence, position + 1] = answers[is_active & (place[1] + 1 < tokens.size(1))]
+        is_read = is_active & (place[1] >= first)
+        hidden = decoder(tokens[sequences, first:], cache=cache.fork(1))
+        new_answers = argmax_tokens(hidden[torch.searchsorted(sequences, place[0, is_read]), place[1, is_read] - first], decoder.head)
+        changed_sequences = place[0, is_read][(new_answers != answers[is_read]) & ~is_last[is_read]]
         answers[is_read] = new_answers
-        unsettled = torch.isin(rows, changed_rows)
-        if not unsettled.any():
+        is_unsettled = torch.isin(sequences, changed_sequences)
+        if not is_unsettled.any():
             break
-        rows, cache = rows[unsettled], cache.select(unsettled)
+        sequences, cache = sequences[is_unsettled], cache.select(is_unsettled)
     return answers
 
 
 class AnswerMeasurement(Measurement):
-    """A measurement of answers in fp32, at `length_factors` training lengths, under each of its inference settings."""
+    """Base of measurements of answers in fp32, by sequence length (`length_factors` times the training length) and inference setting."""
 
-    haystack: Text | None  # the text that its tasks are in
+    haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
     def check_room(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = SHORTEN) -> None:
-        """Raises ConfigError, naming its key `key`, unless a task makes `count` different sequences of `length` tokens."""
+        """Raises ConfigError, for the key `key` of this evaluation, unless a task has `count` different sequences of `length` tokens."""
         try:
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
         except TaskError as error:
@@ -137,17 +138,17 @@ class AnswerMeasurement(Measurement):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Predicted tokens in a sequence, ascending."""
+        """The sequence lengths that are measured, in predicted tokens, ascending."""
         return lengths_of(self.asked.length_factors, self.config.data)
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, with a sample for each; higher fractions and lower losses are better. `fields`: its other fields."""
+        """A series over `lengths`, a sample for each; higher fractions are better, lower values of other units. `fields`: other fields."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
-        """Fraction of questions whose whole answer is correct, for reports. `chance`: the accuracy of guessing, if it is one number."""
+        """The series, for reports, of the fraction of correct whole answers; `chance`: accuracy of guessing, if it is one number."""
         display = Shown(
             "Accuracy by sequence length",
             "sequences with questions",
@@ -161,21 +162,21 @@ class AnswerMeasurement(Measurement):
 
 
 def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
-    """Means of values (N,) by the unit (N,) that each value belongs to, and the number of its values; units from 0 to the largest."""
+    """A sample of units, each with the mean and number of its values. values: (N,); unit: (N,), index from 0 of the unit of each value."""
     counts = np.bincount(unit)
     return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
 
 
 class Recall(AnswerMeasurement):
-    """Accuracy by length of whole answers and of single tokens, and the loss of answers.
+    """Accuracy of whole answers and of answer tokens, and the loss of answers, by sequence length.
 
-    Whole answers are given after the correct answers to earlier questions, and, where a sequence asks several, in a roll-out.
+    Whole answers are measured teacher-forced and, where sequences have several questions, also in a roll-out (`read_answers`).
     """
 
     kind = "recall"
 
     def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: a task does not fit into one of its sequences, or the held-out text is too short for one."""
+        """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for it."""
         super().__init__(config, store)
         self.tasks = self.asked.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
@@ -199,7 +200,7 @@ class Recall(AnswerMeasurement):
         return series
 
     def _task_series(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
-        samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # of each length
+        samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # one a length
         for length in self.lengths:
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
@@ -212,7 +213,7 @@ class Recall(AnswerMeasurement):
         fields = {"what": task_options.pop("name"), "options": task_options}
         log_names = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
         series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=log_names, **fields)]
-        if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else the roll-out gives the same answers
+        if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else a roll-out has the same accuracy
             series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
         series.append(self.at_lengths("token accuracy", "fraction", samples["token"], setting=setting, **fields))
         return [*series, self.at_lengths("loss of answers", "nats per token", samples["loss"], setting=setting, **fields)]
@@ -221,10 +222,10 @@ class Recall(AnswerMeasurement):
 # ---------------------------------------------------------------- needles in a haystack
 
 
-FINETUNE_SEED = 1  # seed of the sequences of fine-tuning, which are training sequences
-EXACT = 0  # column of `SCORED`
-OTHERS = 9  # numbers that the right one is ranked among, beside those of distractor needles
-HEADS_DEPTH = 0.5
+FINETUNE_SEED = 1  # seed of fine-tuning and of its sequences, which are training sequences of the task
+EXACT = 0  # index in `SCORED` of `exact`
+OTHERS = 9  # random numbers that the correct one is ranked among, beside the other numbers in the text
+HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,8 @@ class Trial:
 
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
-    others: list[np.ndarray]
-    number: str
+    others: list[np.ndarray]  # the tokens of each other answer
+    number: str  # the correct number, in digits
     spans: np.ndarray  # (2, 2): [start, stop) in the prompt, of the number in its needle and of the needle's sentence
     sequence: int  # index of its sequence, which other trials may share
 
@@ -247,12 +248,12 @@ SCORED = (  # metric and unit of each column of `score`
     ("first of candidates", "fraction"),  # 1 if no other candidate is more probable, as a whole, than the answer
     ("rank among candidates", ""),  # 1 plus the number of candidates that are more probable than the answer
     ("loss of answers", "nats per token"),
-    ("loss over the most probable other", "nats"),  # of the answer, less that of this candidate; 0 without other candidates
+    ("loss over the most probable other", "nats"),  # -log p of the answer minus that of this candidate; 0 without other candidates
 )
 
 
 def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
-    """Scores of questions whose prompts have one length, in the columns of `SCORED`: (questions, len(SCORED)) fp32.
+    """Scores of questions whose prompts have one length, (questions, len(SCORED)) fp32, with a column for each metric of `SCORED`.
 
     Each prompt is read once; it is the beginning of a sequence of `length` tokens.
     """
@@ -268,15 +269,15 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
         better_count = (nll[1:] < nll[0]).sum()
         prediction = text.decode(outputs[index].cpu().numpy()).strip()
         first_digit, exact = prediction[:1] == trial.number[:1], re.match(r"\d*", prediction)[0] == trial.number
-        margin = nll[0] - nll[1:].min() if trial.others else 0
+        gap = nll[0] - nll[1:].min() if trial.others else 0
         rows.append(
-            [float(value) for value in (exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), margin)]
+            [float(value) for value in (exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap)]
         )
     return torch.tensor(rows)
 
 
 def _greedy(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count: int) -> Tensor:
-    """`count` tokens by greedy decoding: (B, count)."""
+    """`count` tokens by greedy decoding, (B, count), the first one from `first_logits`."""
     tokens = [first_logits.argmax(-1)]
     for _ in range(count - 1):
         tokens.append(decoder.head(decoder(tokens[-1], cache=cache)).argmax(-1))
@@ -284,7 +285,7 @@ def _greedy(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count:
 
 
 def _nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
-    """-log p of each candidate as a whole, (candidates,), and whether every token of the first candidate is the most probable one."""
+    """-log p of all tokens of each candidate together, (candidates,), and whether each token of the first is the most probable one."""
     max_length = max(map(len, candidates))
     tokens = torch.zeros(len(candidates), max_length, dtype=torch.int64)
     mask = torch.zeros(len(candidates), max_length)
@@ -300,7 +301,7 @@ def _nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, c
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
-    """`count` questions about sequences of `length` tokens: test sequences, the same for every model."""
+    """`count` questions about test sequences of `length` tokens, which are the same for every model."""
     questions: list[Trial] = []
     for index in range(count):
         sequence = example(task, QUESTION_SEED, index, length, "test", text)
@@ -326,11 +327,11 @@ def _trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
 
 
 def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
-    """A copy of the decoder, trained to answer: answer-only loss on training sequences of the training length.
+    """A copy of the decoder, fine-tuned on the loss of answers in training sequences of needles, of the training length.
 
-    AdamW (0.9, 0.999) without weight decay, gradients clipped at 1. The rate has a third of the steps each of warm-up, constant rate and
-    decay to 0 (after arXiv 2505.17083, App. G.2). With `model.transfer` the rate is the base model's, as in training. The decoder itself
-    stays as it is. Every rank does the same work.
+    AdamW with betas 0.9 and 0.999, without weight decay, gradients clipped to norm 1. The learning rate rises in the first third of the
+    steps, is constant in the second, and falls to 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` it is the base
+    model's, as in training. The decoder itself stays as it is. Every rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
@@ -367,8 +368,8 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """Attention from the prompt's last token to the number in its needle and to the needle's sentence: (2, layers, H) fp32.
 
-    `length`: tokens of the whole sequence. The score is a sum of weights; arXiv 2501.19399 (Figs. 7 and 8) states no definition, so
-    this one is our own. Holds one query's weights.
+    `length`: tokens of the whole sequence. A head's score is the sum of its weights on these tokens; arXiv 2501.19399 (Figs. 7 and 8)
+    states no definition, so this one is our own. Memory holds the weights of one query.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     layers = [
@@ -379,7 +380,7 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
 
 
 class NeedleMeasurement(AnswerMeasurement):
-    """Accuracy by context length and depth, with a control without the needle; and attention of heads to the needle."""
+    """Accuracy on needles in a haystack by sequence length and depth, a control without the needle, and heads' attention to the needle."""
 
     kind = "needle"
 
@@ -395,7 +396,7 @@ class NeedleMeasurement(AnswerMeasurement):
                 example(base, QUESTION_SEED, 0, length, "test", self.haystack)
             except NoRoom as error:
                 reasons[length] = str(error)
-            except TaskError:  # `check_room` raises it with its reason
+            except TaskError:  # `check_room` raises it as a ConfigError
                 continue
         self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
         self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
@@ -419,16 +420,16 @@ class NeedleMeasurement(AnswerMeasurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         steps = self.asked.finetune.steps
-        base = self._finetuned(decoder, device) if steps else decoder
+        base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
         for inference in applicable(decoder, self.asked.inference):
             model, setting = for_inference(base, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
-            series += self._answers(model, inference.label, setting, device, progress)
-            heads_series += self._heads(model, setting, device) if self.asked.heads_at else []
+            series += self._answer_series(model, inference.label, setting, device, progress)
+            heads_series += self._head_series(model, setting, device) if self.asked.heads_at else []
         return series + heads_series
 
-    def _finetuned(self, decoder: Decoder, device: Device) -> Decoder:
-        """The copy fine-tuned on rank 0, on all ranks: copies of their own might drift apart."""
+    def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
+        """The copy that rank 0 has fine-tuned, sent to all ranks: copies that ranks fine-tune themselves might drift apart."""
         copies: list[Decoder] = []
 
         def local() -> Tensor:
@@ -447,12 +448,12 @@ class NeedleMeasurement(AnswerMeasurement):
         return super().precision(device) + (f", fine-tuned in {trained_in}" if trained_in != "32" else "")
 
     def _chance(self, task: Needle) -> float | None:
-        """Accuracy of chance in the trials, the last of which may be a part of the questions of a sequence; None: it is not one number."""
+        """Mean accuracy of chance over the trials, which may leave out questions of the last sequence; None: it is not one number."""
         candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
         return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
 
-    def _answers(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
-        """Exact answers over all depths and of the control, for reports; then all columns of `SCORED`, by depth."""
+    def _answer_series(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
+        """The series of exact answers, over all depths and for the control, for reports; then of each metric of `SCORED` at each depth."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
@@ -461,7 +462,7 @@ class NeedleMeasurement(AnswerMeasurement):
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
                 continue
-            pools = [self._pooled(depths) for depths in zip(*(scores[name] for name in names), strict=True)]
+            pools = [self._pooled_sample(depths) for depths in zip(*(scores[name] for name in names), strict=True)]
             series.append(
                 self.accuracy(
                     pools, self._chance(self.tasks[names[0]]), control=control, what="needle, control without it" if control else "needle",
@@ -487,14 +488,14 @@ class NeedleMeasurement(AnswerMeasurement):
         lengths = [len(trial.prompt) for trial in questions]
         return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
-    def _pooled(self, depths: Sequence["_Scores"]) -> Sample:
-        """Fractions of exact answers by trial. A trial asks the same question at each depth, so it counts once."""
+    def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
+        """Each trial's fraction of exact answers over `depths`. A trial asks the same question at each depth, so it counts once."""
         sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(scores.sha256 for scores in depths)]).encode()).hexdigest()
         fractions = np.mean([scores.values[:, EXACT] for scores in depths], axis=0)
         return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
 
-    def _heads(self, decoder: Decoder, setting: str, device: Device) -> list[Series]:
-        """Attention of every head to needles at `HEADS_DEPTH`, by trial, and whether the trials were answered."""
+    def _head_series(self, decoder: Decoder, setting: str, device: Device) -> list[Series]:
+        """Series of every head's attention to needles at `HEADS_DEPTH`, with samples by trial, and of the accuracy in these trials."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
         scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, device)
 
@@ -532,5 +533,5 @@ class _Scores:
         return tokens_sha256(part for trial in self.trials for part in (trial.prompt, trial.answer))
 
     def sample(self, values: np.ndarray) -> Sample:
-        """Values (trials, columns) by trial; trials of one sequence depend on each other."""
+        """A sample of `values`, (trials, columns), in groups of trials of one sequence, which depend on each other."""
         return Sample(self.sha256, values, np.ones(len(values)), np.array([trial.sequence for trial in self.trials]))

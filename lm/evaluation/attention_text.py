@@ -32,23 +32,23 @@ from lm.schema import Plain
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """All heads' weights on one sequence."""
+    """The attention weights of all heads on one sequence, in K x K cells."""
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
-    weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query of the cell sees a key of the cell, or not finite
+    weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query of the cell sees a key of it, or not finite
     queries: np.ndarray  # (layers, H, K, K) int64, index of each weight's query token; -1 where no query sees a key
     keys: np.ndarray  # (layers, H, K, K) int64, index of each weight's key token; -1 likewise
-    effective: np.ndarray  # (layers, H), mean of N_eff / n over queries, the first token left out: the smaller, the more concentrated
+    effective: np.ndarray  # (layers, H), mean over queries of `effective_keys` / n, without the first token: small if concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
-        """(layer, head) of the heads with the smallest `effective`, at most `count` of them, in the order of layers."""
+        """(layer, head) of the `count` heads with the smallest `effective`, or of all if there are fewer, in the order of layers."""
         order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
         return sorted(divmod(place, self.effective.shape[1]) for place in order.tolist())
 
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
-    """The maps of a decoder on `tokens` (L,), at most `cells` along each side. Holds the weights of only some queries of a layer at a time.
+    """The maps of a decoder on `tokens` (L,), with at most `cells` a side. Memory holds the weights of some queries of a layer at a time.
 
     A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight, such as a sink.
     """
@@ -57,10 +57,10 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     side = -(-length // size)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
     shape = len(decoder.normalizers()), heads, side, side
-    peaks = torch.full(shape, -1.0)  # magnitudes
+    peaks = torch.full(shape, -1.0)  # magnitudes of the cells' weights
     weights, queries, keys = torch.full(shape, torch.nan), *torch.full((2, *shape), -1)
     effective = torch.full((*shape[:2], length), torch.nan)
-    sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the last token has nothing to predict
+    sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
     for block in attention_blocks(decoder, Batch.of(sequence)):
         rows = AttentionRows.from_block(block)
         later_keys = rows.without_first
@@ -84,8 +84,8 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
 # ---------------------------------------------------------------- pictures
 
 
-LABELLED = 40  # tokens up to which the axes show each token's text
-DECADES = 4  # decades of weights below the largest that colours tell apart
+LABELLED = 40  # the most tokens with which the axes show each token's text
+DECADES = 4  # powers of ten below the largest weight that the colours cover
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +103,13 @@ class ShownModel:
 
 
 def attention_picture(models: Sequence[ShownModel]) -> Picture:
-    """A map of each head, all on one scale of colours: logarithmic, on both sides of 0 if any weight is negative."""
+    """A picture with a map of each shown head, on one scale of colours: logarithmic, on both sides of 0 if any weight is negative."""
     shown_weights = np.concatenate([model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads])
     shown_weights = shown_weights[np.isfinite(shown_weights)]
     top, scale = float(np.abs(shown_weights).max(initial=0.0)) or 1.0, "signed" if (shown_weights < 0).any() else "log"
     column_counts = [math.ceil(math.sqrt(len(model.heads))) for model in models]
     row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
-    grids: list[list[Map | None]] = []  # of each model, row by row
+    grids: list[list[Map | None]] = []  # the maps of each model, row by row
     for model, columns in zip(models, column_counts, strict=True):
         labels, words, maps = _labels(model), "" if len(model.tokens) <= LABELLED else ", token (character)", []
         for layer, head in model.heads:
@@ -125,7 +125,7 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Texts of all tokens if they are few, else some tokens' indices, with the index of the token's first character in brackets."""
+    """Labels of an axis: the texts of up to `LABELLED` tokens, else five tokens' indices, with their first characters' in brackets."""
     count, size = len(model.tokens), model.maps.size
     if count <= LABELLED:
         return [token_label(token) for token in model.tokens]
@@ -143,8 +143,8 @@ def token_label(token: str) -> str:
 
 
 CELLS = 128  # along each side of a map
-MOST_HEADS = 16  # heads shown of a model, unless layers or heads are named
-MOST_TOKENS = 2**16
+MOST_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
+MOST_TOKENS = 2**16  # the longest text, for models without learned positions
 Indices = list[int] | None  # of layers or heads; None: all
 
 
@@ -156,12 +156,12 @@ def show_attention(
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: to show, from 0; both None: all heads of a small model, the most concentrated heads of a large one.
+        layers, heads: indices, from 0, of what to show; both None: all heads, or the most concentrated if there are over `MOST_HEADS`.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of eval.diagnostics.inference and trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
 
-    Raises LMError: no model there, no text, a text that is too long, no such layer or head.
+    Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.
     """
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides))
     options = changes["eval"]["diagnostics"]
@@ -231,7 +231,7 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
-    """A line of the table for each cell of each head that is shown: the weight, its query and its key."""
+    """A line of the table for each cell of each shown head: the cell's weight, and the query and key of this weight."""
     for layer, head in model.heads:
         place = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
         queries, keys, weights = (array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights))

@@ -1,4 +1,4 @@
-"""The picture of diagnostics: each statistic by the number of visible keys with maps of heads, and heads against closed forms."""
+"""The picture of diagnostics: statistics by the number of visible keys, with maps of heads, and heads' S beside its closed forms."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,18 +13,18 @@ from lm.runs.evaluations import Series, number
 CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
     "S, closed form", "score standard deviation", "score mean", "S minus closed form", "queries beyond condensation",
 )  # fmt: skip
-POINTS = 60  # points of a curve
+POINTS = 60  # points of a curve of theory
 PANEL_SIZE = 4.8, 3.4  # inches
-Heads = dict[str, np.ndarray]  # by metric: all heads of all layers, NaN where it is not defined
+Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all layers, NaN where it is not defined
 Keys = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
-HeadsAxis, Theory = Callable[[Heads], np.ndarray], Callable[[float, Keys], Frame]  # x of heads; the frame for x up to a number, and keys
+HeadsAxis, Theory = Callable[[Heads], np.ndarray], Callable[[float, Keys], Frame]  # the heads' x; the frame for the largest x, and keys
 
 
 def diagnostics(series: Sequence[Series]) -> Picture | None:
-    """A row for each statistic that reports show: its curve and a map of heads for each model; None if none is defined anywhere.
+    """A picture with a row for each statistic that reports show: its curve and each model's map of heads; None if there is nothing to show.
 
-    A metric that is derived from several statistics, as several lines of one name, has a row with a panel for each model.
+    A metric that is derived from several statistics (`Family.derive`) has a row with a panel for each model. `against_theory` comes last.
     """
     entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
     curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
@@ -38,7 +38,7 @@ def diagnostics(series: Sequence[Series]) -> Picture | None:
         metric_curves = [curve for curve in curves if curve.metric == metric]
         rows.append([_curve(metric_curves, settings), *_maps(metric, series, [curve.setting for curve in metric_curves], settings)])
     for metric in dict.fromkeys(line.metric for line in lines):
-        rows.append(_derived([line for line in lines if line.metric == metric], settings))
+        rows.append(_derived_panels([line for line in lines if line.metric == metric], settings))
     columns = max(map(len, rows))
     theory = against_theory(series, settings)
     one_row = [panel for row in theory for panel in row]
@@ -59,7 +59,7 @@ def _curve(lines: list[Series], settings: list[str]) -> Panel:
 
 
 def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], settings: list[str]) -> list[Map | None]:
-    """Maps of a metric: layers from top to bottom, heads from left to right, on one scale of colours; None for models without heads."""
+    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None without values."""
     layers = [layer for layer in series if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what]
     heads = {setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings}
     finite_values = np.concatenate([values[np.isfinite(values)] for values in heads.values()])
@@ -71,8 +71,8 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
     ]  # fmt: skip
 
 
-def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | None]:
-    """A panel for each model, on one scale, with a line for each `what` of the series."""
+def _derived_panels(lines: list[Series], settings: list[str]) -> list[Panel | Map | None]:
+    """A panel for each model, on one y scale, with a line for each of the model's series; None for a model without series."""
     finite_values, axis = np.concatenate([line.means[np.isfinite(line.means)] for line in lines]), lines[0].axis
     log = bool(lines[0].unit != "fraction" and finite_values.min() > 0 and finite_values.max() > 100 * finite_values.min())
     low, high = finite_values.min(), finite_values.max()
@@ -94,20 +94,20 @@ def _derived(lines: list[Series], settings: list[str]) -> list[Panel | Map | Non
 
 
 def against_theory(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """Rows of panels of S by head, with its closed forms: for all keys, and without the first token. Empty if there are no closed forms.
+    """Panels of S (`lm.diagnostics.sparsity`) by head, with its closed forms: a row for all keys, a row without the first token.
 
-    The columns: S of e^score by the spread of scores, S of other maps by their ratio of mean and spread, and S by its closed form. A column
-    without heads is left out.
+    S of weights e^score is drawn over the scores' standard deviation, S of other score maps over the scores' mean / standard deviation, and
+    S of all over its closed form. A column without heads is left out. Empty if there are no closed forms.
     """
     if not any(entry.metric == CLOSED for entry in series):
         return []
     keys = LEAST_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
     rows = {ending: _heads(series, ending) for ending in ("", NO_FIRST)}
     columns = [(x, describe) for x, describe in PANELS if any(np.isfinite(x(heads) + heads[CLOSED]).any() for heads in rows[""].values())]
-    return [[_against(heads, ending, x, describe, keys, settings) for x, describe in columns] for ending, heads in rows.items()]
+    return [[_theory_panel(heads, ending, x, describe, keys, settings) for x, describe in columns] for ending, heads in rows.items()]
 
 
-def _against(heads: dict[str, Heads], ending: str, x: HeadsAxis, describe: Theory, keys: Keys, settings: list[str]) -> Panel:
+def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, describe: Theory, keys: Keys, settings: list[str]) -> Panel:
     traces = []
     for place, (setting, values) in enumerate(heads.items()):
         x_values, sparsity = x(values), values[CLOSED] + values[DIFFERENCE]
@@ -118,7 +118,7 @@ def _against(heads: dict[str, Heads], ending: str, x: HeadsAxis, describe: Theor
 
 
 def _heads(series: Sequence[Series], ending: str) -> dict[str, Heads]:
-    """Means over queries, by setting and metric, of all keys together."""
+    """Each head's means over all queries, by inference setting and metric; `ending`: '', or `NO_FIRST` for keys without the first token."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     metric_names = {name + ending: name for name in (CLOSED, STD, MEAN, DIFFERENCE)} | {CONDENSED: CONDENSED}
     for entry in series:
@@ -135,8 +135,8 @@ def _theory(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor |
     return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, in_legend=True)
 
 
-def _exp(x_max: float, keys: Keys) -> Frame:
-    """For e^score: the closed form, S of as many Gaussian scores as `keys`, and the spread at which these condense."""
+def _exp_frame(x_max: float, keys: Keys) -> Frame:
+    """The frame for weights e^score: S in closed form, S of Gaussian scores for both numbers of keys, and their `condensation_scale`."""
     scale = torch.linspace(0, 1.1 * x_max, POINTS, dtype=torch.float64)
     curves = [_theory("closed form, e^score", scale, exp_sparsity(scale), 0)]
     for dashes, n in enumerate(keys, 1):
@@ -146,8 +146,8 @@ def _exp(x_max: float, keys: Keys) -> Frame:
     return "standard deviation of scores (logit scale)", None, curves
 
 
-def _ratio(x_max: float, keys: Keys) -> Frame:
-    """For other maps: the closed forms that depend on the ratio of mean and standard deviation."""
+def _ratio_frame(x_max: float, keys: Keys) -> Frame:
+    """The frame for other score maps: closed forms of S, over the ratio of the scores' mean to their standard deviation."""
     ratio, unit = torch.linspace(-4, 4, POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
         "relu(score)^2": relu2_sparsity(ratio, unit),
@@ -159,13 +159,13 @@ def _ratio(x_max: float, keys: Keys) -> Frame:
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 
-def _identity(x_max: float, keys: Keys) -> Frame:
-    """For any map: the line on which S equals its closed form."""
+def _identity_frame(x_max: float, keys: Keys) -> Frame:
+    """The frame for any score map: the line on which measured S equals its closed form."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory("equal", (0, 1), (0, 1), 0)]
 
 
 PANELS: tuple[tuple[HeadsAxis, Theory], ...] = (
-    (lambda heads: np.where(np.isfinite(heads[CONDENSED]), heads[STD], np.nan), _exp),
-    (lambda heads: np.where(np.isfinite(heads[CONDENSED]), np.nan, heads[MEAN] / heads[STD]), _ratio),
-    (lambda heads: heads[CLOSED], _identity),
+    (lambda heads: np.where(np.isfinite(heads[CONDENSED]), heads[STD], np.nan), _exp_frame),
+    (lambda heads: np.where(np.isfinite(heads[CONDENSED]), np.nan, heads[MEAN] / heads[STD]), _ratio_frame),
+    (lambda heads: heads[CLOSED], _identity_frame),
 )

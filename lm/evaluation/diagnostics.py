@@ -1,4 +1,4 @@
-"""Diagnostics (`lm diagnose`): statistics of attention weights of the model, of the untrained one, and with shuffled scores."""
+"""Diagnostics (`lm diagnose`): statistics of the attention weights of a model, of the untrained model, and with shuffled scores."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
-QUESTIONED, SHOWN_OCTAVES = 64, 16  # of the length at which retrieval fails: sequences with questions, and octaves shown
+QUESTIONED, SHOWN_OCTAVES = 64, 16  # of `retrieval_series`: sequences with questions, and octaves of sequence length
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {  # by their names in `eval.diagnostics.statistics`
     "concentration": lambda options: concentration.family(options.top_k, options.nearest),
@@ -75,10 +75,10 @@ def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` held-out sequences: validation windows, at another length windows within documents, or windows of a text.
+    """Up to `options.sequences` sequences: as in validation, or windows within documents if of another length, or windows of a text file.
 
     Raises:
-        ConfigError: no document is long enough, or no query of such a short sequence would see `LEAST_KEYS` keys.
+        ConfigError: no document is long enough, or sequences are so short that no query sees `LEAST_KEYS` keys.
         RunError: the text can't be read, or is too short.
     """
     length = sequence_length(options, config.data.seq_len)
@@ -100,7 +100,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
 
 
 def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
-    """Tokens in a sequence, for a model that was trained on `seq_len`. Raises ConfigError if no query would see `LEAST_KEYS` keys."""
+    """Tokens in a sequence, for a model trained on sequences of `seq_len`. Raises ConfigError if no query would see `LEAST_KEYS` keys."""
     length = round(options.length_factor * seq_len)
     if length < LEAST_KEYS:
         reason = f"makes sequences of {length} tokens, in which no query sees the {LEAST_KEYS} keys that statistics need"
@@ -109,7 +109,7 @@ def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
 
 
 def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
-    """Up to `options.sequences` windows of the text file `options.text`, side by side, spread evenly over it: all are of one document.
+    """Up to `options.sequences` windows of the text file `options.text`, spread evenly, without overlap; the file counts as one document.
 
     Raises RunError: the file can't be read, is not UTF-8, or has too few tokens.
     """
@@ -136,16 +136,17 @@ def read_file(path: str, prefix: str) -> str:
 
 
 class Diagnostics(Measurement):
-    """Statistics of attention weights by layer, head and number of visible keys, of three models.
+    """Statistics of attention weights by layer, head and number of visible keys, in fp32, of three models under each inference setting.
 
-    The two others, under each inference setting: the untrained model of the same configuration and seed, and the model with shuffled
-    scores, each query's among the keys that it sees. A finding that holds for these, too, says nothing about training. In fp32.
+    They are the trained model, the untrained model of its configuration and seed, and the trained model with each query's scores shuffled
+    among its visible keys. What holds for the untrained model, too, says nothing about training. What holds for shuffled scores, too,
+    follows from the distribution of the scores.
     """
 
     kind = KIND
 
     def __init__(self, config: Config, store: Store | None, held_out: HeldOut | None = None):
-        """Diagnose on `held_out`, or on sequences of the store."""
+        """Set the sequences to read: `held_out`, else `diagnostic_sequences` of the store."""
         super().__init__(config, store)
         self.held_out = held_out or diagnostic_sequences(store, config, self.asked)
 
@@ -187,19 +188,19 @@ def describe(
     fingerprint: str = "",
     progress: Advance = ignore,
 ) -> list[Series]:
-    """The diagnostics of a decoder on its device, as series. Collective.
+    """Measure the diagnostics of a decoder on `device`, and return their series (values by layer, head or query). All ranks call it.
 
-    seed: of the initial weights of the untrained model; fingerprint: of the data that the sequences come from.
+    seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     models: dict[str, Values] = {}
     settings = applicable(decoder, options.inference)
     for setting in settings:
-        words = "" if setting.label == "as trained" else f", {setting.label}"
+        suffix = "" if setting.label == "as trained" else f", {setting.label}"
         pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
         measures, vectors = statistics_of(*pair, held_out, options, device, progress)
         values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
-        models |= dict(zip((setting.label, UNTRAINED + words, SHUFFLED + words), values, strict=True))
+        models |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
     if not settings:
         return []
     description = _ModelSeries(models, measures, held_out, fingerprint)
@@ -210,9 +211,9 @@ def describe(
 def statistics_of(
     decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """The statistics, and their values by sequence for the model, the untrained model and shuffled scores: (N, 3, numbers) fp32.
+    """The measures, and each sequence's vectors of values for the model, the untrained model and shuffled scores: (N, 3, numbers) fp32.
 
-    Sequences are split over the ranks of `device`; every rank returns all numbers. Collective.
+    Sequences are split over the ranks of `device`; every rank returns all vectors. All ranks call it.
     """
     queries = query_indices(held_out.length, options.queries)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
@@ -233,8 +234,8 @@ def statistics_of(
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
     """The length at which a model trained on recall of pairs is predicted to fail (docs/half-length.md), under each inference setting.
 
-    Beside it, by sequence length, the weight that the retrieving head is predicted to give to the key asked for. No series for other
-    tasks, nor for models with positions: on those the prediction was not tested. There is no such length if the weight is below 1/2 at
+    Other series have, by sequence length, the predicted weight of the retrieving head on the key asked for. Models with positions, and
+    models of other tasks, have no series: the prediction was not tested on them. The length is left out if the weight is below 1/2 at
     the training length already, or at no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
@@ -261,23 +262,23 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
 
 
 class _ModelSeries:
-    """The series of several models on the same sequences, by statistic and model; the trained model itself comes first."""
+    """The series of the statistics of several models on the same sequences; the trained model comes first."""
 
     def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
         self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
         self.first = next(iter(models))
         self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
 
-    def _by_model(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
-        """Each statistic of each model, except statistics that are defined nowhere."""
+    def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
+        """Each statistic with each model's setting and values; statistics without a value in any model are left out."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
                 yield from ((statistic, setting, values) for setting, values in self.models.items())
 
     def numbers(self) -> Iterator[Series]:
-        """Means over all queries, heads and layers, with their intervals over documents; mean exponents over heads."""
-        for statistic, setting, values in self._by_model([*self.measures.per_query, *UNDEFINED, *self.measures.accumulated]):
+        """Each statistic's mean over queries, heads and layers, with its interval over documents; each exponent's mean over all heads."""
+        for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED, *self.measures.accumulated]):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first else ()
             samples, numbers = (), values.by_head.get(statistic.name)
             if numbers is None:
@@ -290,50 +291,50 @@ class _ModelSeries:
             yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic))
 
     def curves(self) -> Iterator[Series]:
-        """Means over heads and layers by the number of visible keys, with their intervals over documents."""
-        for statistic, setting, values in self._by_model(self.measures.per_query if self.bins else []):
+        """Each statistic's means over heads and layers by the number of visible keys, with their intervals over documents."""
+        for statistic, setting, values in self._model_values(self.measures.per_query if self.bins else []):
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
-            yield self._series(statistic, setting, mean(by_bin, 0), shown=self._shown(statistic), **fields)
+            yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
     def derived(self) -> Iterator[Series]:
-        """Numbers that families derive from several of their statistics."""
+        """Series that families derive from several of their statistics (`Family.derive`)."""
         for family in self.measures.families:
             for setting, values in self.models.items():
                 for part in family.derive(values):
-                    yield self._series(part, setting, part.values, what=part.label, axis=part.axis, shown=self._shown(part))
+                    yield self._series(part, setting, part.values, what=part.label, axis=part.axis, shown=self._display(part))
 
     def heads(self) -> Iterator[Series]:
-        """Means over sequences and queries by layer and head; the exponents of growth with the number of keys, and their fits' R^2."""
-        for statistic, setting, values in self._by_model([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
+        """Each statistic's means over sequences and queries by layer and head, and its exponents of growth with n, with R^2 (`_fits`)."""
+        for statistic, setting, values in self._model_values([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
-            yield from self._by_head(statistic, setting, by_head)
+            yield from self._head_series(statistic, setting, by_head)
         for statistic, setting, exponents, fit in self._fits():
-            yield from self._by_head(statistic, setting, exponents, _exponent_of(statistic))
-            yield from self._by_head(statistic, setting, fit, f"R^2 of the {_exponent_of(statistic)}")
+            yield from self._head_series(statistic, setting, exponents, _exponent_of(statistic))
+            yield from self._head_series(statistic, setting, fit, f"R^2 of the {_exponent_of(statistic)}")
 
     def heads_by_keys(self) -> Iterator[Series]:
-        """Means over sequences by layer, head and number of visible keys."""
-        for statistic, setting, values in self._by_model(self.measures.per_query):
+        """Each statistic's means over sequences and queries by layer, head and number of visible keys."""
+        for statistic, setting, values in self._model_values(self.measures.per_query):
             for low, high in self.bins:
                 by_head = self._mean_within(statistic, values, (low, high), (0, 3))
-                yield from self._by_head(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
+                yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
-        """Exponents of growth with n up to the training length and their R^2, (layers, H), of each model."""
-        for statistic, setting, values in self._by_model(statistic for statistic in self.measures.per_query if statistic.has_exponent):
+        """For each statistic and model, exponents of growth with n visible keys, up to the training length, and R^2: (layers, H) each."""
+        for statistic, setting, values in self._model_values(statistic for statistic in self.measures.per_query if statistic.has_exponent):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, fit = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
                 yield statistic, setting, exponents, fit
 
     def _mean_within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
-        """Means over `axes`, of the queries that see `bounds` keys (first and last count)."""
+        """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends included."""
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
 
-    def _by_head(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = "") -> Iterator[Series]:
+    def _head_series(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = "") -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
         for layer, means in enumerate(by_head):
             yield self._series(statistic, setting, means, metric, what=f"layer {layer}{suffix}", axis=axis)
@@ -341,14 +342,14 @@ class _ModelSeries:
     def _series(
         self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
     ) -> Series:
-        """A series of the statistic, or of `metric`, a number without a unit that follows from it."""
+        """A series of the statistic, or of `metric`, a quantity without a unit that is computed from it."""
         return Series(
             KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
             np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first,
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
 
-    def _shown(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
+    def _display(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
         """How reports show a statistic; None if they leave it out."""
         if not statistic.in_reports:
             return None
@@ -373,7 +374,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
 
-    Raises LMError: no model there, no text that could be read, other data than the model was trained on.
+    Raises LMError: no model at a source, no text that could be read, other data than the model was trained on.
     """
     sources, files = split_configurations(sources)
     for source in sources or files:
@@ -404,7 +405,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
 
 
 def check_source(source: Path) -> None:
-    """Raises RunError if there is nothing at `source`, or something that is no model."""
+    """Raises RunError if `source` does not exist, or is no model."""
     if not source.exists():
         raise RunError(f"{source}: no such run folder, checkpoint or export")
     if source.suffix == ".gguf" or (source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS))):
@@ -434,7 +435,7 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
 
 
 def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
-    """The configuration a model was trained with, else one that fits it, whose training keys mean nothing; with changes."""
+    """The configuration that a model was trained with, else one of its shape, whose training keys mean nothing; with `changes`."""
     config = model.config
     if config is None:
         config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_eval_block())
@@ -443,5 +444,5 @@ def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
 
 
 def _eval_block(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """An `eval` block of diagnostics alone, since the model may not be capable of other evaluations."""
+    """An `eval` block of diagnostics alone, since other evaluations may not work for the model."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

@@ -78,7 +78,7 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 
 
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate the checkpoint at `path` of the run in `folder` as `config` says, or only `kinds`; otherwise as `evaluate_runs`."""
+    """Evaluate the checkpoint at `path` of the run in `folder` by `config`, only `kinds` if given; otherwise as `evaluate_runs`."""
     model = load(path)
     facts = model.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
@@ -87,12 +87,12 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 
 def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate a model folder as `config`, a `text_config`, says, or only `kinds`; otherwise as `evaluate_runs`."""
+    """Evaluate a model folder by `config`, made by `text_config`, only `kinds` if given; otherwise as `evaluate_runs`."""
     return _measure(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
 
 
 def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[EvaluationResult]:
-    """Measure a model on `store`, or take from its folder the results that were measured before."""
+    """The results of a model on `store`: measured, or read from `folder` if they were measured before."""
     decoder, facts = model.decoder, model.metadata
     check_sequences(store, config)
     kind_measurements = measurements(config, store, kinds)
@@ -121,7 +121,7 @@ def open_store(config: Config, model: Loaded) -> Store:
     try:
         store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
     except DataError as error:
-        if store_of(config.data, fingerprint):  # raises the error of a damaged one
+        if store_of(config.data, fingerprint):  # raises its own error if the store is damaged
             raise
         raise RunError(f"{absence}, and none can be made ({error}): {remedy}") from None
     if store.fingerprint != fingerprint:
@@ -131,7 +131,7 @@ def open_store(config: Config, model: Loaded) -> Store:
 
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
     """The device to measure on, in the precision of training (`environment`: the run's environment.json) unless `config` sets another."""
-    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # however many devices it was trained on
+    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # one device, however many the run was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)
     torch.set_num_threads(config.trainer.threads or threads_each(1))
@@ -139,7 +139,7 @@ def open_device(config: Config, environment: dict[str, Plain]) -> Device:
 
 
 def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Paths of models, each once, and paths of configurations."""
+    """`paths` split into paths of models, each once, and paths of configurations (YAML files)."""
     files = [path for path in paths if path.suffix in (".yaml", ".yml")]
     return [path for path in dict.fromkeys(paths) if path not in files], files
 
@@ -147,8 +147,8 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 def text_config(model: Loaded, files: list[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the data and `eval` of `files`.
 
-    It is not checked against the model's limits, such as learned positions that end before its sequences do: overrides may still change
-    it, and `parse` checks both together.
+    It is not checked against the model's limits, such as sequences beyond learned positions: overrides may still change it, and
+    `parse` then checks the result.
 
     Raises:
         ConfigError: a configuration that is wrong, or has no text.
@@ -170,7 +170,7 @@ def text_config(model: Loaded, files: list[Path]) -> Config:
 
 
 def on_text(model: Loaded, config: Config) -> tuple[Loaded, Store]:
-    """The model as if it had been trained, for no step, on the text of a `text_config`, and the store of that text, prepared if need be.
+    """The model, with metadata of a training of 0 steps on the text of `config` (from `text_config`), and the store of that text.
 
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """

@@ -1,4 +1,4 @@
-"""One kind of evaluation: the options that decide its numbers, the series that it gives, and its result in a run folder.
+"""A kind of evaluation: the options that decide its results, the series that it measures, and the file of its result in a run folder.
 
 `lm.config.eval_config` names the class that measures each kind.
 """
@@ -26,25 +26,25 @@ from lm.runs.evaluations import Better, Evaluation, Series, evaluation_path, mea
 from lm.runs.folder import EVALUATIONS
 from lm.schema import Plain, to_plain
 
-Advance = Callable[[int], None]  # called with the units of work done
+Advance = Callable[[int], None]  # called with the units of work done since the last call
 
 
 def ignore(units: int) -> None:
-    """Show no progress."""
+    """Do nothing: the `Advance` of a measurement that shows no progress."""
 
 
 class Measurement(ABC):
-    """One kind of evaluation, as a configuration asks for it.
+    """A kind of evaluation, with the options of a configuration.
 
     Raises (when constructed):
-        LMError: the store does not hold the data that it needs.
+        LMError: the store does not hold the data that the evaluation needs.
     """
 
-    kind: ClassVar[str]  # the name of its block of `eval`
+    kind: ClassVar[str]  # name of the evaluation's block in `eval`
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
-        self.fingerprint = store.fingerprint if store else ""  # of the data of its sequences; empty: they come from no store
+        self.fingerprint = store.fingerprint if store else ""  # fingerprint of the data of its sequences; empty: no store
 
     @property
     def asked(self) -> Timing:
@@ -64,43 +64,43 @@ class Measurement(ABC):
     @property
     @abstractmethod
     def options(self) -> dict[str, Plain]:
-        """All options that decide its numbers beside the weights, precision and data; the result keeps them."""
+        """All options that, beside the weights, precision and data, decide the result, which records them."""
 
     @property
     @abstractmethod
     def work(self) -> int:
-        """Units that `measure` reports as done."""
+        """The number of units of work that `measure` reports to `progress` in all."""
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         """Measure a decoder. Collective; the decoder and the random state stay as they are."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file of its result; None: there is none, and reports draw the series."""
+        """A PNG file that shows the series; None: there is none, and reports draw the series."""
         return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        """Whether a result is kept, so that it is not measured again: numbers that are not finite may come out finite another time."""
+        """Whether a result is kept and not measured again. Results that are not finite are not kept: they may be finite another time."""
         return all(entry.is_finite for entry in series)
 
     def precision(self, device: Device) -> str:
-        """Name of the precision that it computes in, as results record it."""
+        """Name of the precision that the evaluation computes in, as results record it."""
         return device.precision
 
     def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
-        """A series of this kind and training length; `fields`: its other fields."""
+        """A series of this kind of evaluation and the run's training length; `fields`: other fields of `Series`."""
         return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **fields)
 
     @property
     def code(self) -> dict[str, str]:
-        """Digests of the code that its numbers come from: lm, and from outside the packages of normalizers, tasks and the evaluation."""
+        """Digests of the code that the result depends on: lm, and plugin packages that define normalizers, tasks or the evaluation."""
         tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.asked, "tasks", ())]
-        task_names = [task.name for task in tasks if not isinstance(task, str)]  # those of downstream tasks are texts, and name no code
+        task_names = [task.name for task in tasks if not isinstance(task, str)]  # downstream tasks are strings, which name no code
         names = [*self.config.normalizer_names, *task_names, getattr(self.asked, "name", "")]
         return {"lm": measuring_code(), **PLUGINS.code(names)}
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
-        """Measure a decoder that was trained for `step` steps and `tokens_seen` tokens. Collective."""
+        """Measure a decoder that was trained for `step` steps and `tokens_seen` tokens. All ranks call it."""
         weights = weights_sha256(decoder.state_dict())
         series = self.measure(decoder, device, progress)
         if not isinstance(series, Sequence):
@@ -111,7 +111,7 @@ class Measurement(ABC):
         )  # fmt: skip
 
     def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
-        """Write a result to its file in a run folder, and if `with_picture` its picture, if it has one; returns the file's path."""
+        """Write a result to its file in a run folder, and with `with_picture` also its picture if it has one; return the file's path."""
         path, picture = evaluation_path(run, evaluation.kind, evaluation.step), self.picture(evaluation.series) if with_picture else None
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
         write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
@@ -121,12 +121,12 @@ class Measurement(ABC):
         """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
         model = function_of(self.config.model)
         facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
-        if ":" in getattr(self.asked, "name", ""):  # from outside, where `options` may lack what decides its numbers
+        if ":" in getattr(self.asked, "name", ""):  # a plugin, whose `options` may lack keys that decide its result
             facts += [self.asked_plain, self.config.eval.sequences]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(facts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
-        """The result that a run folder keeps; None if there is none, or if it is damaged, as a note then says."""
+        """The result that a run folder keeps; None if there is none, or if it is damaged, which a printed note says."""
         path = self.cache_path(run, weights, device)
         if not path.is_file():
             return None

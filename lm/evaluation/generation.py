@@ -1,4 +1,4 @@
-"""Text from a trained model, token by token."""
+"""Text generation by a trained model, token by token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from lm.runs.loading import load
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options of drawing the tokens of a sequence."""
+    """Options for sampling the tokens of a sequence."""
 
     temperature: float = 1.0  # divides the logits; 0: always the most probable token
     top_k: int | None = None  # draw among the k most probable tokens only
     top_p: float | None = None  # draw among the most probable tokens that together have this probability
-    seed: int = 0  # seed of the draws
+    seed: int = 0  # seed of the random draws
 
 
 class Continuation:
-    """Sequences of one length that are continued together, with a cache of keys and values.
+    """A batch of sequences of equal length that are continued by sampled tokens, with a cache of keys and values.
 
-    Row lengths n are defined as in training: `visible` counts the tokens so far, `sample` is the length the text will have in all.
+    The number of keys n (docs/n.md) is defined as in training: for `visible` the tokens so far, for `sample` the `length` of the text.
 
     Args:
-        prompts: token ids of each sequence, equally many in all, at least one.
-        length: tokens that each sequence will have in all.
-        samplings: the options of drawing the tokens of each sequence.
+        prompts: token ids that each sequence begins with; all prompts have the same length, of at least one.
+        length: number of tokens that each sequence will have at the end, with its prompt.
+        samplings: the options for sampling the tokens of each sequence.
     """
 
     def __init__(self, decoder: Decoder, prompts: list[list[int]], length: int, samplings: list[Sampling]):
@@ -43,7 +43,7 @@ class Continuation:
 
     @torch.no_grad()
     def draw(self) -> list[int]:
-        """The next token of each sequence. Raises RunError: the logits are not finite."""
+        """Sample, add and return the next token of each sequence. Raises RunError: the logits are not finite."""
         hidden = self._decoder(self._tokens, cache=self._cache, first=self._tokens.size(1) - 1)[:, 0]
         logits = self._decoder.head(hidden).float().cpu()
         tokens = [sample(row, sampling, generator) for row, (sampling, generator) in zip(logits, self._draws, strict=True)]
@@ -51,21 +51,21 @@ class Continuation:
         return tokens
 
     def keep(self, sequences: list[int]) -> None:
-        """Keep only the sequences with these numbers."""
+        """Keep only the sequences with these indices."""
         if len(sequences) < len(self._draws):
             self._cache, self._tokens = self._cache.select(sequences), self._tokens[sequences]
             self._draws = [self._draws[number] for number in sequences]
 
 
 def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-    """New token ids after `prompt` (at least one id), each as soon as it is drawn. Raises RunError: the logits are not finite."""
+    """New token ids after `prompt` (at least one id), each as soon as it is sampled. Raises RunError: the logits are not finite."""
     continuation = Continuation(decoder, [prompt], len(prompt) + max_new_tokens, [sampling])
     for _ in range(max_new_tokens):
         yield continuation.draw()[0]
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token id from next-token logits (V,) fp32. Raises RunError if they are not finite."""
+    """A token id sampled from next-token logits (V,) fp32. Raises RunError if they are not finite."""
     if not logits.isfinite().all():
         raise RunError("the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint")
     if sampling.temperature == 0:
@@ -78,7 +78,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-    """`lm generate`: pieces of text as they come, the prompt first.
+    """`lm generate`: an iterator over pieces of the text, each as soon as it is generated, the prompt first.
 
     Raises:
         RunError: no model to load at `source`, or no tokenizer with it.
@@ -116,7 +116,7 @@ class Writing:
         self.shown = decode(tokenizer, self._ids)
 
     def add(self, token: int) -> str:
-        """The characters that a token completes."""
+        """Add a token, and return the characters that it completes."""
         self._ids.append(token)
         text = decode(self._tokenizer, self._ids)
         piece = "" if text.endswith("\ufffd") else text[len(self.shown) :]
@@ -125,7 +125,7 @@ class Writing:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
-    """The text so far and what each token adds to it; ends at one of `end_ids`."""
+    """The text of `ids`, then the characters that each new token completes; ends at a token of `end_ids`."""
     writing = Writing(tokenizer, ids)
     yield writing.shown
     for token in new_tokens:

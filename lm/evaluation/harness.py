@@ -1,4 +1,4 @@
-"""Downstream tasks of EleutherAI's lm-evaluation-harness (the package lm-eval) as an evaluation, and models as it sees them."""
+"""Downstream tasks of EleutherAI's lm-evaluation-harness (lm-eval) as an evaluation, and lm's models as the harness sees them."""
 
 import difflib
 import hashlib
@@ -42,8 +42,8 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-NEW_TOKENS = 256  # new tokens at most, if a task names no number
-_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # tasks' names for the most new tokens
+NEW_TOKENS = 256  # the most new tokens of a request, if its task sets no limit
+_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of this limit in tasks
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
 
 TokenWindow = tuple[list[int], int]  # token ids, and how many of them, at the end, are to be scored
@@ -53,11 +53,11 @@ class HarnessLM(LM):
     """A trained model as the harness sees one: `simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
 
     Every text starts a document, so the end-of-text token comes before it. A text that is longer than `max_length` loses tokens
-    on the left. Batches hold sequences of one length, so that nothing is padded and n is each sequence's own under every policy.
+    on the left. Batches hold sequences of one length, without padding, so that n (docs/n.md) counts each sequence's own tokens.
 
     Args:
         model: the model that `lm.load` gives; its decoder is moved to the device.
-        max_length: tokens the model is given at once [default: the training length].
+        max_length: the most tokens in an input of the model [default: the training length].
         device: device and precision [default: the GPU if there is one, fp32].
 
     Raises RunError: no tokenizer beside the weights; ConfigError: a `max_length` that the model can't take.
@@ -76,11 +76,11 @@ class HarnessLM(LM):
         self._device = self.device_and_precision.device
         self.decoder = decoder.to(self._device).eval()
         self.prefix_token_id, self.end_ids = start, model.end_ids
-        self.cut: Counter[str] = Counter()  # requests that lost tokens on the left, by task
-        self.shortened: Counter[str] = Counter()  # requests that may write fewer tokens than they ask for, for want of room, by task
+        self.cut: Counter[str] = Counter()  # number of requests that lost tokens on the left, by task
+        self.shortened: Counter[str] = Counter()  # number of requests whose limit of new tokens was lowered to fit `max_length`, by task
 
     def tok_encode(self, string: str) -> list[int]:
-        """Token ids of a text, none of them special."""
+        """Token ids of a text, without special tokens."""
         return encoding_of(self.tokenizer, string).ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -96,7 +96,7 @@ class HarnessLM(LM):
         return [self.prefix_token_id, *context_ids], continuation_ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log p(continuation | context) in nats, and whether each token is the most probable.
+        """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the most probable.
 
         A continuation longer than `max_length` is scored in parts, as `loglikelihood_rolling` does.
         """
@@ -109,12 +109,12 @@ class HarnessLM(LM):
         return self._keep_answers("loglikelihood", requests, self._request_scores(parts, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,): log p(text) in nats; each token once, the first after the end-of-text token, in parts of `max_length`."""
+        """For each (text,): log p(text) in nats, each token scored once, the first after the end-of-text token, in windows (`parts`)."""
         parts = [self.parts([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
         return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(parts, disable_tqdm)])
 
     def _keep_answers(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
-        """The answers, which the harness's cache keeps, too."""
+        """Add the answers to the harness's cache, and return them."""
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
@@ -122,8 +122,8 @@ class HarnessLM(LM):
     def parts(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
         """Windows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
 
-        One window, cut from the left, if it holds the continuation. Else, as in the harness, windows side by side, of which
-        the last reaches back to see `max_length` tokens.
+        There is one window, cut on the left, if it can hold the continuation. Else windows follow each other, as in the harness, and
+        the last begins so early that it has `max_length` inputs.
         """
         if len(continuation) <= self.max_length:
             return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
@@ -131,14 +131,14 @@ class HarnessLM(LM):
         return [([*inputs, targets[-1]], len(targets)) for inputs, targets in windows]
 
     def _request_scores(self, parts: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
-        """log p over each request's parts, and whether all their tokens are the most probable."""
+        """For each request, log p of the scored tokens of its windows, in nats, and whether each of them is the most probable."""
         scores = iter(self.score([window for windows in parts for window in windows], quiet))
         request_scores = [[next(scores) for _ in windows] for windows in parts]
         return [(-sum(nll for nll, _ in part_scores), all(hits for _, hits in part_scores)) for part_scores in request_scores]
 
     @torch.no_grad()
     def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
-        """For each window: the sum of -log p (nats) over the tokens to be scored, and whether each is the most probable.
+        """For each window: the sum of -log p (nats) over the tokens to be scored, and whether each of them is the most probable.
 
         Windows that differ only in the last token, as the choices of many tasks do, are computed once.
         """
@@ -165,12 +165,10 @@ class HarnessLM(LM):
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each (context, options): the text that the model writes, up to a text of `until`, a token that ends documents, or the most
-        tokens.
+        """For each (context, options): the text that the model generates, up to a stop string (`until`), an end token, or the limit.
 
-        Contexts of one length with the same number of new tokens are continued together. `max_length` holds context and new tokens. The
-        context loses tokens on the left to make room, but keeps half of `max_length`; then there are fewer new tokens. The i-th request
-        draws with seed i.
+        Contexts of one length with one limit of new tokens are continued together. Context and new tokens fit into `max_length`: the
+        context loses tokens on the left, but keeps half of `max_length`; then the limit is lowered. The i-th request samples with seed i.
         """
         texts = [self._text_request(request, seed) for seed, request in enumerate(requests)]
         answers = [""] * len(texts)
@@ -184,7 +182,7 @@ class HarnessLM(LM):
         return self._keep_answers("generate_until", requests, answers)
 
     def _text_request(self, request: Instance, seed: int) -> "_TextRequest":
-        """Read a request; its context is cut to the room that there is."""
+        """Read a request of `generate_until`, and cut its context to fit. Raises ConfigError: an option that is not supported."""
         (context, options), task = request.args, request.task_name
         unknown_names = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
         if unknown_names:
@@ -208,7 +206,7 @@ class HarnessLM(LM):
         return _TextRequest(ids, new_tokens, Sampling(temperature, options.get("top_k") or None, options.get("top_p"), seed), stops)
 
     def _write(self, texts: list["_TextRequest"]) -> list[str]:
-        """Texts that follow contexts of one length, with the same maximum of new tokens; when one ends, the others go on."""
+        """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the batch."""
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
         starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
         new_tokens = texts[0].new
@@ -238,15 +236,15 @@ class HarnessLM(LM):
 @dataclass(frozen=True)
 class _TextRequest:
     ids: list[int]  # tokens of the context
-    new: int  # new tokens at most
-    sampling: Sampling  # how the new tokens are drawn
-    stops: list[str]  # texts before which the written text ends
+    new: int  # the most new tokens
+    sampling: Sampling  # how the new tokens are sampled
+    stops: list[str]  # stop strings: the text ends before the first of them
 
 
 def _find(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
-    """The names that `options.tasks` stand for, and the manager that knows them.
+    """The names of the tasks that `options.tasks` stand for, and the harness's task manager. Raises ConfigError: no such folder or task.
 
-    Reading the harness's own 14,000 tasks takes a quarter of a minute, so it is left out if `include_path` has all named tasks.
+    Reading the harness's own 14,000 tasks takes a quarter of a minute; they are not read if `include_path` has all named tasks.
     """
     from lm_eval.tasks import TaskManager
 
@@ -272,7 +270,7 @@ def _find(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
 
 
 def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", options: DownstreamConfig) -> dict[str, Plain]:
-    """The harness's results, with the results of each document.
+    """The harness's results for the tasks `names`, with the results of each document.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
     """
@@ -313,20 +311,20 @@ class Downstream(Measurement):
         return len(self.names)
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        return not self.asked.include_path and super().cacheable(series)  # what files of one's own read is not known
+        return not self.asked.include_path and super().cacheable(series)  # the user's task files may read files that are not known here
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
         with eval_mode(decoder), _own_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results: dict[str, Plain] = {}
-            # the ranks give up together where one of them has no time left
+            # all ranks stop together if one has no time left
             all_reduce_sum(device, lambda: results.update(_evaluate(model, self.names, self.manager, self.asked)) or torch.zeros(1))
         progress(len(self.names))
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 
     def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
-        """The metrics of a task in the harness's results, with the number of its requests that were too long for the model."""
+        """Series of the metrics of a task in the harness's results, with the numbers of its requests that were too long for the model."""
         counts = {"requests lost tokens on the left": model.cut[task], "may write fewer tokens than they ask for": model.shortened[task]}
         words = "".join(f", {count:,} {phrase}" for phrase, count in counts.items() if count)
         for key, mean in results["results"][task].items():
@@ -353,7 +351,7 @@ class Downstream(Measurement):
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
-    """Keep the random state of Python, numpy and torch, which the harness seeds."""
+    """A context that restores the random states of Python, numpy and torch, which the harness seeds."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
     with random_state_kept():
         yield

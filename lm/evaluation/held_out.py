@@ -1,4 +1,4 @@
-"""Held-out sequences, numbers of each sequence (in batches, split over ranks), and their loss: at a length, by position, by length."""
+"""Held-out sequences, values computed for each sequence in batches over ranks, and loss at the training length, by position, by length."""
 
 import hashlib
 import math
@@ -29,7 +29,7 @@ from lm.runs.evaluations import KIND, LOSS, UNIGRAM, UNIGRAM_BOUND, Axis, Sample
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
-EVAL_TOKENS = 16384  # tokens in one forward pass
+EVAL_TOKENS = 16384  # the most tokens in one forward pass, if a sequence has no more
 T = TypeVar("T")
 
 
@@ -74,11 +74,11 @@ class HeldOut:
         return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-        """Values (N, columns) by sequence, grouped by document; weights: (N,), None: all equal."""
+        """A sample of `values`, (N, columns), by sequence, grouped by document; weights: (N,), None: all equal."""
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean over the sequences of `selection` of the values (N, length) that count, and the mean of each sequence as a sample."""
+        """The mean of the `values`, (N, length), that count in the sequences of `selection`, and each sequence's mean as a sample."""
         values, counts = values[selection], self.counts[selection]
         sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
@@ -95,7 +95,7 @@ class HeldOut:
 
 
 def validation_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; without text, task sequences."""
+    """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; for symbolic tasks `task_sequences`."""
     if config.data.symbolic:
         return task_sequences(store, config, config.data.seq_len, config.eval.sequences)
     return spread_sequences(store, config, config.data.seq_len, config.eval.sequences)
@@ -107,7 +107,7 @@ def spread_sequences(store: Store, config: Config, length: int, limit: int) -> H
 
 
 def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
-    """`count` test sequences, divided among the tasks by their weights; the same for each run of the same tasks. Raises NoRoom."""
+    """`count` test sequences, divided among the tasks by their weights; the same for all runs of these tasks. Raises NoRoom."""
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(count), "right")
@@ -120,7 +120,7 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
 
 
 def long_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.long_context.sequences` long sequences, each within one held-out document. Raises ConfigError: all are too short."""
+    """Up to `eval.long_context.sequences` sequences, each within one held-out document. Raises ConfigError: none is long enough."""
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = round(options.longest_factor * seq_len)
     if options.length_factor == "auto":
@@ -137,7 +137,7 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     return HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
 
 
-# ---------------------------------------------------------------- numbers of each sequence
+# ---------------------------------------------------------------- values of each sequence
 
 
 def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
@@ -146,7 +146,7 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 
 def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches of sequences of one `length`, in their order, of at most `EVAL_TOKENS` tokens in all."""
+    """Batches of items of one `length`, in tokens, in their order; at most `EVAL_TOKENS` tokens a batch, or one item."""
     by_length: dict[int, list[T]] = {}
     for item in items:
         by_length.setdefault(length(item), []).append(item)
@@ -163,14 +163,14 @@ def by_sequence(
     measure: Callable[[list[int]], Tensor],
     progress: Advance = ignore,
 ) -> np.ndarray:
-    """Numbers of each sequence, (N, *shape) fp32, that `measure` gives. Collective.
+    """The values of each sequence, (N, *shape) fp32, that `measure` computes. All ranks call it.
 
-    Sequences are split over the ranks of `device`; every rank returns all numbers. In fp32, unless `measure` turns autocast on.
+    Sequences are split over the ranks of `device`; every rank returns all values. In fp32, unless `measure` turns autocast on.
 
     Args:
-        models: models that `measure` runs; in evaluation mode meanwhile, and without gradients.
+        models: models that `measure` runs; they are in evaluation mode meanwhile, and without gradients.
         lengths: tokens in each sequence, (N,); sequences of one length are read together.
-        measure: indices of sequences of one length -> (indices, *shape).
+        measure: indices of sequences of one length -> their values, (indices, *shape).
         progress: called with the number of sequences done.
     """
 
@@ -188,7 +188,7 @@ def by_sequence(
 
 
 def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
-    """-log p of every predicted token, (N, length) fp32, nats. Never holds T x T weights nor T x V logits. Collective."""
+    """-log p of every predicted token, (N, length) fp32, nats. Never holds T x T weights nor T x V logits. All ranks call it."""
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
@@ -200,7 +200,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
-    """Total bits of the predicted tokens of the sequences of `selection` over the UTF-8 bytes they stand for."""
+    """The sum of -log2 p of the predicted tokens in the sequences of `selection`, over the UTF-8 bytes that these tokens stand for."""
     n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.counts[selection]).sum(dtype=np.float64)
     return float(nll[selection].sum(dtype=np.float64) / math.log(2) / n_bytes)
 
@@ -213,7 +213,7 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
 
 
 def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """The fields of a series of numbers by token, (N, length): means in buckets of positions, by sequence, and at every position."""
+    """Fields of a series of `values`, (N, length), by position: means in buckets of positions, by sequence too, and at every position."""
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
     axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
@@ -228,21 +228,21 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 # ---------------------------------------------------------------- loss
 
 
-LEVEL_ERROR = 0.002  # nats per token: the most by which weights unlike the store may raise the unigram cross-entropy of its text
+LEVEL_ERROR = 0.002  # nats per token: relative entropy of fractions of the store to weights, up to which `trained_level` is no bound
 
 
 def trained_level(store: Store, data: DataConfig) -> tuple[float | None, str]:
-    """The unigram cross-entropy of what is trained on, and what it is: UNIGRAM, or UNIGRAM_BOUND.
+    """Held-out loss of a model that knows only token frequencies of the training mixture, and what it is: UNIGRAM, or UNIGRAM_BOUND.
 
-    It is a bound where the weights of sources or tasks are not their fractions of the store: a token's probability in the mixture is at
-    least the one in the store times the least weight / fraction. None: a source, a task or all text has weight 0.
+    It is a bound where the weights of sources or tasks are not their fractions of the store. A token's probability in the mixture is at
+    least its probability in the store times the least weight / fraction. None: a source, a task or all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not weights.all() or not (data.symbolic or data.text_weight):
         return None, UNIGRAM
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
     log_ratios = np.log(fractions / weights)
-    if fractions @ log_ratios <= LEVEL_ERROR:  # the relative entropy
+    if fractions @ log_ratios <= LEVEL_ERROR:  # the relative entropy of fractions to weights
         return store.val.unigram_cross_entropy, UNIGRAM
     return store.val.unigram_cross_entropy + float(log_ratios.max()), UNIGRAM_BOUND
 
@@ -258,7 +258,7 @@ class Validation(Measurement):
 
     @property
     def trained(self) -> np.ndarray:
-        """Mask, (N,) bool, of the sequences of sources that are trained on, all if none is; others have losses of their own."""
+        """Mask, (N,) bool, of sequences of sources that are trained on, or of all if none is; other sources have losses of their own."""
         data = self.config.data
         untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
         mask = ~np.isin(self.held_out.sources, untrained)
@@ -309,7 +309,7 @@ class Texts(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
         super().__init__(config, store)
-        self.stores = {name: self._prepared(name, source) for name, source in self.asked.of.items()}
+        self.stores = {name: self._prepared_store(name, source) for name, source in self.asked.of.items()}
         self.held_out: dict[str, HeldOut] = {}
         for name, text in self.stores.items():
             self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.asked.sequences)
@@ -317,8 +317,8 @@ class Texts(Measurement):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")])
 
-    def _prepared(self, name: str, source: Source) -> Store:
-        """The store of a text: all of its documents, with the tokenizer of the run's store."""
+    def _prepared_store(self, name: str, source: Source) -> Store:
+        """The store of a text, all of it held out, with the tokenizer of the run's store."""
         data = self.config.data
         tokenizer = TokenizerFile(path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"])
         keys = {name: getattr(data, name) for name in ("on_error", "root", "prepare_workers")}
@@ -343,7 +343,7 @@ class Texts(Measurement):
             count, fingerprint = len(nll), self.stores[name].fingerprint
             selection = selects(fingerprint, held_out.document_labels)
             display = Shown("Other texts, at the training length", "sequences of other texts", f"{count:,} of {held_out.length:,} tokens")
-            divided = selection.any() and not selection.all()  # else the documents are too few to select on some: all report
+            divided = selection.any() and not selection.all()  # else too few documents to divide: all report
             sequence_means = nll.mean(1, dtype=np.float64)[:, None]
             series += [
                 self.series(
@@ -398,7 +398,7 @@ class LongContext(Measurement):
 class ByLength(Measurement):
     """Mean loss over the same tokens at each of `eval.by_length.lengths`, once for each inference setting: only the context differs.
 
-    A unit is a stretch of as many tokens as the longest length, with one value for each length.
+    A unit of its samples is a stretch of as many tokens as the longest length, with one value for each length.
     """
 
     kind = "by_length"
@@ -411,10 +411,10 @@ class ByLength(Measurement):
         if not len(self.starts):
             reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
             raise ConfigError([Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")])
-        self.stretches = self._cut(self.longest)
+        self.stretches = self._cut_stretches(self.longest)
 
-    def _cut(self, length: int) -> HeldOut:
-        """All stretches cut into sequences of `length`, stretch by stretch."""
+    def _cut_stretches(self, length: int) -> HeldOut:
+        """The sequences of `length` that the stretches are cut into, stretch by stretch."""
         starts = self.starts[:, None] + length * np.arange(self.longest // length)
         return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
 
@@ -437,7 +437,7 @@ class ByLength(Measurement):
         )
         for setting in applicable(decoder, self.asked.inference):
             model = for_inference(decoder, setting)
-            losses = [nll_by_token(model, self._cut(length), device, progress) for length in self.lengths]
+            losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
             series.append(
                 self.series(

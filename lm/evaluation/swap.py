@@ -43,8 +43,8 @@ DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are comp
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences of each length of `eval.swap_lengths`, ascending: validation sequences, and at other lengths windows in documents,
-    or sequences of the tasks over symbols.
+    """Held-out sequences of each length of `eval.swap_lengths`, ascending: validation sequences at the training length, at other lengths
+    windows within documents, or sequences of the tasks over symbols.
 
     Lengths that no held-out document has, or that a task does not fit into, are left out, and lengths beyond the training length if
     positions are learned.
@@ -98,28 +98,28 @@ class SwapMeasurement(Measurement):
         comparisons = [token_losses_and_kl(*models, held_out, device, progress) for held_out in self.held_out]
         series, fingerprint = [], {"data_fingerprint": self.fingerprint}
         lengths = [held_out.length for held_out in self.held_out]
-        logged = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
+        logged_index = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
         for index, (held_out, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
             label = f"sequences of {held_out.length:,}"
             for (metric, name), numbers in zip(_METRICS.items(), values, strict=True):
-                fields = {"what": label, "logged": (f"swap/{name}",) if index == logged else ()} | fingerprint
-                series.append(self._by_position(metric, numbers, held_out, **fields))
+                fields = {"what": label, "logged": (f"swap/{name}",) if index == logged_index else ()} | fingerprint
+                series.append(self._position_series(metric, numbers, held_out, **fields))
             drift = attention_drift(*models, held_out, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
             series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
         if self.held_out:
-            series.append(self._by_length("change of loss", [after - before for before, after, _ in comparisons]))
-            series.append(self._by_length("KL divergence", [kl for _, _, kl in comparisons]))
+            series.append(self._length_series("change of loss", [after - before for before, after, _ in comparisons]))
+            series.append(self._length_series("KL divergence", [kl for _, _, kl in comparisons]))
         return series
 
-    def _by_position(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
-        """Means of `values` (sequences, length) in buckets of positions; one number where only answers count."""
+    def _position_series(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
+        """A series of means of `values`, (sequences, length), in buckets of positions, or one mean where only answers count."""
         if held_out.answers is not None:
             return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **fields)
         return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
 
-    def _by_length(self, metric: str, values: list[np.ndarray]) -> Series:
-        """Means of `values`, (sequences, length) of each length, with intervals over documents; for reports."""
+    def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
+        """A series, for reports, of means of `values`, (sequences, length) for each length, with intervals over documents."""
         means, samples = zip(*(held_out.means(numbers) for held_out, numbers in zip(self.held_out, values, strict=True)), strict=True)
         amount = "; ".join(f"{len(held_out.sequences):,} of {held_out.length:,} tokens" for held_out in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
@@ -130,11 +130,11 @@ class SwapMeasurement(Measurement):
         )  # fmt: skip
 
 
-_METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # and their names in the metrics log
+_METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # by metric, its name in the metrics log
 
 
 def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
-    """For every predicted token -log p under both models and KL(old || new): (3, N, length) float64, nats. Collective."""
+    """For every predicted token -log p under both models and KL(old || new): (3, N, length) float64, nats. All ranks call it."""
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
@@ -151,7 +151,7 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Devic
     """Half the L1 distance between both models' attention weights, a mean over queries and heads: (layers,) float64.
 
     0 for equal attention, at most 1 for weights that sum to one. Layers above the first also see the changes of lower layers. On the
-    first `DRIFT_SEQUENCES` sequences. Collective.
+    first `DRIFT_SEQUENCES` sequences. All ranks call it.
     """
     layers, count = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
 
@@ -201,7 +201,7 @@ def swap_run(
         overrides: `key=value` of the new normalizer's options and of evaluation.
         files: configurations of the text to measure on, for a model without a training run.
 
-    Raises LMError: nothing to load, a pair that can't be swapped, other data than the model was trained on, `destination` not empty.
+    Raises LMError: nothing to load, normalizers that can't be swapped, other data than the model was trained on, `destination` not empty.
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
@@ -243,8 +243,8 @@ def swap_run(
     if not evaluation.series:
         models.append("nothing measured")
     if changed_layers := _layers_of_other_keys(old, new):
-        reach = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
-        models.append(f"layers {', '.join(map(str, changed_layers))} {reach}")
+        phrase = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
+        models.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     unmatched_layers = [str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None]
     if facts["init"] == "match" and unmatched_layers:
@@ -257,25 +257,25 @@ def swap_run(
 
 
 def _parameters(decoder: Decoder) -> list[str]:
-    """A line for each parameter of the normalizers with one value per head: its mean over layers and heads, and its range."""
+    """A line for each normalizer parameter that has one value per head: its mean over layers and heads, and its range."""
     values: dict[str, list[float]] = {}
     for normalizer in decoder.normalizers():
         for name, parameter in normalizer.named_parameters():
             if parameter.shape == (normalizer.layer.n_head,):
                 values.setdefault(name, []).extend(parameter.tolist())
-    return [f"{name} = {_over_heads(torch.tensor(by_head))}" for name, by_head in values.items()] or [""]
+    return [f"{name} = {_mean_and_range(torch.tensor(by_head))}" for name, by_head in values.items()] or [""]
 
 
-def _over_heads(values: Tensor) -> str:
-    """A mean over layers and heads, with its range where they differ."""
+def _mean_and_range(values: Tensor) -> str:
+    """The mean of values by layer and head, in words, with their range if they differ."""
     low, high = f"{values.min():.3g}", f"{values.max():.3g}"
     return f"{values.mean():.3g}" + f" ({low} to {high} over layers and heads)" * (low != high)
 
 
 def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
-    """The factor on the scores before and after, at short lengths and at the training length, and a warning if they are far apart.
+    """Lines with the factor on q.k / sqrt(D) before and after, at short lengths and at the training length; a warning if far apart.
 
-    Of the layers whose scores are a multiple of q.k / sqrt(D) before and after; no lines if there are none.
+    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; there are no lines if all are.
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
     old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
@@ -285,10 +285,10 @@ def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     old_factors, new_factors = old_factors[:, layers], new_factors[:, layers]
     of_layers = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
     lines = [
-        f"factor on the scores at n = {length:,}{of_layers}: {_over_heads(before)} -> {_over_heads(after)}"
+        f"factor on the scores at n = {length:,}{of_layers}: {_mean_and_range(before)} -> {_mean_and_range(after)}"
         for length, before, after in zip(lengths, old_factors, new_factors, strict=True)
     ]
-    ratios = (new_factors / old_factors).flatten(1)  # of each layer and head
+    ratios = (new_factors / old_factors).flatten(1)  # (lengths, layers x heads)
     farthest = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
     pairs = zip(farthest, lengths, strict=True)
     deviations = [f"{ratio:.2g} times the old one at n = {length:,}" for ratio, length in pairs if not 1 / FAR <= ratio <= FAR]
@@ -298,7 +298,7 @@ def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
 
 
 def _layers_of_other_keys(old: Decoder, new: Decoder) -> list[int]:
-    """The layers in which the last query of a training sequence sees other keys before and after, such as those of a window."""
+    """The layers in which the last query of a training sequence sees other keys after the swap than before, as with a window."""
     length = old.seq_len
     layout = AttentionLayout.full(length).select(slice(length - 1, length), length)
     pairs = enumerate(zip(old.normalizers(), new.normalizers(), strict=True))
@@ -306,7 +306,7 @@ def _layers_of_other_keys(old: Decoder, new: Decoder) -> list[int]:
 
 
 def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
-    """The configuration of text for a model folder, from `files` with the overrides of their keys."""
+    """The configuration, from `files` and `overrides` of their keys, of the text that a swap of a model folder is measured on."""
     if (model.folder / CONFIG).is_file():
         raise RunError(f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
@@ -314,7 +314,7 @@ def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> 
 
 
 def _swapped_config(model: Loaded, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder. Imports packages that the overrides name; those of the loaded model were allowed before."""
+    """The configuration of the new run folder. Imports packages that the overrides name; the model's packages were imported with it."""
     changes = overrides_in("swap", overrides)
     try:
         options = OPTIONS[name]

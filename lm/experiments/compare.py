@@ -35,26 +35,26 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
 @dataclass(frozen=True)
 class Work:
-    """The options of work on experiments."""
+    """The options of `lm compare` that say how runs are trained."""
 
-    jobs: int | None = None  # slots (`lm.experiments.slots`); None: all of this machine's GPUs, or one on the CPU
-    retry: bool = False  # whether runs that failed are tried again
-    anew: bool = False  # whether an experiment is trained although its folder has ended runs of another configuration alone
-    per_gpu: int = 1  # slots on each GPU
+    jobs: int | None = None  # number of slots (`lm.experiments.slots`); None: `per_gpu` on each GPU, or one if no run takes a GPU
+    retry: bool = False  # whether to try failed runs again
+    anew: bool = False  # whether to train although the folder has none of the file's runs, but ended runs of another configuration
+    per_gpu: int = 1  # number of slots on each GPU
     engine: Engine | None = None  # the scheduler whose jobs train the runs; None: the slots of this machine do
-    workers: int = 1  # the number of jobs at a time
+    workers: int = 1  # number of the scheduler's jobs at a time
     options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
-        """The slots for an experiment. Raises ConfigError: this machine has too few."""
+        """The slots for the runs of an experiment. Raises ConfigError: there are too few GPUs or slots for one of its runs."""
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.per_gpu)
 
     def timed(self, procedure: Procedure) -> Times:
-        """Seconds of an experiment's runs on this machine; empty if they can't be known yet."""
+        """Seconds of a run on this machine, by size and arm; empty if they can't be known yet."""
         return _times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
 
     def cluster(self, folder: Path) -> Cluster | None:
-        """The jobs of an experiment's folder, if jobs train its runs. Raises LMError: see `Cluster`."""
+        """The scheduler's jobs that train the runs of an experiment's folder; None without a scheduler. Raises LMError: see `Cluster`."""
         return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
 
 
@@ -79,7 +79,7 @@ def compare_experiments(
     names = Counter(experiment.name for experiment in experiments)
     if report_folder and max(names.values()) > 1:
         raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
-    # These reveal too few slots before text is prepared.
+    # Slots are counted before text is prepared: too few raise ConfigError.
     job_counts = [1 if report_only or work.engine else work.slots(experiment).jobs for experiment in experiments]
     open_procedure = partial(start, timed=None if work.engine else work.timed) if is_working else open_experiment
     with ExitStack() as stack:
@@ -112,7 +112,7 @@ def compare_experiments(
                 experiment, page = procedure.experiment, procedure.experiment.folder / REPORT / PAGE
                 try:
                     send_report(experiment.first_config.log, experiment.name, experiment.folder, lines, page)
-                except RunError as error:  # the experiments that follow are worked on
+                except RunError as error:  # later experiments are trained all the same
                     failure_words.append(str(error))
         if report_folder and judged_procedures:
             write_together(experiment_files(judged_procedures, report_folder), "the report")
@@ -122,8 +122,8 @@ def compare_experiments(
 
 
 def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
-    """Prepare the text of an experiment here. If the experiment was never started, start it in a job: precision, compilation and threads
-    are then those of the machines that train."""
+    """Prepare the text of an experiment on this machine. If the experiment was never started, start it in a job: precision, compilation
+    and threads are then chosen for the machines that train."""
     experiment = open_experiment(path, overrides, 1, work.anew).experiment
     cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
@@ -133,7 +133,7 @@ def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
 
 
 def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
-    """Train the runs of an experiment, and those of its second look if it needs one; returns the experiment at its last look. Raises
+    """Train the runs of an experiment, and the runs of its second look if it needs one. Returns the procedure of its last look. Raises
     RunsFailed."""
     experiment = procedure.experiment
     jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
@@ -168,15 +168,15 @@ def _print_plans(procedures: list[Procedure], work: Work) -> list[Times]:
         if times:
             seconds = total_seconds(procedure, times, slots)
             words = f"about {duration(seconds)} for what is left, {len(slots.lanes())} at a time, by {words}"
-        place_words = f"{work.workers} at a time, each in a job" if work.engine else str(slots)
-        print("\n".join(plan(procedure, run_costs, words, place_words)), flush=True)
+        slot_words = f"{work.workers} at a time, each in a job" if work.engine else str(slots)
+        print("\n".join(plan(procedure, run_costs, words, slot_words)), flush=True)
         if note := other_runs(procedure):
             print(f"note: {note}", flush=True)
     return times_by_experiment
 
 
 def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Seconds of the runs and their source in words, or no times and the reason. `budget`: seconds that the timing of runs may take."""
+    """Seconds of a run by size and arm, and their source in words; or no times, and the reason. `budget`: seconds that timing may take."""
     if run_costs is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:
@@ -191,11 +191,11 @@ def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: 
 
 def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write them, the results of tuning, and the report into the experiment's folder: all files or none. Returns the
-    verdicts' lines. Raises LMError: nothing has been trained yet, or a run's file that the page shows can't be read."""
+    entries of `summary_lines`. Raises LMError: no run has ended, or a run's file that the report shows can't be read."""
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
-        ended_others = is_measured(experiment)
-        reason = "none of the runs that the file now asks for has ended" if ended_others else "no run has ended yet"
+        has_measured_runs = is_measured(experiment)
+        reason = "none of the runs that the file now asks for has ended" if has_measured_runs else "no run has ended yet"
         remedy = other_runs(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"

@@ -1,6 +1,6 @@
 """The engine that trains the runs of an experiment: each in a slot of this machine, or in a job that submitit sends to a scheduler.
 
-One `lm compare` at a time works on an experiment. It starts the runs that can be started, collects them, and writes down why some failed.
+One `lm compare` at a time works on an experiment. It starts the runs that can be started, prints their results, and records failures.
 """
 
 import json
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 Engine = Literal["slurm", "local"]
-LOCK = "compare.lock"  # in the experiment's folder: the machine and process that work on it
-FAILED, JOB = "failed.json", "job.json"  # beside the log of a run: why it failed, and which job trains it
-OUTPUT = "workers"  # in the experiment's folder: scripts and output of submitit's jobs
-POLL_SECONDS = 1.0  # between looks at a job
-RECORD_SECONDS = 120.0  # in which the file system must show a job the record that names it
-_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # end a run after its step, with a checkpoint
+LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
+FAILED, JOB = "failed.json", "job.json"  # suffixes of files beside a run's log: why the run failed, and which job trains it
+OUTPUT = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
+POLL_SECONDS = 1.0  # seconds between checks of a job
+RECORD_SECONDS = 120.0  # seconds within which a job must see the record that names it
+_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run after its step, with a checkpoint
 _CRASHES = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory, perhaps
 
 
@@ -50,10 +50,10 @@ _CRASHES = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signa
 
 @contextmanager
 def working_on(experiment: Path) -> Iterator[None]:
-    """Hold the lock of an experiment's folder, which is created if it does not exist.
+    """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
 
     The operating system's lock of the folder ends with its process, but other machines may not see it. The file LOCK names the process to
-    all machines that see the folder. A file that a killed process of this host has left behind is replaced.
+    all machines that see the folder. A LOCK file that a killed process of this host has left behind is replaced.
 
     Raises RunError: another process works on the experiment, or a process of another host may; the message names it, and a remedy.
     """
@@ -79,7 +79,7 @@ def working_on(experiment: Path) -> Iterator[None]:
 
 
 def holder_words(experiment: Path) -> str:
-    """Say which process holds the lock of an experiment, and what can be done."""
+    """Words for the process that holds the lock of an experiment, and for what the user can do."""
     path = experiment / LOCK
     holder = _lock_holder(path)
     words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
@@ -88,7 +88,7 @@ def holder_words(experiment: Path) -> str:
 
 
 def _lock_holder(path: Path) -> dict[str, Plain]:
-    """The host, process and start that the file of a lock names; {} if it names none."""
+    """The content of a LOCK file: host, process ID, birth of the process, start of its work; {} if the file is absent or damaged."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) and content.keys() == {"host", "pid", "born", "since"} else {}
@@ -109,32 +109,32 @@ def _remove_if_empty(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that ended without a result."""
+    """The failure of a run, which ended without a result."""
 
     status: int  # the exit status of the run; negative: the signal that killed it
-    reason: str  # the last line of the run's output, or the signal
-    log: str  # the file of all output of the run
+    reason: str  # why the run failed: the last line of its output, the signal, or the measurement that is missing
+    log: str  # path of the file that holds all output of the run
     saved: str = ""  # the last saved step and the number of evaluations, in words
-    again: bool = False  # whether an earlier crash of the run had saved exactly as much
+    again: bool = False  # whether the run's previous crash had the same `saved`
 
     def __str__(self) -> str:
         return f"status {self.status}: {self.reason}" if self.status else self.reason
 
     @property
     def interrupted(self) -> bool:
-        """Whether the next start continues the run: a signal from outside ended it, or it crashed for the first time since its last save. A
-        second crash at the same place is a failure."""
+        """Whether the next start continues the run: a signal stopped it, or killed it for the first time since its last save. A second
+        crash without a save in between is a failure."""
         return (self.status < 0 and not self.again) or self.status - 128 in _STOPS
 
     @property
     def crashed(self) -> bool:
-        """Whether a signal ended the run that the run itself may have caused."""
+        """Whether a signal killed the run that the run itself may have caused."""
         return -self.status in _CRASHES
 
 
 def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> Failure:
-    """The failure of a run, for a `reason` or by its log. It is written to a file for later calls, unless the next call continues the run;
-    crashes are always written."""
+    """Return the failure of a run, whose reason is by default the last line of its log. Write the failure to a file for `read_failure`,
+    unless the run was interrupted without a crash."""
     log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILED), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
@@ -157,7 +157,7 @@ def read_failure(experiment: Path, run: Run) -> Failure | None:
 
 
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
-    """The runs of an experiment that have failed, and why."""
+    """The runs of an experiment that have failed, each with its failure."""
     folder = procedure.experiment.folder
     return [(run, failure) for run in procedure.known_runs() if not run.outcome.ended and (failure := read_failure(folder, run))]
 
@@ -176,11 +176,11 @@ def _read(path: Path) -> Failure | None:
 # ---------------------------------------------------------------- jobs of a scheduler
 
 
-_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the variable from which submitit takes the signal that announces a job's end, here and in the job
-# options that all engines have
+_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the variable that names the signal by which submitit announces a job's end, here and in the job
+# options that submitit has for every engine
 _COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
 _DEFAULTS = {"name": "lm", "timeout_min": 60}
-_REQUEUES = 1000  # how often a job may meet its time limit
+_REQUEUES = 1000  # how often a job that meets its time limit is queued again
 
 
 class Training:
@@ -188,15 +188,15 @@ class Training:
 
     def __init__(self, run: Run, experiment: Path):
         self.run, self.experiment = run, experiment
-        self._children: Children | None = None  # made in the job, as its locks can't be sent there
+        self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
-        """Train the run, or continue it; returns the exit status and the seconds that the training took."""
+        """Train or continue the run, if its record names this job. Returns the exit status, and the seconds that training took."""
         self._children = Children(self.experiment)
         return self._children.train(self.run, None) if self._is_waited_for() else (128 + signal.SIGTERM, 0.0)
 
     def checkpoint(self) -> "DelayedSubmission":
-        """Let the run save and end; returns the same job, to be started again."""
+        """Let the run save a checkpoint and end. Returns the same job, which submitit queues again."""
         from submitit.helpers import DelayedSubmission
 
         if self._children:
@@ -216,12 +216,11 @@ class Training:
 
 
 class Cluster:
-    """The jobs of a scheduler, through submitit. They go on when this process ends; `lm compare` finds them again by their records.
+    """A scheduler's jobs that train runs, through submitit. They go on when this process ends; `lm compare` finds them by their records.
 
     Args:
         experiment: the experiment's folder, which all machines see; its subfolder OUTPUT holds the scripts and output of the jobs.
-        options: options of a job: those of submitit (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and those of sbatch, such as
-            partition.
+        options: options of each job: submitit's (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and sbatch's, such as partition.
         engine: the scheduler; `local`: the jobs are processes of this machine.
 
     Raises:
@@ -255,8 +254,8 @@ class Cluster:
         return f"local on {_host()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object]) -> "Job":
-        """Submit a job. Raises RunError: the scheduler refuses."""
-        # The terminal sends these signals to this process alone; a job of this machine inherits the set of blocked signals.
+        """Submit a job that calls `function`. Raises RunError: the scheduler refuses."""
+        # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process alone.
         signals = {signal.SIGINT, signal.SIGHUP}
         with self._lock:
             old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -275,8 +274,8 @@ class Cluster:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Submit a job that trains a run, or find the job that an earlier process has submitted, and wait for it. Returns the exit status,
-        and the seconds that the job took after its last start. A job that vanished counts as killed, perhaps for its memory."""
+        """Submit a job that trains a run, or find the job that an earlier process has submitted, and wait for its end. Returns the exit
+        status, and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps for its memory."""
         record = _job(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
@@ -296,12 +295,12 @@ class Cluster:
         self._stopping.set()
 
     def _is_alive(self, job: "Job", birth: Plain) -> bool:
-        """Whether a job waits or works. A job of this machine is a process, whose time of birth must be `birth`."""
+        """Whether a job is queued or running. A job of this machine is a process: it runs while the process born at `birth` is alive."""
         return bool(birth) and born(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
 def read_options(text: str) -> dict[str, str]:
-    """`partition=gpu,timeout_min=240` as a map. Raises ConfigError."""
+    """The values of options by name, from a text such as `partition=gpu,timeout_min=240`. Raises ConfigError."""
     options = {}
     for setting in filter(None, text.split(",")):
         name, separator, value = setting.partition("=")
@@ -312,7 +311,7 @@ def read_options(text: str) -> dict[str, str]:
 
 
 def _job(experiment: Path, run: Run) -> dict[str, Plain]:
-    """The record of a run's job: its scheduler, number and birth; {} if there is no job. Raises RunError: the record is damaged."""
+    """The record of a run's job: scheduler, job ID, birth of its process; {} if there is no job. Raises RunError: it is damaged."""
     path = log_path(experiment, run, JOB)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
@@ -324,7 +323,7 @@ def _job(experiment: Path, run: Run) -> dict[str, Plain]:
 
 
 class RunsFailed(RunError):
-    """Some runs of an experiment have no result; the others were trained."""
+    """Some runs of an experiment failed; all others that could be started were trained."""
 
 
 def retry(procedure: Procedure) -> None:
@@ -333,13 +332,13 @@ def retry(procedure: Procedure) -> None:
 
 
 class Jobs:
-    """Trains what an experiment needs until nothing is left, or nothing more can be done.
+    """Trains the runs that an experiment needs, until none is left or none of those left can be started.
 
     Args:
-        cluster: jobs that train the runs; None: this machine does.
+        cluster: the scheduler's jobs that train the runs; None: processes of this machine train them.
 
     Attributes:
-        known_runs: the runs that the experiment needs, as of the last look.
+        known_runs: the runs that the experiment needs, by the last reading of the run folders.
         pending: the runs that are being trained, with their GPUs.
         failed: failures by run folder.
         seconds: the seconds that ended runs would have taken without interruption, by size and arm.
@@ -354,12 +353,12 @@ class Jobs:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def work(self) -> None:
-        """Train until no run is left.
+        """Train runs until none is left.
 
         Raises:
             RunsFailed: some runs failed; it is raised when no other run can be started.
-            Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived, and the runs have saved a checkpoint.
-            RunError: a job of another scheduler trains one of the runs.
+            Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived. Runs of this machine have saved a checkpoint; a scheduler's jobs go on.
+            RunError: a job of another scheduler trains one of the runs, or a trained run lacks the primary metric.
         """
         self._check_jobs()
         self.pending = pending = dict[Future, tuple[Run, Devices]]()
@@ -369,7 +368,7 @@ class Jobs:
                     for run in self._startable_runs({run.config.run_folder for run, _ in pending.values()}):
                         devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
                         if devices is None:
-                            break  # no later run goes first: else a run of several GPUs would wait for as long as there are others
+                            break  # no later run starts first: else a run of several GPUs would wait for all smaller ones
                         pending[pool.submit(self.trainer.train, run, devices)] = run, devices
                     if not pending:
                         break
@@ -408,12 +407,12 @@ class Jobs:
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Runs that have neither ended nor failed, and whose starting weights exist."""
+        """Runs that have neither ended nor failed, are not under way (`running_folders`), and whose starting weights exist."""
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source
-            waits = source and (source.outcome.state != "finished" or source.config.run_folder in running_folders)
-            if run.outcome.ended or folder in running_folders | self.failed.keys() or waits:
+            waits_for_source = source and (source.outcome.state != "finished" or source.config.run_folder in running_folders)
+            if run.outcome.ended or folder in running_folders | self.failed.keys() or waits_for_source:
                 continue
             if failure := read_failure(self.folder, run):
                 self.failed[folder] = failure
@@ -452,20 +451,20 @@ class Jobs:
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result(self, run: Run, outcome: Outcome) -> str:
-        """The result of a finished run, in words, on the selection text, if there is such text: the value that chooses rates if it is a
-        tuning run, else the primary quantity."""
+        """Words for the value of a finished run, on the selection text or on all questions of a task. A tuning run has the value that
+        chooses rates, a final run the primary quantity. Without selection text the words are `finished`."""
         experiment = self.procedure.experiment
         quantity = experiment.primary.quantity
         try:
             if (experiment.chosen_by if run.stage == "tune" else quantity) == SELECTION:
                 return f"selection loss {digits(outcome.mean(SELECTION, True))}"
             value = amount(experiment.primary, self.procedure.quantity(outcome, True))
-        except NoDocuments:  # a progress line ends no experiment
+        except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
         return f"{quantity} ({experiment.measured_on(quantity, 'selection')}) {value}"
 
     def stop(self) -> None:
-        """Let the pending runs save a checkpoint and end; a second signal kills them."""
+        """Let the pending runs save a checkpoint, and wait for their end; a second signal kills them. A scheduler's jobs go on."""
         self.trainer.stop()
         try:
             wait(self.pending)

@@ -28,7 +28,7 @@ SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs 
 _NORMALIZER_GROUP = "optim.groups.normalizer."
 _OWN_KEYS = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
-# Evaluation kind by the first part of a metric's name; any other first part is the kind.
+# Evaluation kind by the prefix (before `/`) of a metric's name; any other prefix is the kind itself.
 KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
 
 
@@ -40,7 +40,7 @@ def kind_of_metric(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Swap:
-    """Another normalizer for the weights that an arm starts from, as `lm swap` gives it."""
+    """A swap, as of `lm swap`: the normalizer that an arm puts into the weights that it starts from."""
 
     to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
     init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: its default")
@@ -50,9 +50,9 @@ class Swap:
 class Arm:
     name: str
     changes: dict[str, Plain]  # how the arm's configuration differs from the base
-    start: str = ""  # the earlier arm whose trained weights it starts from; empty: random weights
-    swap: Swap | None = None  # the normalizer that replaces the weights' normalizer; None: the normalizer stays
-    trained: bool = True  # False: the swapped weights are measured as they are
+    start: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
+    swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
+    trained: bool = True  # False: the swapped weights are measured without further training
     # the step of `start` at which the arm branches off, with optimizer state and position in the data; None: no branch
     step: int | None = None
 
@@ -64,7 +64,7 @@ class Arm:
 
 @dataclass
 class Tune:
-    """The grid on which every arm is tuned."""
+    """How the learning rate of each arm, or another key, is chosen: on a grid, or from a table."""
 
     grid: list[int | float] | list[list[int | float]] = key(
         [], "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are", gt=0
@@ -85,7 +85,7 @@ class Tune:
 
     @property
     def rates(self) -> list[Rate]:
-        """The planned rates: the values of all keys together; none without a grid."""
+        """The planned rates, each with a value of every key; none without a grid."""
         return rates_of(self.axes) if self.grid else []
 
     @property
@@ -129,7 +129,7 @@ class Primary:
 
     @property
     def quantity(self) -> str:
-        """The name of the compared quantity in tables: the metric, or the tokens that it takes to reach a value."""
+        """The name of the compared quantity in tables: the metric, or the tokens until the metric reaches a value."""
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
@@ -140,8 +140,8 @@ class TuningRun:
     key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
     rate: Rate
     seed: int
-    # selection, primary: the mean of SELECTION and the primary quantity on the selection text. Infinite: the run diverged, or did not reach
-    # its level; None: not known
+    # selection, primary: SELECTION (val/loss) and the primary quantity, each on the selection text. Infinite: the run diverged, or never
+    # reached `primary.reach`; None: not known
     selection: float | None
     primary: float | None
     configuration: str  # the settings of the run, as `settings_words` gives them
@@ -153,9 +153,9 @@ class TuningRun:
 
 @dataclass(frozen=True)
 class Departure:
-    """A difference between an experiment and its plan, in words."""
+    """A difference between an experiment and its recorded plan."""
 
-    words: str
+    words: str  # the difference in words
     exploratory: bool = True  # whether the difference makes verdicts exploratory; if not, it is only noted
     place: tuple[str, str] | None = None  # the size and arm whose verdict is concerned; None: all verdicts
 
@@ -164,7 +164,7 @@ class Departure:
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline."""
 
-    name: str  # the file's name; runs lie in the base configuration's `runs`, in a folder of this name
+    name: str  # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
     base: dict[str, Plain]  # plain configuration that all arms share
     arms: tuple[Arm, ...]
     sizes: dict[str, dict[str, Plain]]  # changes of the configuration by size; an experiment without sizes has one size with an empty name
@@ -181,7 +181,7 @@ class Experiment:
     look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
     departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
-    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # by their keys except `_OWN_KEYS`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # parsed, by all keys but `_OWN_KEYS`
 
     @property
     def command(self) -> str:
@@ -195,7 +195,7 @@ class Experiment:
 
     @property
     def looks(self) -> int:
-        """The number of times that the data may be judged; the error rate of 5 % is divided among them."""
+        """The number of times that the data may be judged; the error rate of 5 % is divided among these looks."""
         return 2 if self.more_seeds else 1
 
     @property
@@ -209,12 +209,12 @@ class Experiment:
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity
 
     def measured_on(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Words for what a quantity is measured on: the text of a part of the documents, or questions of tasks, which have no parts."""
+        """Words for what a quantity is measured on: the selecting or reporting documents (`part`), or all questions of a task."""
         return "all questions" if quantity == self.primary.quantity and self._asks_questions else f"{part} text"
 
     @cached_property
     def _asks_questions(self) -> bool:
-        """Whether the primary metric is a fraction of questions that are answered."""
+        """Whether the primary metric is an accuracy: the fraction of questions that are answered correctly."""
         return self.evaluated(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
 
     def cost(self, value: float) -> float:
@@ -223,16 +223,16 @@ class Experiment:
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
-        """The value of a tuning run that chooses rates. Infinite: the run diverged, or did not reach its level; None: not known."""
+        """A tuning run's value of the metric that chooses rates. Infinite: it diverged, or did not reach its level; None: not known."""
         return run.selection if self.tune.metric == SELECTION else run.primary
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
-        """The costs of a size's tuning runs, to be minimized, by arm, rate and seed (ascending)."""
+        """The costs (`cost`) of a size's tuning runs: by arm and rate, a list over seeds (ascending)."""
         values = by_arm_and_rate(runs, size, self.choice_value)
-        return {arm: {rate: [self.cost(value) for value in numbers] for rate, numbers in rates.items()} for arm, rates in values.items()}
+        return {arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()} for arm, rates in values.items()}
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """The tuned keys with their values at a rate. Keys of the normalizer's parameters are left out if the arm's normalizer has none."""
+        """The tuned keys with their values at a rate, without `optim.groups.normalizer.*` if the arm's normalizers have no parameters."""
         if rate is None:
             return {}
         values = dict(zip(self.tune.keys, coordinates(rate), strict=True))
@@ -261,16 +261,16 @@ class Experiment:
 
     @property
     def any_rate(self) -> Rate | None:
-        """A rate of the grid or of the table; None without tuning."""
+        """The first rate of the grid or of the table, as an example; None without tuning."""
         return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
 
     def config_of(self, size: str, arm: Arm) -> Config:
-        """The configuration of an arm's run of the first seed and rate, but for its name. Raises ConfigError."""
+        """The configuration of an arm's run with the first seed and rate, under the name `any`. Raises ConfigError."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """The configuration of one run; `rate` holds the values of the tuned keys. Runs that differ in `_OWN_KEYS` alone share one parsed
-        configuration, and so do experiments that `replace` has made of each other. Raises ConfigError."""
+        """The configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all other keys. Runs that differ
+        in `_OWN_KEYS` alone share one parsed configuration, also across copies of the experiment (`replace`). Raises ConfigError."""
         plain = self.base
         for block in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
@@ -292,12 +292,12 @@ class Experiment:
 
     @property
     def evaluate_overrides(self) -> list[str]:
-        """`evaluate` as the `KEY=VALUE` of `lm eval`."""
+        """`evaluate` as `KEY=VALUE` arguments of `lm eval`."""
         return [override(path, value) for path, value in _leaves(self.evaluate)]
 
 
 def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:
-    """The values of nested blocks by their dotted paths; lists are values."""
+    """Yield the dotted path of each value in nested blocks, with the value; lists and empty blocks are values."""
     for name, value in plain.items():
         if is_block(value) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -307,8 +307,8 @@ def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Pl
 
 def config_hash(config: Config) -> str:
     """A hash (eight hexadecimal digits) of all keys that decide what a run learns and how it is measured: another hash means another run.
-    Keys that are null (off) are left out, so that new keys of a later version do not change the hash. `init_from` counts literally: in a
-    run that starts from another run of its experiment, it must not hold the location of the experiment (`lm.experiments.procedure`)."""
+    Keys that are null (off) are left out, so that new keys of a later version do not change the hash. `init_from` counts as text: for a run
+    that starts from another run, `lm.experiments.procedure` replaces it by a path that does not depend on where the experiment lies."""
     return hashlib.sha256(json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -320,7 +320,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 
 @cache
 def omitted_keys() -> dict[str, Plain]:
-    """The `deciding_keys` that plain data leave out while they have their defaults, with these."""
+    """The `deciding_keys` that `to_plain` leaves out while they have their defaults, with these defaults."""
     default_keys = deciding_keys(to_plain(Config(), whole=True))
     return {path: value for path, value in default_keys.items() if path not in _defaults()}
 
@@ -328,10 +328,10 @@ def omitted_keys() -> dict[str, Plain]:
 def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
     """The settings of a run that are not at their defaults, as `KEY=VALUE; KEY=VALUE`, without seed, precision and tuned keys.
 
-    source_name: the arm whose weights the run starts from, which replaces their path; empty: none.
+    source_name: the arm whose weights the run starts from, named in place of their path; empty: random weights.
     """
-    plain, omitted_keys = flatten(to_plain(config)), (*tuned_keys, "init_from", "branch_from")
-    changed_keys = [path for path, value in plain.items() if value not in (None, _defaults().get(path)) and path not in omitted_keys]
+    plain, skipped_keys = flatten(to_plain(config)), (*tuned_keys, "init_from", "branch_from")
+    changed_keys = [path for path, value in plain.items() if value not in (None, _defaults().get(path)) and path not in skipped_keys]
     settings = {path: plain[path] for path in changed_keys if effect_of(path).affects in ("model", "training")}
     settings |= {"from": source_name} if source_name else {}
     return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
@@ -350,9 +350,9 @@ def differing_keys(description: str, other_description: str) -> list[str]:
 def by_arm_and_rate(
     runs: Iterable[TuningRun], size: str, value_of: Callable[[TuningRun], float | None]
 ) -> dict[str, dict[Rate, list[float]]]:
-    """The values of a size's tuning runs, by arm, rate and seed (ascending); values that are None are left out."""
-    numbers: dict[str, dict[Rate, list[float]]] = {}
+    """The values (`value_of`) of a size's tuning runs: by arm and rate, a list over seeds (ascending) without None values."""
+    values: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):
-        if (number := value_of(run)) is not None:
-            numbers.setdefault(run.arm, {}).setdefault(run.rate, []).append(number)
-    return numbers
+        if (value := value_of(run)) is not None:
+            values.setdefault(run.arm, {}).setdefault(run.rate, []).append(value)
+    return values

@@ -43,7 +43,7 @@ _FILES = ("compare.lock", "pilot.json", RESOLVED, "tuning.csv", "verdicts.csv", 
 TAKEN = {
     "arms": (".", ".."),
     "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES),
-}  # names that no arm or size may have: a size's folder lies beside these
+}  # reserved names, which no arm or size may have: a size's folder lies beside these files and folders
 _NAME = "letters, digits, '-', '_' and '.'"
 _KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
 
@@ -105,11 +105,11 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     for prefix, changes in blocks.items():
         for path in sorted(fixed_keys & set(flatten(changes))):
             problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
-    # The checks above are of the block's own keys alone: its files may hold a key that the experiment sets, such as a learning rate.
+    # Only a block's own keys are checked above: files that its `base` names may hold a key that the experiment sets, such as optim.lr.
     full_arms: dict[str, Arm] = {}
     for arm in arms:
         changes = over_bases(arm.changes, file, f"arms.{arm.name}.base")
-        if arm.start in full_arms and (arm.step is not None or not arm.trained):  # it changes the run that it starts from
+        if arm.start in full_arms and (arm.step is not None or not arm.trained):  # its changes are laid over its source's
             changes = merge(merge(full_arms[arm.start].changes, {} if arm.trained else {"phases": []}), changes)
         full_arms[arm.name] = replace(arm, changes=changes)
     arms = tuple(full_arms.values())
@@ -175,7 +175,7 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
 
 
 def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problems: list[Problem]) -> dict[str, Plain]:
-    """The changes of an arm, including the normalizer that its weights are swapped to."""
+    """The changes of an arm with the normalizer of its `swap` among them; what is wrong with the normalizer is added to `problems`."""
     try:
         with PLUGINS.trusted():
             options = OPTIONS[swap.to]
@@ -268,13 +268,13 @@ def _number(text: str) -> float:
 
 
 def _with_steps(experiment: Experiment) -> Experiment:
-    """The experiment with `trainer.max_steps` in each size that sets `trainer.tokens_per_parameter`. All arms get the baseline's steps."""
+    """The experiment with `trainer.max_steps` in each size that has `trainer.tokens_per_parameter`: all arms make the baseline's steps."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
         has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
-        # The baseline comes last: its steps replace those of another arm, unless its configuration is wrong or sets its own steps.
+        # The baseline comes last: its number of steps replaces another arm's, unless its configuration is wrong or sets max_steps.
         for arm in reversed(experiment.arms) if has_tokens else ():
-            with suppress(ConfigError):  # `check_experiment` reports it with the size and arm
+            with suppress(ConfigError):  # `check_experiment` reports the error with size and arm
                 config = experiment.config_of(size, arm)
                 if config.trainer.max_steps is None:
                     from lm.model.spec import steps_of  # torch takes seconds to import
@@ -313,7 +313,7 @@ _LENGTH_KINDS = ("validation", "long_context", "texts")
 
 
 def check_experiment(experiment: Experiment) -> None:
-    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError: lists all problems."""
+    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all problems."""
     problems = [*_check_table(experiment), *_check_evaluate(experiment)]
     places_by_problem: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
@@ -329,7 +329,7 @@ def check_experiment(experiment: Experiment) -> None:
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 places_by_problem.setdefault(str(problem), []).append((size, arm.name))
-    problems += [f"{_places(experiment, places)}{text}" for text, places in places_by_problem.items()]
+    problems += [f"{_place_words(experiment, places)}{text}" for text, places in places_by_problem.items()]
     for size in experiment.sizes:
         problems += _check_arms(experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs])
     problems += _check_sizes(experiment, configs)
@@ -337,9 +337,9 @@ def check_experiment(experiment: Experiment) -> None:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
 
-def _places(experiment: Experiment, places: list[tuple[str, str]]) -> str:
-    """The sizes and arms that a message begins with; empty if `places` holds every arm in every size. A single size that has a name is
-    named even then."""
+def _place_words(experiment: Experiment, places: list[tuple[str, str]]) -> str:
+    """Words for sizes and arms, with which an error message begins. Empty if `places` holds every arm in every size, unless there is a
+    single size and it has a name."""
     if len(places) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
         return ""
     words = []
@@ -387,8 +387,8 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that an arm's source keeps the checkpoint at which the arm branches off. Steps must remain after it, and only settings that may
-    change during a run may differ."""
+    """Check that an arm's source keeps the checkpoint at which the arm branches off, and that steps remain after this checkpoint. Only
+    settings that may change during a run may differ."""
     interval, steps = source.checkpoint_every, source.trainer.max_steps
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
@@ -406,7 +406,7 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
 
 
 def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that an arm has the model whose trained weights it starts from, its normalizer included unless it is swapped."""
+    """Check that an arm has the model of the arm whose weights it starts from, with the same normalizer unless `swap` replaces it."""
     if not arm.swap and config.plan[0].normalizer != source.plan[-1].normalizer:
         reason = f"has another normalizer than {arm.start}, whose weights it starts from"
         remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
@@ -437,7 +437,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
 
 
 def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
-    """The tasks that a configuration's primary metric is measured on, where its training tasks may decide them; else []."""
+    """The tasks on which the primary metric is measured, if the training tasks in `config` may decide them; else []."""
     metric, data, recall = experiment.primary.metric, config.data, experiment.evaluated(config).eval.recall
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
@@ -451,7 +451,7 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
-    """Check that the evaluations of a run log the primary metric, by its name, and often enough for `primary.reach`. Raises ConfigError."""
+    """Check that the evaluations of a run log the primary metric under its name, often enough for `primary.reach`. Raises ConfigError."""
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     kind, steps = kind_of_metric(metric), config.trainer.max_steps
     if kind not in kinds:
@@ -459,7 +459,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         patterns = ", ".join(f"{prefixes.get(name, name)}/..." for name in kinds)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)])
-    names = {name: _names(config, name) for name in kinds}
+    names = {name: _metric_names(config, name) for name in kinds}
     if (kind_names := names[kind]) is not None and metric not in kind_names:
         all_names = [name for metric_names in names.values() for name in metric_names or ()]
         raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
@@ -475,7 +475,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
 
 
 def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
-    """Check that the direction and the numbers of the primary metric can be those of its quantity. Raises ConfigError."""
+    """Check that `primary.better` is lower for a loss and higher for an accuracy, whose levels are at most 1. Raises ConfigError."""
     problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:
         problems.append(Problem("primary.better", primary.better, f"of {primary.metric}, {better} is better", f"write `better: {better}`"))
@@ -487,13 +487,13 @@ def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
         raise ConfigError(problems)
 
 
-def _names(config: Config, kind: str) -> list[str] | None:
-    """The metrics that a kind of evaluation measures by unit; None if their names are unknown before the first measurement."""
+def _metric_names(config: Config, kind: str) -> list[str] | None:
+    """The metrics that an evaluation measures by unit (sequence, question); None if they are unknown before the first measurement."""
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
-    parts = task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
-    return [SELECTION, *(f"{SELECTION} {part}" for part in parts if len(parts) > 1)]
+    subjects = task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
+    return [SELECTION, *(f"{SELECTION} {subject}" for subject in subjects if len(subjects) > 1)]
 
 
 def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
@@ -509,8 +509,8 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every arm and size, at several rates with several seeds. All arms must have the same
-    seeds at a rate, and none may be a final seed."""
+    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds. All arms must have
+    the same seeds at a rate, and none of these may be a final seed."""
     table_file = experiment.tune.table
     if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")

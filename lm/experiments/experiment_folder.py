@@ -31,22 +31,22 @@ from lm.statistics.tuning import coordinates, rate_of
 if TYPE_CHECKING:
     from lm.model.device import ResolvedSetting
 
-PLAN = "plan"  # key in RESOLVED: the plan when the file was written; null: the plan was lost
-_CODE = "code"  # key in RESOLVED: version of each code from outside that runs are trained with
+PLAN = "plan"  # key in RESOLVED: the plan; null: unknown, as the file was written after final runs were measured
+_CODE = "code"  # key in RESOLVED: versions of the plugins (code from outside lm) that runs are trained with
 _OVERRIDES = "overrides"  # key in RESOLVED: the overrides of the first start
 
 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
-    """An experiment as it stands: nothing is prepared, trained or written.
+    """Open an experiment, as its file and run folders are now: nothing is prepared, trained or written.
 
     Seeds of the second look are included if the first look was undecided. If the file leaves precision, compilation or threads open, the
     settings of the first start hold. Before a first start they are resolved for this machine.
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
-        anew: open the experiment although its folder has ended runs of another configuration alone (`other_runs`).
+        anew: open the experiment although its folder has none of its runs, but ended runs of another configuration (`other_runs`).
 
-    Raises LMError: the file is wrong, or the experiment's folder is something else.
+    Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED is damaged, or `anew` is needed.
     """
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
@@ -68,12 +68,12 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 def start(
     path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timed: Callable[[Procedure], Times] | None = None
 ) -> Procedure:
-    """An experiment that can be trained: its text is prepared, and the settings that all runs share are fixed. If several processes start
-    it at the same time, one of them fixes the settings.
+    """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start it at the same time,
+    one of them fixes the settings.
 
-    timed: a function that gives the seconds of runs, as far as they are known. They decide whether to compile; without them, FLOPs do.
+    timed: gives the seconds of a run by size and arm, as far as known. They decide whether runs are compiled; without them, FLOPs do.
 
-    Raises LMError: as `open_experiment`; or the text can't be prepared, or is not the text of the first runs.
+    Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins are not what the first runs had.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
@@ -87,11 +87,11 @@ def start(
         settings["compile"] = compilation.value == "true"
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
-    measured, plan = is_measured(experiment), plan_of(experiment)
+    has_measured_runs, plan = is_measured(experiment), plan_of(experiment)
     plugin_names = [run.config.plugin_names_by_key for run in procedure.known_runs()]
     code = PLUGINS.versions({name for names in plugin_names for key, name in names.items() if not key.startswith("eval.")})
-    settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if measured else plan, _CODE: code}
-    if not write_new(settings_file, json_bytes(settings)) and not measured:  # no measurement exists that the plan could be chosen by
+    settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if has_measured_runs else plan, _CODE: code}
+    if not write_new(settings_file, json_bytes(settings)) and not has_measured_runs:  # the plan may change before a final run is measured
         old_settings = read_json(settings_file)
         new_settings = old_settings | ({PLAN: plan} if is_another(old_settings.get(PLAN), plan) else {})
         new_settings |= {name: settings[name] for name in ("seeds", _CODE) if name in old_settings}
@@ -108,24 +108,24 @@ def start(
 
 
 def _check_parts(experiment: Experiment, store: Store) -> None:
-    """Check that held-out documents are left to choose rates on, and to report. Raises ConfigError."""
+    """Check that there are held-out documents that choose learning rates, and others that report. Raises ConfigError."""
     metric, tune = experiment.primary.metric, experiment.tune
     uses = [("report", metric)]
-    if tune.grid:  # tables show both of each tuning run
+    if tune.grid:  # tables show both metrics of each tuning run
         uses += [("choose learning rates", SELECTION), ("choose learning rates", metric)]
     elif experiment.is_tuned:
         uses += [("choose learning rates", SELECTION if tune.metric == SELECTION else metric)]
     config = experiment.evaluated(experiment.first_config)
-    documents = {measured: _documents(config, store, measured) for _, measured in uses}
-    for use, measured in uses:
-        labels = documents[measured]
+    documents = {used_metric: _documents(config, store, used_metric) for _, used_metric in uses}
+    for use, used_metric in uses:
+        labels = documents[used_metric]
         if labels is not None and not (selects(store.fingerprint, labels) == (use != "report")).any():
-            reason = f"none of the {len(set(labels.tolist()))} held-out documents of {measured} is left to {use} on"
+            reason = f"none of the {len(set(labels.tolist()))} held-out documents of {used_metric} is left to {use} on"
             raise ConfigError([Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")])
 
 
 def _documents(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """The label, (sequences,), of the held-out document in which each sequence of a metric begins; None: documents don't divide them."""
+    """The label, (sequences,), of the held-out document in which each sequence of a metric begins; None: it has no such sequences."""
     from lm.evaluation.held_out import ByLength, LongContext, Validation
 
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
@@ -140,21 +140,21 @@ def _documents(config: Config, store: Store, metric: str) -> np.ndarray | None:
 
 
 def other_runs(procedure: Procedure) -> str:
-    """A note on ended runs in an experiment's folder with its arms, rates and seeds but another configuration; empty if there are none. It
-    gives their number, the keys that differ, and the command that continues them. Arms that start from others are left out: the arms that
-    they start from show the difference."""
+    """A note on ended runs in an experiment's folder whose configuration differs from their arm's in more than rate and seed; empty without
+    such runs. The note gives their number, the keys that differ, and the command that continues them. Arms that start from others are left
+    out: the arms that they start from show the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     arms = {arm.name: arm for arm in experiment.arms if not arm.start}
     tuned_values = dict(zip(experiment.tune.keys, coordinates(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
-    differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested one, None where it is not set
+    differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested value; None: not set
     sized_files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
     for run_size, file in sized_files:
         plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
         values, place = omitted_keys() | deciding_keys(plain), plain.get("experiment") or {}
         last_step, arm, cell = values.get("trainer.max_steps"), arms.get(place.get("arm")), place.get("rate")
-        n_tuned = 0 if cell is None else len(str(cell).split(" / "))
+        n_tuned_keys = 0 if cell is None else len(str(cell).split(" / "))
         has_ended = isinstance(last_step, int) and step_path(file.parent / CHECKPOINTS, last_step).exists()
-        if not arm or not has_ended or n_tuned != len(tuned_values):
+        if not arm or not has_ended or n_tuned_keys != len(tuned_values):
             continue
         rate = rate_of(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
         requested_values = omitted_keys() | deciding_keys(to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config))
@@ -173,8 +173,8 @@ def other_runs(procedure: Procedure) -> str:
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """The overrides that give the keys the folder's values. Without differing keys these are the overrides of the experiment's first start;
-    None if they are unknown, or equal the present ones."""
+    """The experiment's overrides, changed to give the differing keys the values of the runs in its folder. Without differing keys, the
+    overrides of its first start; None if these are unknown, or are its present overrides."""
     if not differing_values:
         settings_file = experiment.folder / RESOLVED
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
@@ -253,13 +253,13 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def is_another(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
-    """Whether a plan is known and differs from the current plan in more than its time; the order of the arms counts as far as it names the
-    baseline."""
+    """Whether a plan is known and differs from the current plan in more than its time. The order of the arms counts only as far as it
+    decides which arm is the baseline."""
     return bool(plan) and ({**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"]))
 
 
 def _baseline(arms: dict[str, dict[str, str]]) -> str:
-    """The baseline of a plan's arms, the first; empty without arms."""
+    """The name of the baseline, the first of a plan's arms; empty without arms."""
     return next(iter(next(iter(arms.values()), {})), "")
 
 
@@ -301,7 +301,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
 
 
 def _extends(value: Plain, planned_value: Plain) -> bool:
-    """Whether a value is the planned one, or a list with all of the planned one: further measurements do not change a metric."""
+    """Whether a value equals the planned value, or is a list with all planned elements: further elements do not change a metric."""
     are_lists = isinstance(value, list) and isinstance(planned_value, list)
     return value == planned_value or (are_lists and all(element in value for element in planned_value))
 
@@ -309,19 +309,19 @@ def _extends(value: Plain, planned_value: Plain) -> bool:
 def _changed_arms(
     planned_arms: dict[str, dict[str, str]], current_arms: dict[str, dict[str, str]], arms: Sequence[Arm], plan_time: str
 ) -> list[Departure]:
-    """Departures for arms that were added, left out, or changed. A change of the baseline, or a smaller family of comparisons, concerns all
-    arms, and a change of another arm concerns those that start from its weights."""
+    """Departures for arms that were added, left out, or changed. A change of the baseline, or an arm that is left out, concerns all
+    verdicts. A change of another arm concerns its own verdict and the verdicts of arms that start from its weights."""
     changes, baseline, sources = [], arms[0].name, {arm.name: arm.start for arm in arms}
 
-    def change(size: str, arm: str) -> str:
+    def change_words(size: str, arm: str) -> str:
         planned_hash, current_hash = planned_arms.get(size, {}).get(arm), current_arms.get(size, {}).get(arm)
         if planned_hash != current_hash:
             return "was added" if planned_hash is None else "is left out" if current_hash is None else "has another configuration"
-        return f"starts from an arm that {words}" if sources.get(arm) and (words := change(size, sources[arm])) else ""
+        return f"starts from an arm that {words}" if sources.get(arm) and (words := change_words(size, sources[arm])) else ""
 
     places = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
     for size, arm in places:
-        if words := change(size, arm):
+        if words := change_words(size, arm):
             place = None if arm == baseline or arm not in current_arms.get(size, {}) else (size, arm)
             name = ", ".join(filter(None, (arm, size)))
             changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", place=place))

@@ -15,7 +15,7 @@ from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_le
 from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-INTERVALS = ("difference", "factor", "alone")  # intervals of a line: the columns of their ends exist even if all are empty
+INTERVALS = ("difference", "factor", "alone")  # entries of `Judgement.lines`; a CSV has columns for their ends even if all are empty
 Place = tuple[str, str]  # size and arm
 Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
@@ -25,7 +25,7 @@ class JudgedRun:
     arm: str
     state: str  # finished, unfinished or diverged
     note: str  # how the run diverged, or that the finished run did not learn, in words
-    # values, weights: (units,) the metric of each unit, or one number of the whole run, such as the tokens of `primary.reach`
+    # values, weights: (units,) the metric and weight of each unit; or one value of the whole run, such as the tokens to `primary.reach`
     values: np.ndarray
     weights: np.ndarray
     groups: np.ndarray | None  # (units,) the document of each unit; None: the units are not parts of documents
@@ -45,12 +45,12 @@ ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each r
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """A question, the runs that answer it, and their verdicts."""
+    """A question about arms, the runs that answer it, and the verdicts on the arms."""
 
     primary: Primary  # the metric, the direction that is better, and the smallest difference of interest
     arms: tuple[str, ...]  # the names of the arms, the baseline first
     seeds: tuple[int, ...]  # the seeds that are planned for each arm
-    # the rate at which each arm is judged, by size; an arm without a rate is not tuned. None: not known yet
+    # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. None in place of the arms: not known yet
     rates: Mapping[str, Mapping[str, Rate | None] | None]
     runs: Mapping[Place, ByRate]  # the runs by size and arm; every arm has every seed at each of its rates
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
@@ -58,8 +58,8 @@ class Judgement:
     looks: int = 1  # the number of times that the data may be judged
     sources: Mapping[str, list[str]] = field(default_factory=dict)  # the names of the arms whose weights an arm starts from, by that arm
     exploratory: Collection[Place] = ()  # the sizes and arms whose verdicts are exploratory
-    key: str = "rate"  # the heading of the rates
-    measured_on: str = ""  # the heading of the means
+    key: str = "rate"  # the heading of the column of rates
+    measured_on: str = ""  # what means are measured on, for the heading of their column
 
     @property
     def places(self) -> list[Place]:
@@ -68,12 +68,12 @@ class Judgement:
 
     @property
     def alpha(self) -> float:
-        """The error level of one comparison at one look, at which all comparisons together hold with 95 %."""
+        """The error level of one comparison at one look, at which all intervals together hold with 95 %."""
         return ALPHA / max(1, len(self.places)) / self.looks
 
     @cached_property
     def verdicts(self) -> dict[Place, Verdict]:
-        """The verdict on each arm except the baseline, in each size; with `primary.reach`, its interval is that of a factor."""
+        """The verdict on each arm except the baseline, in each size; with `primary.reach`, its interval is of a factor of tokens."""
         primary = self.primary
         if primary.learned is not None:
             results = learned_verdicts({place: self.learned_counts(*place) for place in self.places}, self.looks)
@@ -85,7 +85,7 @@ class Judgement:
                 for place, verdict in results.items()
             }
         return {
-            place: replace(verdict, exploratory=place in self.exploratory, reason=verdict.reason + self._not_learned(*place))
+            place: replace(verdict, exploratory=place in self.exploratory, reason=verdict.reason + self._not_learned_words(*place))
             for place, verdict in results.items()
         }
 
@@ -107,10 +107,10 @@ class Judgement:
         pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         arm_rates = arm_runs.keys()
         decisive_runs = _decisive_runs(pair, arm_runs, baseline_runs)
-        has_begun = any(run.arm == arm and run.ended for run in decisive_runs)  # before, a baseline that diverged says nothing of the arm
+        has_begun = any(run.arm == arm and run.ended for run in decisive_runs)  # before that, a diverged baseline says nothing of the arm
         diverged_runs = [run for run in decisive_runs if has_begun and run.state == "diverged"]
         reason = "; ".join(run.note for run in diverged_runs[:3]) + ("; ..." if len(diverged_runs) > 3 else "")
-        if diverged_runs:  # nothing can be claimed: the runs at the judged rates are shown
+        if diverged_runs:  # no claim is possible: only the runs at the judged rates are shown
             arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
         else:
             arm_runs, baseline_runs = _usable_runs(arm_runs, pair[0], counts_tokens), _usable_runs(baseline_runs, pair[1], counts_tokens)
@@ -136,7 +136,7 @@ class Judgement:
         )  # fmt: skip
 
     def learned_counts(self, size: str, arm: str) -> LearnedCounts:
-        """The numbers of runs so far that have learned, of an arm and of the baseline."""
+        """How many runs of an arm and of the baseline have learned so far, at each pair of their rates."""
         rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None or not {arm, baseline} <= rates.keys():
             return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
@@ -144,17 +144,17 @@ class Judgement:
         runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
         seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.ended for run in runs)]
 
-        def learned(runs: list[JudgedRun]) -> int:
+        def learned_count(runs: list[JudgedRun]) -> int:
             return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
 
         run_pairs = [(arm_runs[pair[0]], baseline_runs[pair[1]]), *product(arm_runs.values(), baseline_runs.values())]
-        pairs = [(learned(runs), learned(base_runs)) for runs, base_runs in run_pairs]
+        pairs = [(learned_count(runs), learned_count(base_runs)) for runs, base_runs in run_pairs]
         diverged_count = sum(run.state == "diverged" for run in _decisive_runs(pair, arm_runs, baseline_runs))
         return LearnedCounts(pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
         """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, the baseline has one
-        rate: the arm's runs continue its runs at that rate. The baseline's rates that the arm has, too, come first."""
+        rate, as the arm's runs continue its runs at that rate. For an arm from random weights, shared rates come first."""
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
@@ -162,8 +162,8 @@ class Judgement:
         rate = self.rates[size][baseline]
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
-    def _not_learned(self, size: str, arm: str) -> str:
-        """The finished runs of an arm and of the baseline that did not learn, in words that follow a reason; empty if all have learned."""
+    def _not_learned_words(self, size: str, arm: str) -> str:
+        """Words that follow a verdict's reason: which finished runs of the arm and the baseline did not learn; empty if all did."""
         runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
@@ -184,14 +184,14 @@ class Judgement:
         """One entry for each size and arm: rate, number of finished runs, means of the primary metric, verdict, difference and intervals.
 
         The mean is over the seeds that all arms have finished. An arm with several rates has a mean at each rate, too. A difference has an
-        interval over seeds, and one over seeds and documents. With `primary.reach`, means are geometric, of tokens over the runs that
-        `reached` it, and factors replace differences. With `primary.learned`, an entry has the number of `learned` runs among those that
-        `ended`, and the interval of the fraction.
+        interval over seeds, and one over seeds and documents. With `primary.reach`, means are geometric means of tokens, null if a run did
+        not reach the value; `reached` counts the runs that did, and factors replace differences. With `primary.learned`, an entry has the
+        number of `learned` runs among the `ended` runs, and the interval of their fraction.
         """
         return [self._line(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
 
     def common_seeds(self, size: str) -> list[bool]:
-        """Whether all arms that have finished any seed have finished this seed, for each seed; means are over the seeds where they have."""
+        """For each seed, whether means in this size include it: all arms with a finished run have finished this seed."""
         finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
         return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
 
@@ -205,7 +205,7 @@ class Judgement:
         )
 
     def _line(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
-        """The line of an arm. `common_seeds`: whether the mean includes a seed, by seed."""
+        """The entry of `lines` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
         primary, runs = self.primary, self.judged_runs(size, arm)
         counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
@@ -236,7 +236,7 @@ class Judgement:
 
     def power(self, seed_count: int) -> Iterator[str]:
         """Sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
-        spread is that of the measured differences, else the expected `primary.spread`."""
+        spread is the standard deviation of the measured differences, else the expected `primary.spread`."""
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
@@ -248,7 +248,7 @@ class Judgement:
         spread, source = primary.spread, "primary.spread"
         if seed_differences:
             degrees = [len(differences) - 1 for differences in seed_differences]
-            # of standard errors, in which mere rounding counts as no spread
+            # variances over seeds, from standard errors: these are 0 where values differ by rounding alone
             variances = [len(differences) * over_seeds(differences).error ** 2 for differences in seed_differences]
             spread = math.sqrt(np.average(variances, weights=degrees))
             source = "the seeds that have ended"
@@ -267,14 +267,14 @@ class Judgement:
 
 
 def _decisive_runs(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
-    """The runs that every claim needs: those at the judged rates, and those at the rates that tuning chose."""
+    """The runs of an arm and the baseline that every claim needs: at the judged rates (`pair`), and at the rates that tuning chose."""
     chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
     return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
 
 def _usable_runs(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:
-    """The runs without those rates at which a run diverged or never reached the level: they can't be an arm's best. The judged rate and the
-    rate that tuning chose stay."""
+    """The runs of an arm, without rates at which a run diverged or never reached the level: these rates can't be the arm's best. The judged
+    rate and the rate that tuning chose stay."""
 
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
@@ -300,5 +300,5 @@ def _mean(values: list[float], geometric: bool) -> float | None:
 
 
 def finite(interval: Interval | None) -> list[float | None] | None:
-    """[mean, low, high], null where not finite."""
+    """[mean, low, high] of an interval, None in place of values that are not finite; None without an interval."""
     return interval and [value if math.isfinite(value) else None for value in interval.as_list()]

@@ -24,13 +24,13 @@ from lm.schema import Plain
 from lm.statistics.tuning import rate_words
 
 REFRESH_SECONDS = 1.0
-MOST_RUNS = 20  # more runs are shown in groups
+MOST_RUNS = 20  # largest number of rows; more runs are shown in groups
 ENDED = ("finished", "diverged")
 STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
 _NUMBERS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
 _STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
-_SINGLE_RUN = ("size", "arm", "rate", "seed", "stage")  # what tells single runs apart
-_GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # from the finest to the coarsest
+_SINGLE_RUN = ("size", "arm", "rate", "seed", "stage")  # columns that tell single runs apart
+_GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # columns of groups, finest first
 
 
 @dataclass
@@ -45,7 +45,7 @@ class RunLine:
 class LiveTable:
     """A text table of an experiment's known runs, or of groups of them, with state, step and validation loss.
 
-    It reads the runs that `jobs` knows, and the ends of the logs of pending runs.
+    It reads the runs that `jobs` knows, and the last logged values of pending runs.
 
     times: seconds that a run takes, by size and arm, as the plan estimates them; {}: not known.
     """
@@ -75,18 +75,18 @@ class LiveTable:
         lines = self.lines()
         if not lines:
             return Text("reading the run folders")
-        room = max(1, min(MOST_RUNS, height - 6))  # without borders, heading and the line below
+        max_rows = max(1, min(MOST_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
         for names in (_SINGLE_RUN, *_GROUPS):
             groups: dict[tuple, list[RunLine]] = {}
             for line in lines:
                 groups.setdefault(attrgetter(*names)(line.run), []).append(line)
-            if len(groups) <= room:
+            if len(groups) <= max_rows:
                 break
         table = from_lines("", [self._row(names, group) for group in groups.values()], _NUMBERS)
         return Group(grid(table), Text(self._progress_words(lines)))
 
     def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The row of a group of lines whose runs are equal in `names`, without columns of things that the experiment does not have."""
+        """The table row of a group of runs with equal values of `names`, without columns for sizes or rates if the experiment has none."""
         first_line, is_single = group[0], names == _SINGLE_RUN
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
@@ -116,8 +116,8 @@ class LiveTable:
             added_count = max(Counter(size for size, _ in rates).values(), default=0)
             growth = f", whose grid has grown by {added_count}" if added_count else ""
             words.append(f"tuning{growth}: {f'{remaining_count} runs left' if remaining_count else 'done'}")
-        if waiting_lines := [line for line in lines if line.state in ("running", "waiting")]:
-            seconds = [self._seconds(line) for line in waiting_lines]
+        if unfinished_lines := [line for line in lines if line.state in ("running", "waiting")]:
+            seconds = [self._seconds(line) for line in unfinished_lines]
             is_known = None not in seconds
             words.append(
                 f"about {duration(sum(seconds) / self.jobs.slots.jobs)} left" if is_known else "how long it takes is not known yet"
@@ -125,14 +125,14 @@ class LiveTable:
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
-        """Seconds of a slot that a run still takes, by the mean of ended runs of its size and arm, else by the plan; None: not known."""
+        """Slot-seconds that a run still takes, by the mean of ended runs of its size and arm, else by the plan; None: not known."""
         place = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(place)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(place)
         first_step = line.run.config.first_step or 0
         steps = max(1, line.run.outcome.last_step - first_step)
-        remaining_part = 1 - max(0, line.step - first_step) / steps
-        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * remaining_part
+        remaining_fraction = 1 - max(0, line.step - first_step) / steps
+        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * remaining_fraction
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def live_table(jobs: Jobs, times: Times) -> Iterator[None]:
     live = Live(
         get_renderable=lambda: table.render(console.size.height), console=console, refresh_per_second=1 / REFRESH_SECONDS, transient=True
     )
-    with suppress(OSError):  # a terminal that was closed
+    with suppress(OSError):  # the terminal was closed
         live.start()
     try:
         yield

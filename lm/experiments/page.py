@@ -1,4 +1,4 @@
-"""One page of one or several experiments: question and verdicts first, then tables, pictures and words behind the verdicts."""
+"""The report page of one or several experiments: question and verdicts first, then the tables, pictures and facts behind the verdicts."""
 
 import math
 from collections.abc import Collection
@@ -25,7 +25,7 @@ from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
 
-MOST_NAMES = 8  # runs that are named in a sentence
+MOST_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS = (
     "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have finished, a difference over "
@@ -41,11 +41,11 @@ CROSSED = (
 
 
 class SizeResults:
-    """The final runs of a size.
+    """The results of a size: its tuning runs, final runs and verdicts.
 
     Attributes:
         verdicts: the verdict on each arm but the baseline, by name.
-        final: the final runs that are known, by seed and arm.
+        final: the final runs that are known, ordered by seed and arm.
         values: the number by which each finished run is compared (`Procedure.quantity`), by arm and seed.
         title_suffix: words after titles, such as `, small`.
     """
@@ -67,7 +67,7 @@ class SizeResults:
 
     @cached_property
     def comparison(self) -> RunComparison | None:
-        """The comparison of the arms that have finished runs, on the documents that report; None without such arms."""
+        """The comparison of the arms that have finished runs, on the reporting documents; None without such arms."""
         finished_runs = [run for run in self.begun if run.state == "finished"]
         records_by_arm = {name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names}
         arms = tuple(ArmRuns(name, records) for name, records in records_by_arm.items() if records)
@@ -78,8 +78,8 @@ class SizeResults:
 
 
 def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
-    """The page of experiments and each of its tables and pictures: the content of files in `folder`, by path. Where there are several
-    experiments, the name of a file begins with the name of its experiment.
+    """The files of a report on experiments (the page, its tables and its pictures): their content, by path in `folder`. With several
+    experiments, the name of a table or picture file begins with the name of its experiment.
 
     judgement: the verdicts on a single procedure, if they are known already.
 
@@ -132,7 +132,7 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
 
 
 def _is_label(key: str) -> bool:
-    """Whether a key names a run, a folder or what is logged: no difference between arms."""
+    """Whether a key names a run or folder, or says what is logged, so that it is no difference between arms."""
     return key in ("init_from", "branch_from") or effect_of(key).affects == "label"
 
 
@@ -177,10 +177,10 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval := verdict.interval:
-            places = (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
+            positions = (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
             mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
-            sample = "" if interval.coverage == f"{verdict.seeds} seeds" else interval.coverage  # the words end with them
-            effect = effect_name, column.text(interval.mean), column.ends(interval), sample, places, mark_labels
+            sample = "" if interval.coverage == f"{verdict.seeds} seeds" else interval.coverage  # the verdict's words end with the seeds
+            effect = effect_name, column.text(interval.mean), column.ends(interval), sample, positions, mark_labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
@@ -263,7 +263,7 @@ def _tuning_words(results: SizeResults) -> str | None:
 
 
 def seeds_table(results: SizeResults) -> Table:
-    """The primary metric of every final run, and its differences to the baseline's run of the same seed."""
+    """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the same seed."""
     primary, baseline, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
     columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
@@ -284,7 +284,7 @@ def seeds_table(results: SizeResults) -> Table:
 
 
 def crossed_table(results: SizeResults) -> Table | None:
-    """The final seeds at each rate, of the arms that are trained at several rates; None without such arms."""
+    """The means of final runs at each rate, for arms whose final seeds are trained at several rates; None without such arms."""
     experiment, procedure, choice, baseline = results.experiment, results.procedure, results.choice, results.arm_names[0]
     finished_runs: dict[tuple[str, Rate], list[Run]] = {}
     for run in procedure.crossed_runs(results.size):
@@ -327,15 +327,15 @@ def crossed_table(results: SizeResults) -> Table | None:
 
 
 def rates_picture(results: SizeResults) -> Picture | None:
-    """The selection loss of each tuning run by rate, and the differences to the baseline at the same rate. Each tuned key has two panels.
-    None without tuning."""
+    """A picture of the tuning runs' values of the metric that chooses rates, by rate, and of differences to the baseline at the same rate.
+    Each tuned key has a panel of values and, if there are any, one of differences. None before a tuning run has ended."""
     experiment, tuning_runs, primary = results.experiment, results.tuning_runs, results.experiment.primary
     if not any(experiment.choice_value(run) is not None for run in tuning_runs):
         return None
     panels: list[Panel] = []
-    for number, key in enumerate(experiment.tune.keys):
-        ticks = {value: f"{value:g}" for value in sorted({coordinates(run.rate)[number] for run in tuning_runs})}
-        runs_panel, differences_panel = _tuning_panel(results, number, ticks), _differences_panel(results, number, ticks)
+    for key_index, key in enumerate(experiment.tune.keys):
+        ticks = {value: f"{value:g}" for value in sorted({coordinates(run.rate)[key_index] for run in tuning_runs})}
+        runs_panel, differences_panel = _tuning_panel(results, key_index, ticks), _differences_panel(results, key_index, ticks)
         key_words = f", by {key}" if len(experiment.tune.keys) > 1 else ""
         panels += [
             replace(panel, title=f"{panel.title}{key_words}")
@@ -352,35 +352,35 @@ def rates_picture(results: SizeResults) -> Picture | None:
     return Picture(panels, [arm.name for arm in experiment.arms], caption)
 
 
-def _tuning_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
-    """The tuning runs by the value of tuned key `number`, with the means at the best values of the other keys."""
+def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
+    """The panel of tuning runs by the value of one tuned key, with the means over seeds at the best values of the other keys."""
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
-    chosen_rates, losses = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
+    chosen_rates, arm_costs = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(arm.name for arm in experiment.arms):
         values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
-        values = [(coordinates(rate)[number], value) for rate, value in values]
+        values = [(coordinates(rate)[key_index], value) for rate, value in values]
         traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
         crosses = np.array([x for x, value in values if not math.isfinite(value)])
         traces += [Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged")] if len(crosses) else []
         means: dict[float, list[float]] = {}
-        for rate, costs in sorted(losses.get(name, {}).items()):
+        for rate, costs in sorted(arm_costs.get(name, {}).items()):
             if all(map(math.isfinite, costs)):
-                means.setdefault(coordinates(rate)[number], []).append(float(np.mean(costs)))
+                means.setdefault(coordinates(rate)[key_index], []).append(float(np.mean(costs)))
         best_means = {x: experiment.cost(min(costs)) for x, costs in means.items()}
         traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
-        x = coordinates(chosen_rates[name])[number] if name in chosen_rates else None
+        x = coordinates(chosen_rates[name])[key_index] if name in chosen_rates else None
         rings += [(x, best_means[x], index)] if x in best_means else []
     label = f"{experiment.chosen_by}, {experiment.measured_on(experiment.chosen_by, 'selection')}"
-    return Panel("Tuning runs", experiment.tune.keys[number], label, traces, ticks, log=10, rings=rings)
+    return Panel("Tuning runs", experiment.tune.keys[key_index], label, traces, ticks, log=10, rings=rings)
 
 
-def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str]) -> Panel:
-    """Differences to the baseline at the same rate, by the value of tuned key `number`."""
+def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
+    """The panel of tuning seeds' differences to the baseline at the same rate, by the value of one tuned key."""
     experiment, primary, baseline, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
     for index, arm in enumerate(experiment.arms[1:], 1):
         value_differences: dict[float, list[float]] = {}
         for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
-            value_differences.setdefault(coordinates(rate)[number], []).extend(filter(math.isfinite, differences))
+            value_differences.setdefault(coordinates(rate)[key_index], []).extend(filter(math.isfinite, differences))
         scale = np.asarray if primary.reach is None else np.expm1
         value_differences = {x: scale(values).tolist() for x, values in value_differences.items() if values}
         label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
@@ -391,11 +391,11 @@ def _differences_panel(results: SizeResults, number: int, ticks: dict[float, str
         quantity, margin = "fraction of runs that have learned", 0.0
     title = f"Difference to {baseline}, both at the same rate"
     label = f"{quantity}, {experiment.measured_on(primary.quantity, 'selection')}"
-    return Panel(title, experiment.tune.keys[number], label, traces, ticks, log=10, zero_line=True, margin=margin)
+    return Panel(title, experiment.tune.keys[key_index], label, traces, ticks, log=10, zero_line=True, margin=margin)
 
 
-def _dots(number: int, label: str, points: list[tuple[float, float]]) -> Trace:
-    return Trace(number, label, *np.array(points).reshape(-1, 2).T, "dots")
+def _dots(arm_index: int, label: str, points: list[tuple[float, float]]) -> Trace:
+    return Trace(arm_index, label, *np.array(points).reshape(-1, 2).T, "dots")
 
 
 def _difference_label(experiment: Experiment) -> str:
@@ -408,15 +408,15 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     experiment, by_size, traces = sizes[0].experiment, len(sizes) > 1, []
     names, margin = sizes[0].arm_names, experiment.primary.matters
     places = [results.size for results in sizes] if by_size else names[1:]
-    for results, (number, arm) in product(sizes, enumerate(names[1:], 1)):
+    for results, (arm_index, arm) in product(sizes, enumerate(names[1:], 1)):
         differences, interval = np.array(results.judgement.comparisons[results.size, arm].differences), results.verdicts[arm].interval
         ends = interval and np.array(interval.as_list())
         if experiment.primary.reach is not None:
             differences, ends = np.expm1(differences), interval and ends - 1
-        x = places.index(results.size if by_size else arm) + (0.16 * (number - len(names) / 2) if by_size else 0.0)
+        x = places.index(results.size if by_size else arm) + (0.16 * (arm_index - len(names) / 2) if by_size else 0.0)
         label = ", ".join(filter(None, (results.size, arm)))
-        traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in differences])] if len(differences) else []
-        traces += [_bar(number, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
+        traces += [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in differences])] if len(differences) else []
+        traces += [_bar(arm_index, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
@@ -427,22 +427,22 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")
 
 
-def _bar(number: int, label: str, x: float, interval: list[float]) -> Trace:
+def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
     y, low, high = (np.array([value]) for value in interval)
-    return Trace(number, label, np.array([x]), y, "interval", low, high)
+    return Trace(arm_index, label, np.array([x]), y, "interval", low, high)
 
 
 def learned_picture(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture | None:
     """The primary metric of every final run with the level at which a run has learned, and the fractions of runs that have learned. None
     before a final run has finished."""
     primary, places, seed_traces, fraction_traces = sizes[0].experiment.primary, {}, [], []
-    for results, (number, arm) in product(sizes, enumerate(sizes[0].arm_names)):
+    for results, (arm_index, arm) in product(sizes, enumerate(sizes[0].arm_names)):
         x, label = float(len(places)), " ".join(filter(None, (arm, results.size)))
         places[x] = label
         values = [value for (name, _), value in results.values.items() if name == arm]
-        seed_traces += [_dots(number, f"{label}, single seeds", [(x, value) for value in values])] if values else []
+        seed_traces += [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in values])] if values else []
         (line,) = (line for line in lines if (line["size"], line["arm"]) == (results.size, arm))
-        fraction_traces += [_bar(number, label, x, line["fraction_learned"])] if line["ended"] else []
+        fraction_traces += [_bar(arm_index, label, x, line["fraction_learned"])] if line["ended"] else []
     if not seed_traces:
         return None
     panels = [

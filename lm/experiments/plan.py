@@ -34,7 +34,7 @@ from lm.schema import flatten, to_plain
 from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import POWER, seeds_needed
 
-_TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # of one entry of tokenizer.json, and of the validation loss of one sequence in JSON
+_TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # bytes of an entry of tokenizer.json, and of a sequence's validation loss
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Cost:
 
 
 def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
-    """The resources that a run of this configuration and vocabulary takes, if it branches from another run after `branch_step` steps."""
+    """The resources that a run with this configuration and vocabulary takes. `branch_step`: the step at which it branches off, or 0."""
     import torch  # takes seconds
 
     from lm.model.decoder import Decoder, group_of, is_normalizer
@@ -62,22 +62,22 @@ def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
     state_count = sum(config.optim.optimizer.kept(group_of(name, p)) * p.numel() for name, p in trained_parameters.items())
     checkpoint_bytes = 4 * (parameters["total"] + state_count)  # fp32
 
-    def times(interval: int) -> int:
+    def occurrences(interval: int) -> int:
         return -(-trainer.max_steps // interval) - branch_step // interval
 
     phase_count = sum(end > branch_step for end in config.phase_ends[:-1])
-    checkpoint_count = min(trainer.keep_checkpoints, times(config.checkpoint_every)) + phase_count
-    validation_bytes = times(config.validation_every) * config.eval.sequences * _VALUE_BYTES
+    checkpoint_count = min(trainer.keep_checkpoints, occurrences(config.checkpoint_every)) + phase_count
+    validation_bytes = occurrences(config.validation_every) * config.eval.sequences * _VALUE_BYTES
     # `lm eval` keeps the validation losses a second time
     disk = checkpoint_count * checkpoint_bytes + vocab_size * _TOKENIZER_BYTES + 2 * validation_bytes
     return Cost(parameters["total"], tokens, flops_per_token(decoder) * tokens, disk)
 
 
-Costs = dict[tuple[str, str], Cost]  # of a run, by size and arm
+Costs = dict[tuple[str, str], Cost]  # resources of a run, by size and arm
 
 
 def costs(procedure: Procedure) -> Costs | None:
-    """The resources that a run of each size and arm takes. None where the size of the vocabulary is unknown before the text is prepared."""
+    """The resources that a run of each size and arm takes. None if the size of the vocabulary is unknown before text is prepared."""
     experiment = procedure.experiment
     vocab_size = vocabulary(experiment.first_config.data)
     if vocab_size is None:
@@ -164,11 +164,11 @@ def _seeds(primary: Primary, alpha: float) -> str:
 # ---------------------------------------------------------------- the time that runs take
 
 
-PILOT = "pilot.json"  # in the experiment's folder: seconds of a run, by a hash of the settings that decide them
-PILOT_SECONDS = 10.0  # seconds that the pilots of one command take, without the start of their processes
+PILOT = "pilot.json"  # file in the experiment's folder: seconds of a run, by a hash of the settings that decide them
+PILOT_SECONDS = 10.0  # most seconds that the pilots of one command take, without the start of their processes
 MOST_PILOTS = 16  # largest number of arms that are timed
 COMMAND = [sys.executable, "-m", "lm.training.pilot"]
-_OUTPUT, _ERRORS = "output", "errors"  # files of a pilot
+_OUTPUT, _ERRORS = "output", "errors"  # names of a pilot's files
 
 Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 
@@ -176,13 +176,13 @@ Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
     """Seconds that a run of each size and arm takes, and the source of the times in words.
 
-    Ended runs of this experiment count first. If there are none, a pilot times arms of the first size for a few steps, as many at a time
-    as runs will be, for at most `budget` seconds. Its times are kept in `PILOT`. Other times are scaled from these by FLOPs.
+    Times of ended runs of this experiment are used first. If there are none, a pilot trains arms of the first size for a few steps and at
+    most `budget` seconds, as many at a time as in training. Its times are kept in `PILOT`. The times of other runs are scaled by FLOPs.
 
     Raises:
         ConfigError: the runs of an arm would be refused.
         RunError: the pilot failed, or timed no arm within its budget.
-        DataError: there is no text to time it on yet.
+        DataError: there is no text yet on which the pilot can train.
     """
     measured_times, source = _ended_times(procedure), "the runs that have ended"
     if not any(run_costs[place].flops for place in measured_times):
@@ -211,14 +211,14 @@ def _ended_times(procedure: Procedure) -> Times:
     durations = defaultdict(list)
     for run in procedure.known_runs():
         log, start = run.config.run_folder / METRICS, _last_start(run) if run.outcome.state == "finished" else None
-        # The last line is of the last evaluation in training: its file may be of a later one.
+        # The log's last line is of the last evaluation in training; evaluation files may be newer.
         if start and log.exists() and (seconds := uninterrupted_seconds(run, max(0.0, log.stat().st_mtime - start[1]))):
             durations[run.size, run.arm].append(seconds)
     return {key: statistics.fmean(values) for key, values in durations.items()}
 
 
 def uninterrupted_seconds(run: Run, seconds: float) -> float:
-    """The seconds that a run would take without interruption: `seconds` after its last start, and the training time before that start by
+    """The seconds that a run would take without interruption: `seconds` (after its last start), plus the training time before that start by
     the log. 0 if the log does not say."""
     start = _last_start(run)
     if not start or not start[0]:
@@ -239,8 +239,8 @@ def _last_start(run: Run) -> tuple[int, float] | None:
 
 def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) -> tuple[Times, str]:
     """Seconds of a run of each arm in the first size, and the source of the times in words. An earlier pilot has timed the arms, or a new
-    one does within `budget` seconds. Arms that take equally long are timed once; arms with other normalizers and FLOPs than the arms before
-    them come first."""
+    pilot times them within `budget` seconds. Arms of equal `_timing_hash` are timed once; arms that differ in normalizers or FLOPs from all
+    arms before them come first."""
     experiment = procedure.experiment
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
     configs = {
@@ -249,7 +249,7 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
         )
         for arm in arms
     }
-    keys = {name: _what_time_depends_on(config, slots) for name, config in configs.items()}
+    keys = {name: _timing_hash(config, slots) for name, config in configs.items()}
     file_seconds = read_json(file).get("seconds") if file.exists() else None  # files of older versions count as empty
     known_seconds = {key: float(value) for key, value in file_seconds.items() if len(key) == 16} if isinstance(file_seconds, dict) else {}
     untimed_names = {key: name for name, key in reversed(keys.items()) if key not in known_seconds}
@@ -273,10 +273,10 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
     return {(size, name): seconds for name, seconds in (step_times | whole_runs).items()}, words
 
 
-def _what_time_depends_on(config: Config, slots: Slots) -> str:
-    """A hash of all that decides the time of a run, in these slots on this machine. Names and seeds do not count. Of a number of model,
-    optimizer or phases that is no size, such as a learning rate, it counts whether it is 0. The numbers of parameter groups count in full,
-    as a run that has no such parameters refuses them."""
+def _timing_hash(config: Config, slots: Slots) -> str:
+    """A hash of all that decides the time of a run, in these slots on this machine. Names, seeds and compilation do not count. Of a
+    float of model, optimizer or phases, such as a learning rate, only whether it is 0 counts. Floats of `optim.groups` count in full, as
+    a run without such parameters refuses them."""
     settings = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
     settings.pop("trainer.compile", None)  # pilots are eager
     for path, value in settings.items():
@@ -289,29 +289,29 @@ def _what_time_depends_on(config: Config, slots: Slots) -> str:
 def _time_configurations(
     configs: dict[str, Config], file: Path, lanes: list[Devices], budget: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a run of each configuration, with the start of its process; and the seconds of its steps alone, if its evaluations did
-    not end within `budget` seconds.
+    """Time a run of each configuration. Returns the seconds of whole runs, with the start of their process; and the seconds of steps alone,
+    for runs whose evaluations did not end within `budget` seconds.
 
-    The configurations are shared out among processes that work at the same time on the GPUs of `lanes`, as the runs will. No process is
-    idle from the start. Each run on one device is timed at least once, and a process times one on several devices or none. The timed
-    runs lie beside `file` until the end.
+    One process for each of `lanes` works on that lane's GPUs, all processes at the same time, as in training. Each process times all of its
+    configurations that run on one device, or else one that runs on several. With fewer configurations than processes, several
+    processes time the same one. The run folders lie beside `file` until timing ends.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     names, start_time, jobs = list(configs), time.time(), len(lanes)
-    shares = [names[number::jobs] or [names[number % len(names)]] for number in range(jobs)]
+    groups = [names[lane::jobs] or [names[lane % len(names)]] for lane in range(jobs)]
     # Lightning starts a run's other processes with the same arguments: a run on several devices has a process of its own
-    shares = [[name for name in share if configs[name].world_size == 1] or share[:1] for share in shares]
-    with interruptible() as signals, tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as folder:
-        places = [Path(folder, str(number)) for number in range(jobs)]
+    groups = [[name for name in group if configs[name].world_size == 1] or group[:1] for group in groups]
+    with interruptible() as signals, tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as parent_folder:
+        folders = [Path(parent_folder, str(lane)) for lane in range(jobs)]
         pilots = []
         try:
-            for place, share, devices in zip(places, shares, lanes, strict=True):
-                for name in share:
-                    write_text(place / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(place))))
-                command = [*COMMAND, *(str(place / f"{name}.yaml") for name in share)]
-                with (place / _OUTPUT).open("wb") as output, (place / _ERRORS).open("wb") as errors:
+            for folder, group, devices in zip(folders, groups, lanes, strict=True):
+                for name in group:
+                    write_text(folder / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(folder))))
+                command = [*COMMAND, *(str(folder / f"{name}.yaml") for name in group)]
+                with (folder / _OUTPUT).open("wb") as output, (folder / _ERRORS).open("wb") as errors:
                     pilots.append(start_process(command, output, errors, devices))
-            _wait(pilots, places, start_time, budget)
+            _wait(pilots, folders, start_time, budget)
         except KeyboardInterrupt:
             number = signals[-1] if signals else signal.SIGINT
             raise Stopped(f"stopped by {signal.Signals(number).name} while runs were timed: nothing was trained", number) from None
@@ -321,35 +321,35 @@ def _time_configurations(
                 os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
                 process.wait()
         run_seconds, step_times = defaultdict(list), {}
-        for process, place, share in zip(pilots, places, shares, strict=True):
+        for process, folder, group in zip(pilots, folders, groups, strict=True):
             if process.returncode and process not in late_pilots:
-                output = (place / _ERRORS).read_text(encoding="utf-8", errors="replace").strip() or "no output"
+                output = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace").strip() or "no output"
                 message = output.splitlines()[-1].removeprefix("error: ")
                 if process.returncode == ConfigError.exit_code:  # its runs would end with the same error
-                    raise ConfigError(f"{', '.join(share)}: {message}")
+                    raise ConfigError(f"{', '.join(group)}: {message}")
                 raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(message))}")
-            first_line, *lines = _lines(place) or [{}]
-            for name, line in zip(share, lines, strict=False):
+            first_line, *lines = _lines(folder) or [{}]
+            for name, line in zip(group, lines, strict=False):
                 run_seconds[name].append(line["seconds"] + first_line["begun"] - start_time)
-            if process in late_pilots and len(lines) < len(share) and (step_time := step_seconds(place / share[len(lines)] / METRICS)):
-                config = configs[share[len(lines)]]
-                step_times[share[len(lines)]] = step_time * (config.trainer.max_steps - (config.first_step or 0))
+            if process in late_pilots and len(lines) < len(group) and (step_time := step_seconds(folder / group[len(lines)] / METRICS)):
+                config = configs[group[len(lines)]]
+                step_times[group[len(lines)]] = step_time * (config.trainer.max_steps - (config.first_step or 0))
     whole_runs = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
     return whole_runs, {name: seconds for name, seconds in step_times.items() if name not in whole_runs}
 
 
-def _wait(pilots: list[subprocess.Popen], places: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots have ended, or until `budget` seconds after the last one began. Their start may take twice `budget`."""
+def _wait(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
+    """Wait until all pilots have ended, or until `budget` seconds after the last pilot began timing. They must begin within 2 `budget`."""
     while any(process.poll() is None for process in pilots):
-        first_times = [lines[0]["begun"] for place in places if (lines := _lines(place))]
-        if time.time() > (max(first_times) + budget if len(first_times) == len(places) else start_time + 2 * budget):
+        first_times = [lines[0]["begun"] for folder in folders if (lines := _lines(folder))]
+        if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):
             return
         time.sleep(0.05)
 
 
-def _lines(place: Path) -> list[dict[str, float]]:
-    """The whole lines that a pilot has printed."""
-    return [json.loads(line) for line in (place / _OUTPUT).read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
+def _lines(folder: Path) -> list[dict[str, float]]:
+    """The complete lines of JSON that a pilot has printed."""
+    return [json.loads(line) for line in (folder / _OUTPUT).read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
 
 
 def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:

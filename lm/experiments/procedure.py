@@ -29,19 +29,19 @@ class Run:
     seed: int
     config: Config
     outcome: Outcome
-    source: "Run | None" = None  # the run whose weights it starts from, if any
-    swap: Swap | None = None  # the normalizer that replaces the weights' normalizer; None: the normalizer stays
-    trained: bool = True  # False: the swapped weights are measured as they are
-    evaluate: tuple[str, ...] = ()  # options `KEY=VALUE` of its evaluation after training
+    source: "Run | None" = None  # the run whose weights this run starts from, if any
+    swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
+    trained: bool = True  # False: the swapped weights are measured without further training
+    evaluate: tuple[str, ...] = ()  # `KEY=VALUE` arguments of the evaluation after training
 
     @property
     def packages(self) -> set[str]:
-        """Packages of code from outside, as its configuration or its source's names it."""
+        """Packages of the plugins (code from outside lm) in the configurations of the run and of its source."""
         return {*map(package_of, self.config.plugin_names_by_key.values()), *(self.source.packages if self.source else ())}
 
     @property
     def has_begun(self) -> bool:
-        """Whether its folder has the files that a report reads."""
+        """Whether the run has begun: its folder has the files that a report reads."""
         return all((self.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))
 
     @property
@@ -54,11 +54,11 @@ class Run:
 class Choice:
     """The learning rates of a size, as far as they are known."""
 
-    # the tuning runs by arm and rate, with their source runs of arms without a rate of their own; empty with a table
+    # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
     runs: dict[str, dict[Rate, list[Run]]]
-    # by trained arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`)
+    # by tuned arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`). Without tuning (None,)
     final: dict[str, tuple[Rate | None, ...]]
-    # by arm, the rate that it is judged at; arms still at an edge of the grid have none. None: not known yet
+    # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known yet
     rates: dict[str, Rate | None] | None
     settled: bool = True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
 
@@ -80,7 +80,7 @@ class Procedure:
         self._choices: dict[str, Choice] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
-        """The run of an arm; `rates` are the rates of the arms before it, of which one may be its source."""
+        """The run of an arm at a rate. `rates`: the rates of earlier arms, one of which may be the arm's source."""
         source = self.run(size, self._arms[arm.start], stage, rates[arm.start], seed, rates) if arm.start else None
         config = self._config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended.get(config.run_folder)
@@ -90,7 +90,7 @@ class Procedure:
             scheduled = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
             required_options = self._required_options.get((size, arm.name), {})
             outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled, required_options)
-            if outcome.ended:  # the folder is not read again
+            if outcome.ended:  # its folder is not read again
                 self._ended[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source.outcome
@@ -98,7 +98,7 @@ class Procedure:
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
-        """The configuration of a run, made once. `source_config`: the configuration of its source; None: it starts from random weights."""
+        """The configuration of a run, cached. `source_config`: the configuration of its source; None: it starts from random weights."""
         source_folder = source_config and source_config.run_folder
         run_key = size, arm.name, stage, rate, seed, source_folder
         if run_key not in self._configs:
@@ -107,7 +107,7 @@ class Procedure:
             values = "_".join(f"{value:g}" for value in tuned_keys.values())
             stem = "-".join(filter(None, (arm.name, values, f"seed{seed}")))
             if source_folder and arm.swap and arm.trained:
-                words = " ".join([source_folder.name, str(arm.swap), *self._options(size, arm, rate)])
+                words = " ".join([source_folder.name, str(arm.swap), *self._normalizer_options(size, arm, rate)])
                 digest = hashlib.sha256(words.encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{stem}-{digest}")
             elif source_folder and arm.step is not None:
@@ -121,19 +121,19 @@ class Procedure:
             default_paths = {name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()}
             digest = config_hash(replace(config, **default_paths))
             cell = rate_cell(rate, [key in tuned_keys for key in self.experiment.tune.keys])
-            place = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
-            self._configs[run_key] = replace(config, name=f"{stem}-{digest}", experiment=place)
+            experiment_keys = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
+            self._configs[run_key] = replace(config, name=f"{stem}-{digest}", experiment=experiment_keys)
         return self._configs[run_key]
 
-    def _options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
-        """The options of an arm's normalizer that are not at their defaults, but for `init`, which its swap says."""
+    def _normalizer_options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
+        """The options of an arm's normalizer that are not at their defaults, as `KEY=VALUE`, without `init`, which `swap` sets."""
         normalizer = self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"}).model.normalizer
         options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
         return [f"{key}={value}" for key, value in sorted(options.items()) if key not in ("name", "init") and value != defaults.get(key)]
 
     @cached_property
     def _required_options(self) -> dict[Place, dict[str, dict[str, Plain]]]:
-        """The options that evaluations must have, by size and arm, and by kind; {} where the evaluations in training will do."""
+        """The options that evaluations must be made with, by size and arm, then by kind; {} if evaluations during training are enough."""
         places = self.experiment.places if self.experiment.evaluate else ()
         configs = {(size, arm.name): self.experiment.evaluated(self.experiment.config_of(size, arm)) for size, arm in places}
         return {
@@ -142,9 +142,9 @@ class Procedure:
         }
 
     def choice(self, size: str) -> Choice:
-        """The tuning runs of a size and the rates of its arms, as far as they are known; settled rates are kept.
+        """The tuning runs of a size and the rates of its arms, as far as they are known; settled rates are cached.
 
-        An arm that starts from another is tuned after it, as it starts from the runs at the other arm's judged rate.
+        An arm that starts from another arm is tuned after that arm: it starts from the other arm's runs at their judged rate.
         """
         if size in self._choices:
             return self._choices[size]
@@ -171,12 +171,12 @@ class Procedure:
         return self._choices.setdefault(size, Choice(runs, final_rates, rates))
 
     def _tuning_outcome(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> TuningOutcome:
-        """The rates that the tuning runs of arms choose, or the table in their place. The runs start from other arms at `rates`, and are
-        added to `runs`."""
+        """The rates of `arms`, chosen by their tuning runs, which are added to `runs`, or by the tuning table. `rates`: the judged rates of
+        the arms that these arms start from."""
         experiment = self.experiment
         if experiment.table:
-            losses = experiment.costs_of(experiment.table, size)
-            return rate_choice({arm.name: losses[arm.name] for arm in arms})
+            costs = experiment.costs_of(experiment.table, size)
+            return rate_choice({arm.name: costs[arm.name] for arm in arms})
         outcome, missing_rates, seeds = TuningOutcome({}), tuple(experiment.tune.rates) if arms else (), experiment.tune.seeds
         for source in self._untuned_sources(arms):
             rate = rates[source.name]
@@ -189,19 +189,19 @@ class Procedure:
                 return TuningOutcome({}, missing_rates)
             for arm_runs in runs_by_arm:
                 check_alike(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
-            losses = {arm.name: self._costs(runs[arm.name]) for arm in arms}
-            outcome = tuning_outcome(experiment.tune.axes, losses, partial(self._is_possible_rate, size, arms))
+            costs = {arm.name: self._costs(runs[arm.name]) for arm in arms}
+            outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
             missing_rates = outcome.missing
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
-        """The arms without a rate of their own that `arms` start from, each after its own source. Tuning seeds train them, too."""
+        """The arms without a rate of their own that `arms` start from, each after its own source. Tuning seeds train these, too."""
         names = {name for arm in arms for name in self.sources(arm)}
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """The rate that each arm is judged at: the best of its `candidates`, the rates of its final seeds, on the selection text. None
-        while runs at several rates have not ended."""
+        """The rate at which each arm is judged: of its `candidates`, the rates of its final seeds, the best on the selection text. None
+        while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             arm, seeds = self._arms[name], self.experiment.seeds
@@ -220,7 +220,7 @@ class Procedure:
         return True
 
     def tuning_runs(self, size: str) -> list[TuningRun]:
-        """The tuning runs of a size, or the table's lines in place of them."""
+        """The tuning runs of a size; with a tuning table, the runs that it lists."""
         experiment = self.experiment
         names = [arm.name for arm in experiment.arms]
         if experiment.table:
@@ -296,8 +296,8 @@ class Procedure:
         return [self.run(size, arm, "final", rates[arm.name], seed, rates) for seed, arm in product(self.experiment.seeds, arms)]
 
     def judgement(self) -> Judgement:
-        """The verdicts on what the run folders hold now. Raises RunError: finished runs were not measured on the same sequences, or give
-        the primary metric another direction."""
+        """The verdicts on what the run folders hold now. Raises RunError: finished runs were not measured on the same sequences, or record
+        another direction of the primary metric."""
         experiment = self.experiment
         places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
         return Judgement(
@@ -329,7 +329,7 @@ class Procedure:
         return {place: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for place, runs_by_rate in runs.items()}
 
     def _judged_run(self, whole_run: bool, run: Run) -> JudgedRun:
-        """The judged numbers of a run: one for each unit of held-out text that reports, or a single one of the `whole_run`."""
+        """A run with the values that are judged: one for each unit of reporting documents; one without such units, or with `whole_run`."""
         outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
@@ -355,22 +355,22 @@ class Procedure:
         return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
-        """The number of runs of each arm in a size, by the known grid and rates; before tuning has ended, as if it chose two rates."""
+        """The number of runs of each arm in a size, by the grid and rates so far; before tuning has ended, as if it chose two rates."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
         untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
         for arm in self.experiment.arms:
             is_known = choice.rates is not None
             tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
-            tuning_rate_count = self._distinct(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
-            rate_count = self._distinct(size, arm, choice.final.get(arm.name, ())) or (
+            tuning_rate_count = self._run_count(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
+            rate_count = self._run_count(size, arm, choice.final.get(arm.name, ())) or (
                 0 if is_known and arm.name not in choice.rates else 2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
         return counts
 
-    def _distinct(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
-        """The number of different runs of a seed that an arm has at these rates."""
+    def _run_count(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
+        """The number of different runs of one seed at these rates; rates that differ only in keys that the arm lacks give one run."""
         return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
@@ -385,16 +385,16 @@ class Procedure:
         return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the documents that report, or with `selection` on the documents that select. It is the
-        primary metric, or the tokens at which it first reached `primary.reach` (0: before its first evaluation; infinite: never). Infinite
-        for a run that has not finished."""
+        """The number by which a run is compared, on the reporting documents, or with `selection` on the selecting ones. It is the primary
+        metric, or the tokens at which this metric first reached `primary.reach` (0: by the first evaluation; infinite: never). Infinite for
+        a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
             return outcome.mean(primary.metric, selection)
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def choice_value(self, outcome: Outcome) -> float:
-        """The value of a run that chooses rates; infinite for a run that has not finished."""
+        """A run's value of the metric that chooses rates, on selecting documents; infinite for a run that has not finished."""
         return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
@@ -402,7 +402,7 @@ class Procedure:
         return {rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs] for rate, runs in runs_by_rate.items()}
 
     def check_direction(self, outcome: Outcome) -> None:
-        """Raises RunError if a finished run gives the primary metric another direction than the experiment."""
+        """Raises RunError if a finished run records another direction of the primary metric than the experiment states."""
         primary = self.experiment.primary
         series = outcome.series(primary.metric) if outcome.state == "finished" else None
         if series and series.better not in (primary.better, "none"):
@@ -410,11 +410,11 @@ class Procedure:
 
 
 def check_alike(runs: list[Run], metric: str) -> None:
-    """Raises RunError if a metric was not measured on the same sequences in all runs that are finished, or not as they are configured."""
+    """Raises RunError if finished runs measured a metric on different sequences, or with other options than they are configured with."""
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""
-        for evaluation in run.outcome.evaluations if not run.evaluate else ():  # a run that is evaluated otherwise is not finished
+        for evaluation in run.outcome.evaluations if not run.evaluate else ():  # with `evaluate`, `Outcome.measured` checks this
             is_asked = any(metric in series.logged for series in evaluation.series)
             if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
                 problem = "with other options than the run is configured with"
@@ -425,8 +425,8 @@ def check_alike(runs: list[Run], metric: str) -> None:
 
 
 def next_look(procedure: Procedure) -> Procedure:
-    """The experiment with the seeds of its second look, once all runs of the first have ended and left a comparison undecided; else the
-    experiment unchanged."""
+    """The procedure with the seeds of the second look, once all runs of the first look have ended and left a comparison undecided; else the
+    procedure unchanged."""
     experiment = procedure.experiment
     if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known_runs()):
         return procedure

@@ -1,4 +1,4 @@
-"""The outcome of a run of an experiment, read from its run folder alone, and the differences between runs beside their arms."""
+"""The outcome of a run of an experiment, read from its run folder alone; and differences between runs other than their arms, in words."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from lm.runs.same_run import check_measured
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
-SELECTION = "val/loss"  # the metric that chooses learning rates, whatever the primary metric
+SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
 _FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
 
 RunStatus = Literal["unfinished", "finished", "diverged"]
@@ -25,15 +25,15 @@ RunStatus = Literal["unfinished", "finished", "diverged"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run folder, the step that the run is to reach, and the metric that is needed of it at that step."""
+    """The outcome of the run in a folder, which is to reach `last_step`, and whose `metric` is to be measured at that step."""
 
     folder: Path
     last_step: int
     metric: str
-    scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that its configuration schedules at that step, beside the validation
-    # the keys of `eval` that evaluations of that step must be measured with, by their kind; {}: the scheduled kinds will do
+    scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that the configuration schedules at that step, without validation
+    # the options of `eval` that evaluations of that step must be made with, by kind; {}: the scheduled evaluations are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
-    # what `values` and `tokens_to_reach` have read
+    # results of `values` and `tokens_to_reach`, which are kept
     _values: dict[str, Units | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _reached: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -48,15 +48,15 @@ class Outcome:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens seen by the last step, those of the weights that the run started from included; 0 without evaluations."""
+        """Tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the weights that it started from."""
         path = self.folder / ENVIRONMENT
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
         return tokens + (tokens_before(read_json(path)) if path.is_file() else 0)
 
     @cached_property
     def state(self) -> RunStatus:
-        """How far the run came: `finished` once its last checkpoint, both metrics and the evaluations at the end are there, unless it
-        has diverged."""
+        """How far the run came: `finished` once its last checkpoint, SELECTION, `metric` and all evaluations of the last step are there,
+        unless it has diverged."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
@@ -66,20 +66,20 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """How the run diverged, in words (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that
-        it diverged, but the last checkpoint is there."""
+        """How the run diverged, in words (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the run
+        diverged, but the last checkpoint is there."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
             raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
-        return divergence(self.log.lines, self._final)
+        return divergence(self.log.lines, self._final_loss)
 
     @cached_property
     def not_learned(self) -> str:
         """Words for a final loss above the unigram cross-entropy; empty if it is below."""
-        return not_learned(self._final)
+        return not_learned(self._final_loss)
 
     @property
-    def _final(self) -> Series | None:
-        """The validation loss at the last step of a run that is trained."""
+    def _final_loss(self) -> Series | None:
+        """The validation loss at the last step; None if the run has not been trained up to it."""
         return self.series(SELECTION) if self.trained else None
 
     @property
@@ -88,12 +88,12 @@ class Outcome:
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the last checkpoint is there, and SELECTION was measured of it."""
+        """Whether the last checkpoint is there, and SELECTION was measured at its step."""
         return self.checkpoint.exists() and self.series(SELECTION) is not None
 
     @cached_property
     def complete(self) -> bool:
-        """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log): a kill leaves neither."""
+        """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
         return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_kinds)
 
@@ -105,7 +105,7 @@ class Outcome:
 
     @cached_property
     def measured(self) -> bool:
-        """Whether each evaluation of `required_options` was measured, with the keys that it asks for."""
+        """Whether each evaluation in `required_options` was made at the last step, with the options required of it."""
         return self.required_options.items() <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
 
     @property
@@ -142,15 +142,15 @@ class Outcome:
         return evaluations, is_unchecked or check_measured(self.folder, [*evaluations.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
-        """The values of a metric by unit at the last step, whose mean is the logged one; None if it was not measured by unit."""
+        """The values of a metric by unit at the last step, whose mean is the logged value; None if it was not measured by unit."""
         if metric not in self._values:
             series = self.series(metric)
             self._values[metric] = series and series.logged_units(metric)
         return self._values[metric]
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the metric first reached a level, on the documents that report, or with `selection` on the documents that select.
-        The evaluations on the sequences of the last evaluation count. 0 if the first evaluation had reached it; infinite if none had, or
+        """Tokens at which the metric first reached a level, on the reporting documents, or with `selection` on the selecting ones. Only
+        evaluations on the sequences of the last evaluation count. 0 if the first of them had reached the level; infinite if none had, or
         the run has not finished."""
         if self.state != "finished":
             return math.inf
@@ -162,13 +162,13 @@ class Outcome:
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """The evaluations of the metric up to the last step: tokens seen, since the branch of a branched run, and values by unit."""
+        """Each evaluation of the metric up to the last step: tokens seen (of a branched run, since its branch), and values by unit."""
         kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
         evaluations = [evaluation for path in files if (evaluation := evaluation_in(path))]
         check_measured(self.folder, evaluations, self.checkpoint, self.log)
-        facts = self.folder / ENVIRONMENT
-        branch_tokens = ((read_json(facts).get("branched_from") if facts.is_file() else None) or {}).get("tokens", 0)
+        file = self.folder / ENVIRONMENT
+        branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)
         points = [
             (evaluation.tokens_seen - branch_tokens, next((series for series in evaluation.series if self.metric in series.logged), None))
             for evaluation in evaluations
@@ -176,7 +176,7 @@ class Outcome:
         return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over the documents that select or the documents that report; infinite for a run that has not finished."""
+        """The mean of a metric over reporting documents, or with `selection` over selecting ones; infinite if the run has not finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
@@ -184,8 +184,8 @@ class Outcome:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on the differences between finished runs beside their arms, which stand before them, by environment.json and their
-    evaluations. Raises RunError: an environment.json can't be read."""
+    """Sentences on differences between finished runs that are no differences between arms, by environment.json and evaluations. `outcomes`:
+    pairs of an arm's name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
     sentences = []

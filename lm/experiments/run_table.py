@@ -32,7 +32,7 @@ RUN_KEY = ["size", "arm", "rate", "seed"]
 _UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
 _OTHER_MARKS = {";": "semicolons", "\t": "tabs"}
 _STATES = ("finished", "unfinished", DIVERGED)
-_LARGEST = 1e30  # magnitude of a value: squares and products of such values are still finite
+_LARGEST = 1e30  # largest magnitude of a value: squares and products of such values are still finite
 
 
 def judge_table(
@@ -44,7 +44,7 @@ def judge_table(
     condition: str = "",
     split_columns: Sequence[str] = (),
 ) -> Judgement:
-    """The verdicts on a table of runs, with the arguments and errors of `lm.judge`."""
+    """The verdicts on a table of runs. Arguments and errors are as in `lm.judge`; `condition` is its `where`, `split_columns` its `by`."""
     problems: list[Problem] = []
     primary = build(Primary, {"metric": metric, "matters": matters}, "", problems)
     if better not in (None, *get_args(Direction)):
@@ -56,7 +56,7 @@ def judge_table(
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
         raise RunError(f"{source}: runs can't be judged apart by {key}")
-    lines = _asked_lines(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
+    lines = _lines_to_judge(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
     lines = lines.astype({name: object for name in lines.columns[lines.dtypes == "category"]})
     metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
     primary = replace(primary, metric=metric, better=_direction(lines, better, source))
@@ -78,7 +78,7 @@ def judge_table(
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
     runs = _at_full_rates(runs)
     _check_lines(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
-    selecting_lines, reporting_lines = _parts(runs, source)
+    selecting_lines, reporting_lines = _split_by_use(runs, source)
     arms = [*dict.fromkeys(reporting_lines["arm"])]
     if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:  # without them the family would be smaller
         reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
@@ -123,7 +123,7 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
     try:
         lines = pd.read_csv(path)
-        if "arm" in lines and lines["arm"].isna().any():  # it may be named None
+        if "arm" in lines and lines["arm"].isna().any():  # an arm may be named None
             lines["arm"] = pd.read_csv(path, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
         return lines
     except FileNotFoundError:
@@ -133,27 +133,27 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
 
 
 def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Direction:
-    """The better direction: as asked, else as the column `better` says, else lower. Raises RunError: the column says another or two."""
-    known_directions = {*lines["better"].dropna()} - {"none", ""} if "better" in lines else set()
-    if len(known_directions) > 1 or known_directions - {*get_args(Direction)}:
-        words = ", ".join(sorted(map(str, known_directions)))
+    """The direction that is better: the argument, else the column `better`, else lower. Raises RunError: the column has another, or two."""
+    column_directions = {*lines["better"].dropna()} - {"none", ""} if "better" in lines else set()
+    if len(column_directions) > 1 or column_directions - {*get_args(Direction)}:
+        words = ", ".join(sorted(map(str, column_directions)))
         raise RunError(f"{source}: better is {words}; of one metric it is lower or higher in all lines")
-    known_direction = next(iter(known_directions), None)
-    if better and known_direction not in (None, better):
-        raise RunError(f"{source}: better = {better}: by the column better, {known_direction} is better; leave the direction out")
-    return better or known_direction or "lower"
+    column_direction = next(iter(column_directions), None)
+    if better and column_direction not in (None, better):
+        raise RunError(f"{source}: better = {better}: by the column better, {column_direction} is better; leave the direction out")
+    return better or column_direction or "lower"
 
 
 def _judged_run(lines: pd.DataFrame) -> JudgedRun:
-    """The run of these lines, its units in one order."""
+    """The run of these lines, its units sorted by `sample`."""
     lines = lines.sort_values("sample", kind="stable")
     values, weights = (lines[name].to_numpy(float) for name in ("value", "weight"))
     groups = None if lines["group"].isna().any() else lines["group"].to_numpy()
     return JudgedRun(*lines.iloc[0][["arm", "state", "note"]], values, weights, groups)
 
 
-def _asked_lines(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
-    """The lines of a metric for which a condition holds. Raises RunError: there are none."""
+def _lines_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
+    """The lines of a metric for which a condition holds. Raises RunError: there are none, or one of the columns `names` is missing."""
     if missing_names := [name for name in names if name not in table]:
         columns = ", ".join(map(str, table.columns))
         renames = [
@@ -185,7 +185,7 @@ def _asked_lines(table: pd.DataFrame, source: str, metric: str, condition: str, 
 
 
 def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The lines, repeated at each rate that they stand for if an arm lacks a tuned key (`full_cells`). Wrong rates stand as they are."""
+    """The lines; a line whose rate lacks a tuned key is repeated at each rate that its rate stands for (`full_cells`). Wrong rates stay."""
     places = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
     is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY, "1") if isinstance(cell, str) else cell)).notna()
     cells = runs["rate"].where(is_rate)
@@ -198,8 +198,8 @@ def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Raises RunError: no number, no arm or seed, or a unit of a run twice. `columns`: the columns in which lines of
-    one unit may differ."""
+    """Check the lines, and turn their values, weights and rates into numbers in place. Raises RunError: a number, arm or seed is missing,
+    or a unit of a run has two lines. `columns`: the columns that the error names if these two lines differ in them."""
     has_rate = runs["rate"].notna()
     if unknown_states := [*map(str, set(runs["state"]) - set(_STATES))]:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_STATES[:-1])} or {_STATES[-1]}")
@@ -223,7 +223,7 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             run, count = runs[is_wrong].iloc[0], int(is_wrong.sum())
             subject, pronoun = (f"{count} lines have", "them") if count > 1 else ("a line has", "it")
             remedy = f"correct or drop {pronoun}"
-            if name == "finite value":  # without it the other arms would lose a seed, and the comparison a failure
+            if name == "finite value":  # dropping it would cost all arms this seed, and hide a divergence
                 remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged makes the verdict unstable"
             raise RunError(f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}")
     if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
@@ -240,7 +240,7 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
 
 
 def _finite_rate(cell: float | str) -> float | str:
-    """The cell of a rate with its values as numbers; NaN: a value is no number, or not finite."""
+    """The cell of a rate in the form of `rate_cell`; NaN if one of its values is no number, or not finite."""
     try:
         rate = read_rate(cell)
         return rate_cell(rate) if all(map(math.isfinite, coordinates(rate))) else math.nan
@@ -248,9 +248,9 @@ def _finite_rate(cell: float | str) -> float | str:
         return math.nan
 
 
-def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The lines that choose rates, and the lines that are judged. A part that selects chooses, if there is one, else tuning runs do.
-    Raises RunError: unknown parts, or no line that reports."""
+def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The lines that choose rates, and the lines that are judged. Lines of part `selects` choose rates, if there are any, else lines of
+    stage `tune`. Raises RunError: a part is unknown, or no line reports."""
     part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
     if unknown_parts := set(part) - {"", "selects", "reports"}:
         raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
@@ -264,14 +264,14 @@ def _parts(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]
 
 
 def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, source: str) -> None:
-    """Raises RunError: units, their weights or their groups differ between runs; or arms were tuned over different rates, with other
-    seeds or too few (`FEWEST_TUNING_SEEDS`), or runs that tune have not ended."""
+    """Raises RunError: units, or their weights or groups, differ between runs. Or tuning differs in rates or seeds between arms, has fewer
+    seeds than `FEWEST_TUNING_SEEDS`, or has not ended."""
     stages = [lines for _, lines in selecting_lines.groupby("stage", dropna=False)] if "stage" in selecting_lines else [selecting_lines]
     for lines in (reporting_lines, *stages):
         lines = lines[lines["state"] == "finished"]
         run_columns = [lines[name] for name in ("arm", "rate", "seed")]
-        share = (lines["weight"] / lines["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
-        unit = pd.Series([*zip(lines["sample"], lines["group"].map(str), share, strict=True)], lines.index, dtype=object)
+        weight_fraction = (lines["weight"] / lines["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
+        unit = pd.Series([*zip(lines["sample"], lines["group"].map(str), weight_fraction, strict=True)], lines.index, dtype=object)
         if unit.groupby(run_columns, dropna=False).agg(frozenset).nunique() > 1:
             has_same_samples = lines["sample"].groupby(run_columns, dropna=False).agg(frozenset).nunique() == 1
             reason = ": a unit's weight or group is not the same in all" if has_same_samples else ""
@@ -298,7 +298,7 @@ def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, s
 
 
 def _tuning_lines(selecting_lines: pd.DataFrame) -> pd.DataFrame:
-    """The lines that choose among rates: the lines of tuning runs, if there are any, else all."""
+    """The lines by which tuning chooses a rate: the lines of tuning runs, if there are any, else all selecting lines."""
     tuning_lines = selecting_lines[selecting_lines["stage"] == "tune"] if "stage" in selecting_lines else selecting_lines[:0]
     return selecting_lines if tuning_lines.empty else tuning_lines
 
@@ -306,7 +306,7 @@ def _tuning_lines(selecting_lines: pd.DataFrame) -> pd.DataFrame:
 def _rates(
     final_lines: pd.DataFrame, selecting_lines: pd.DataFrame, primary: Primary, label: str
 ) -> tuple[list[Rate | None], list[Rate | None]]:
-    """The rates of an arm's runs, first the rate that tuning chose; and a list with the rate that the arm is judged at, empty if tuning
+    """The rates of an arm's runs, first the rate that tuning chose; and a list of the one rate at which the arm is judged, empty if tuning
     found none. `label`: the arm in errors. Raises RunError: there are several rates, and no line chooses one."""
     rates = [None if pd.isna(rate) else read_rate(rate) for rate in final_lines["rate"].unique()]
     tuning_lines = _tuning_lines(selecting_lines)
@@ -328,7 +328,7 @@ def _rates(
 
 
 def _costs(lines: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:
-    """The numbers that the choice of a rate minimizes, by rate and seed; infinite for a run that diverged."""
+    """The costs that the choice of a rate minimizes, by rate and seed; infinite for a run that diverged."""
     costs: dict[Rate, list[float]] = {}
     for (rate, _), run in lines.groupby(["rate", "seed"]):
         mean = float(np.average(run["value"], weights=run["weight"])) * (-1 if primary.better == "higher" else 1)

@@ -1,6 +1,6 @@
 """Slots: how many runs work at a time on this machine, on which of its GPUs, and the processes that train them.
 
-A run takes one process after the other, one for each of its `lm` commands; they save a checkpoint and stop when this process ends.
+A run takes one process after the other, one for each of its `lm` commands. When this process ends, these save a checkpoint and stop.
 """
 
 import os
@@ -28,13 +28,13 @@ from lm.machine import child_environment
 from lm.runs.folder import CONFIG, TRAINING
 from lm.schema import to_plain
 
-LOGS = "logs"  # in the experiment's folder: the output of each run, its configuration, its job, and why it failed
+LOGS = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; (): it computes on the CPU
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of one `lm compare`. A run takes one, or as many as it has GPUs, each on a GPU of its own."""
+    """The slots of one `lm compare`. A run takes one slot, or one for each of its GPUs, each on a different GPU."""
 
     jobs: int  # number of slots
     gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
@@ -47,8 +47,8 @@ class Slots:
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
-        """The GPUs of a run that starts beside others, which have `busy_devices`: first the GPUs on which fewest runs work. None while
-        there are too few slots."""
+        """The GPUs of a run that starts while other runs have `busy_devices`: the GPUs with the fewest runs. None while too few slots are
+        free."""
         device_lists = list(busy_devices)
         if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
             return None
@@ -57,7 +57,7 @@ class Slots:
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def lanes(self) -> list[Devices]:
-        """The GPUs of each run that works at a time, if every run takes as many GPUs as the largest."""
+        """The GPUs of each run that trains at the same time, if every run takes as many GPUs as the largest run."""
         place, lanes = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
         while (devices := self.devices(*place, lanes)) is not None:
             lanes.append(devices)
@@ -69,7 +69,7 @@ class Slots:
 
 
 def gpu_words(devices: Devices) -> str:
-    """GPUs in words, e.g. `GPU 0, 1`; the first letters of a UUID will do. Empty for none."""
+    """GPUs in words, e.g. `GPU 0, 1`, or the first 12 characters of each UUID; empty without GPUs."""
     words = ", ".join(name[:12] for name in devices)
     return f"GPU {words}" if words and devices[0].isdigit() else words
 
@@ -79,7 +79,7 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
 
     Args:
         jobs: number of slots, at most; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
-        per_gpu: number of slots on each GPU. Where a run takes a GPU, there are no others.
+        per_gpu: number of slots on each GPU. If any run takes a GPU, there are no slots without a GPU.
 
     Raises ConfigError: there are too few GPUs, or slots, for a run.
     """
@@ -109,7 +109,7 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
-    steps, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
+    arguments, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
         options = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the normalizer's options
@@ -117,20 +117,20 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
         options += [override(f"model.normalizer.{name}", value) for name, value in normalizer.items()]
         place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
         options += [override(f"experiment.{name}", value) for name, value in place.items()]  # else lm.results has the source's arm
-        steps.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
+        arguments.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
         # `lm train` makes the evaluations that a kill left out, too
         file = log_path(experiment, run, "yaml")
         write_text(file, to_yaml(config))
-        steps.append(["train", str(file), "resume=auto", "log.progress=none"])
+        arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
     if not run.trained or not outcome.measured:
-        steps.append(["eval", str(folder), *run.evaluate, *plugins])
-    return steps
+        arguments.append(["eval", str(folder), *run.evaluate, *plugins])
+    return arguments
 
 
 class Stopped(RunError):
-    """A signal has stopped the work on an experiment; its exit status is the signal's."""
+    """A signal has stopped the work on an experiment; the exit status is 128 plus the signal's number."""
 
     def __init__(self, text: str, number: int):
         super().__init__(text)
@@ -139,7 +139,7 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """SIGTERM, SIGHUP and SIGUSR1 interrupt as Ctrl-C does, unless somebody else handles or ignores them. Yields the signals that came."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, unless they are handled or ignored. Yields the signals so far."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -161,14 +161,14 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, devices: Devices | None) -> subprocess.Popen:
-    """Start a process on these GPUs (None: on all that this process sees) that ends with this one. It has a session of its own: Ctrl-C
-    does not reach it."""
+    """Start a process that sees only `devices` (None: all GPUs that this process sees), and that stops when this process ends. It has a
+    session of its own: Ctrl-C does not reach it."""
     environment = child_environment(devices)
     return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
 
 class Children:
-    """The processes of an experiment's runs on this machine."""
+    """Trains the runs of an experiment in processes of this machine."""
 
     def __init__(self, experiment: Path):
         self.experiment = experiment
@@ -176,8 +176,8 @@ class Children:
         self._stopping = threading.Event()
 
     def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
-        """Train a run, or go on with it, on these GPUs and no others (None: on all that this process sees). Returns the exit status of the
-        last of its commands, negative if a signal killed it, and the seconds that it took."""
+        """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit status of its last
+        command, negative if a signal killed it, and the seconds that its commands took."""
         while under_way(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start of the experiment left
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
@@ -194,7 +194,7 @@ class Children:
             process.send_signal(number)
 
     def wait(self) -> None:
-        """Wait until all processes have ended; in a signal handler, where Popen.wait may wait for itself."""
+        """Wait until all processes have ended. For signal handlers, in which Popen.wait may deadlock."""
         for process in list(self._running.values()):
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

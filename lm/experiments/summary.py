@@ -36,9 +36,9 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """Differences of the tuning seeds, arm minus baseline, at every rate that both have. They are of the primary metric on the selection
-    text, of 1 for a run that has learned and 0 for another, or of the logarithm of tokens. Infinite where one of the two runs diverged, or
-    did not reach its level; seeds with which both did are left out."""
+    """Differences of tuning runs, arm minus baseline, at every rate that both have: a list over seeds. They are of the primary metric on
+    selecting documents; with `primary.learned` of 1 (learned) or 0, with `primary.reach` of the logarithm of tokens. Infinite where one of
+    the two runs diverged, or did not reach its level; seeds at which both did so are left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
@@ -62,7 +62,7 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
 
 
 def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
-    """A row for each of the lines of `summary_lines`: one size and arm."""
+    """The table of `lines`, which `summary_lines` gives: a row for each size and arm."""
     verdicts = [judgement.verdicts.get((line["size"], line["arm"])) for line in lines]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
@@ -99,13 +99,13 @@ def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
 def print_verdicts(judgement: Judgement, lines: list[dict[str, Plain]], title: str) -> None:
     """Print the lines of `summary_lines` as a table of numbers, and below the table each verdict with its reason."""
     table = summary_table(judgement, lines)
-    numbers = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
-    print_tables(replace(table, title=title, contents=numbers))
+    number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
+    print_tables(replace(table, title=title, contents=number_columns))
     for line in lines:
         if "verdict" in line:
             arm = " ".join(filter(None, (line["size"], line["arm"])))
             open_question = judgement.verdicts[line["size"], line["arm"]].open_reason
-            reason = line["reason"].removeprefix(open_question).lstrip(":; ")  # the words end with it
+            reason = line["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
             print(": ".join(filter(None, (arm, line["words"], reason))))
 
 
@@ -115,7 +115,7 @@ def has_reached(tokens: float | None) -> bool:
 
 
 def amount(primary: Primary, value: float | None) -> str | None:
-    """The number by which a run is compared, in digits; tokens in whole numbers."""
+    """The number by which a run is compared, as text: tokens are a whole number, or words if `has_reached` is false."""
     if primary.reach is None or value is None:
         return digits(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
@@ -129,24 +129,24 @@ def measured_words(procedure: Procedure) -> str:
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
     if not series:
         return metric
-    first, axis = series[0], series[0].axis
-    unit = "" if first.unit in ("", "fraction") else f", in {first.unit}"
+    first_series, axis = series[0], series[0].axis
+    unit = "" if first_series.unit in ("", "fraction") else f", in {first_series.unit}"
     if axis is None:
         return f"{metric}{unit}"
     if axis.bins:
-        place, x, setting = f"of all positions of {number(axis.values[-1])} {axis.unit}", axis.values[-1], first.setting
+        place, x, setting = f"of all positions of {number(axis.values[-1])} {axis.unit}", axis.values[-1], first_series.setting
     else:
-        name, (x, _) = [*first.places.items()][first.logged.index(metric)]
+        name, (x, _) = [*first_series.places.items()][first_series.logged.index(metric)]
         place, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
     same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
-    length = f"{'' if x == first.seq_len else f'{x / first.seq_len:g} times '}the training length" * same_length
-    return ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first.metric} {place}", length, setting))) + unit
+    length = f"{'' if x == first_series.seq_len else f'{x / first_series.seq_len:g} times '}the training length" * same_length
+    return ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first_series.metric} {place}", length, setting))) + unit
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """The trend over sizes of each arm's difference to the baseline, at the judged rates, over the seeds that both have finished in every
-    size. It is the change with each doubling of parameters, or of tokens where all sizes have as many parameters. With `primary.reach` it
-    is the factor by which each doubling multiplies the factor. Each interval holds alone. Empty if runs learn or don't."""
+    size. It is the change with each doubling of parameters, or of tokens if all sizes have equally many parameters. With `primary.reach` it
+    is the number by which each doubling multiplies the factor. Each interval holds alone. Empty with one size or `primary.learned`."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:
@@ -179,7 +179,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
 
 
 def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
-    """A row for each of the lines of `trends`; None if there are none."""
+    """The table of `trends`, a row for each arm; None if there are none."""
     if not (lines := trends(procedure, judgement)):
         return None
     baseline, is_factor = judgement.arms[0], judgement.primary.reach is not None
@@ -192,7 +192,7 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
-    """One line for each tuning run, as `tuning.csv` holds them and `tune.table` reads them; no numbers for runs that have not ended."""
+    """The lines of `tuning.csv`, one for each tuning run, which `tune.table` reads; runs that have not ended have no values."""
     primary = procedure.experiment.primary
     metric = primary.quantity
 

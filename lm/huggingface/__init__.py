@@ -1,4 +1,4 @@
-"""Models of transformers, in and out, and lm's normalizers inside them."""
+"""Import from and export to Hugging Face transformers, and lm's normalizers inside its models."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parameters", "register"]
 
 
-if not TYPE_CHECKING:  # to which any name would be one of the package's
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
 
     def __getattr__(name: str) -> Callable:
         """The function with this name in `lm.huggingface.inside`, which imports transformers."""

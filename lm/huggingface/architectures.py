@@ -1,4 +1,4 @@
-"""Each architecture's configuration fields as options of lm, and the place of each parameter of lm in its weights."""
+"""Architectures of transformers: their configuration fields as options of lm, and the tensors that hold each parameter of lm."""
 
 import math
 import re
@@ -18,35 +18,35 @@ from lm.model.spec import ModelSpec
 from lm.schema import Plain
 
 MOST_LAYERS = 10**4
-HEAD = "lm_head.weight"  # of a model with a head; without `base`
-FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` lists
+HEAD = "lm_head.weight"  # tensor of the head; its name has no prefix `base`
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in the field `layer_types`
 
 
 @dataclass(frozen=True)
 class Part:
-    """The place of one of lm's parameters: the tensors of transformers that hold it, one below the other."""
+    """One of lm's parameters, and the tensors of transformers that hold it, stacked along its first dimension."""
 
-    name: str  # of the parameter
+    name: str  # lm's name of the parameter
     shape: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of the tensors
     transposed: bool  # each tensor is stored as (inputs, outputs)
-    scaled: tuple[int, float] | None  # the number of first rows that a factor multiplies, and the factor
+    scaled: tuple[int, float] | None  # (number of first rows that a factor multiplies, the factor); None: no rows
 
 
 class Architecture(ABC):
-    """One `model_type` of transformers. Its tensors have the names below, after `base` in models with a head and alone in those without."""
+    """One `model_type` of transformers. Its tensors have the names below; in models with a head the names have the prefix `base`."""
 
     model_type: ClassVar[str]
-    classes: ClassVar[tuple[str, ...]]  # that write such weights; the first is that of a language model
-    base: ClassVar[str]
+    classes: ClassVar[tuple[str, ...]]  # transformers' classes of models with such weights; the first is the language model
+    base: ClassVar[str]  # prefix of tensor names in models with a head
     blocks: ClassVar[str]  # the name of the list of layers
-    modules: ClassVar[dict[str, str]]  # by our modules' names, the names within the layer; several of a matrix that is stored by projection
+    modules: ClassVar[dict[str, str]]  # lm's module -> transformers' name in the layer; several names for a matrix of several projections
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The model of a configuration, but for its tokenizer. Raises RunError: a field is missing, unknown or can't be used."""
+        """The spec of a model from its fields, but for the tokenizer. Raises RunError: a field is missing, unknown or can't be used."""
         allowed = (*([name] for name in self.classes), [])
         fields.fixed("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in FIXED.items():
@@ -57,25 +57,25 @@ class Architecture(ABC):
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """The model that the fields of this architecture describe; takes each field. The base class checks the fields that all have."""
+        """The spec that `fields` describe; takes each field of this architecture. `read` checks the fields that all architectures have."""
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        """A configuration of the model that comes nearest to `spec`; `read` of it says which model that is."""
+        """The configuration of the model nearest to `spec` that this architecture has; `read` of it gives that model's spec."""
 
     def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """The factor on a layer's queries that gives this architecture's scores, where their scale is not 1 / sqrt(D)."""
+        """The factor on a layer's queries with which q.k / sqrt(D), D the head size, gives this architecture's scores."""
         return 1.0
 
     def placed(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[Part]:
-        """The place of each of lm's parameters, by full names, in a model whose tensors have the prefix `base` in their names."""
+        """Yield each of lm's parameters with the tensors that hold it, in a model whose tensor names have the prefix `base`."""
         with torch.device("meta"):
             decoder = spec.decoder()
         slices = projections(decoder)
         for full_name, parameter in decoder.named_parameters():
             layer, module, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
-            shape, place = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
-            names = [f"{place}{name}.{kind}" for name in self.modules[module].split()] if module != "head" else [HEAD]
+            shape, prefix = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
+            names = [f"{prefix}{name}.{kind}" for name in self.modules[module].split()] if module != "head" else [HEAD]
             rows = [part.stop - part.start for part in slices[f"{full_name.removesuffix(kind)}weight"].values()] if names[1:] else shape[:1]
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
@@ -106,7 +106,7 @@ class GPT2(Architecture):
         if activation not in self.activations:
             raise fields.refused("activation_function", f"only {', '.join(self.activations)} are read")
         for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-            fields.take(name, bool, default)  # in `scaled_queries`
+            fields.take(name, bool, default)  # read again in `scaled_queries`
         model = ModelConfig(
             n_layer=fields.size("n_layer", 12, MOST_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
             n_mlp=fields.size("n_inner", 4 * width),
@@ -128,7 +128,7 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """The factor where scores are not divided by sqrt(D), or are divided by the layer's number, too."""
+        """The factor if scores are not divided by sqrt(D), or also divided by the layer's number, counted from 1."""
         scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
 
@@ -146,13 +146,13 @@ class Llama(Architecture):
         "mlp.up": "mlp.gate_proj mlp.up_proj", "mlp.out": "mlp.down_proj",
     }  # fmt: skip
     buffers = (".rotary_emb.inv_freq",)
-    kv_heads: ClassVar[int | None] = None  # the default; None: those of queries
-    head_dim: ClassVar[int | None] = None  # the default; None: hidden_size / num_attention_heads
+    kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
+    head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     vocab_size: ClassVar[int] = 32000
     sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)  # defaults of hidden_size, intermediate_size, max_position_embeddings
 
     def spec(self, fields: Fields) -> ModelSpec:
-        width, hidden, positions = self.sizes
+        width, mlp_width, positions = self.sizes
         width, positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", positions)
         fields.fixed("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
         heads = fields.size("num_attention_heads", 32)
@@ -162,7 +162,7 @@ class Llama(Architecture):
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
             n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads, n_kv_head=None if kv_heads == heads else kv_heads,
-            head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", hidden),
+            head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", mlp_width),
             mlp="swiglu", norm="rms",
             norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
             tied=fields.take("tie_word_embeddings", bool, False), **self.own(fields),
@@ -170,7 +170,7 @@ class Llama(Architecture):
         return ModelSpec(model, fields.size("vocab_size", self.vocab_size), positions)
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
-        """Differences among these architectures: biases, norms of queries and keys, the normalizer."""
+        """lm's options in which Llama, Qwen 2 and Qwen 3 differ: biases, norms of queries and keys, the normalizer."""
         biases = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": biases[0], "mlp_bias": biases[1] if biases[0] != biases[1] else None, "normalizer": Softmax()}
 
@@ -186,26 +186,26 @@ class Llama(Architecture):
         }  # fmt: skip
 
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
-        """The fields that `own` takes."""
+        """The configuration's fields that `own` takes."""
         return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
 
 
 class Qwen2(Llama):
-    """Qwen 2 and 2.5: biases of queries, keys and values; some layers may see the latest keys alone."""
+    """Qwen 2 and 2.5: biases of queries, keys and values; some layers may have a sliding window."""
 
     model_type = "qwen2"
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
     divides_width, kv_heads, vocab_size, sizes = False, 32, 151936, (4096, 22016, 32768)
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
-        return {"bias": False, "qkv_bias": True, "normalizer": _windows(fields)}
+        return {"bias": False, "qkv_bias": True, "normalizer": _read_windows(fields)}
 
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
-        return _written_windows(model)
+        return _write_windows(model)
 
 
 class Qwen3(Qwen2):
-    """Qwen 3: norms of queries and keys, a head size of its own."""
+    """Qwen 3: norms of queries and keys, a head size that doesn't depend on the width."""
 
     model_type = "qwen3"
     classes = ("Qwen3ForCausalLM", "Qwen3Model")
@@ -213,14 +213,14 @@ class Qwen3(Qwen2):
 
     def own(self, fields: Fields) -> dict[str, bool | Options]:
         bias = fields.take("attention_bias", bool, False)
-        return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _windows(fields)}
+        return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _read_windows(fields)}
 
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
-        return {"attention_bias": model.bias, **_written_windows(model)}
+        return {"attention_bias": model.bias, **_write_windows(model)}
 
 
-def _windows(fields: Fields) -> Options:
-    """Softmax, or softmax over a window in the layers that have one."""
+def _read_windows(fields: Fields) -> Options:
+    """The normalizer: softmax, in some or all layers over a sliding window if the configuration says so."""
     has_windows, layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MOST_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
@@ -238,8 +238,8 @@ def _windows(fields: Fields) -> Options:
     return normalizers[0] if {*kinds} == {SLIDING} else Layers(of=normalizers)
 
 
-def _written_windows(model: ModelConfig) -> dict[str, Plain]:
-    """The fields that `_windows` takes."""
+def _write_windows(model: ModelConfig) -> dict[str, Plain]:
+    """The configuration's fields that `_read_windows` takes."""
     layers = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
     sizes = [options.size for options in layers if options.name == Window.name]
     if not sizes:

@@ -1,4 +1,4 @@
-"""`lm export --format hf`: a model and its card for transformers, as a plain GPT-2, Llama or Qwen, else with the code that computes it."""
+"""`lm export --format hf`: a model and its card for transformers, as a plain GPT-2, Llama or Qwen, else with lm's code that computes it."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain, to_plain
 
-MOST_PLACES = 8  # of a series: longer ones are in the run's evaluations
+MOST_PLACES = 8  # columns of the longest series that a model card shows; the run's evaluations hold all series
 
 
 def model_card(loaded_model: Loaded, kind: str) -> str:
@@ -83,7 +83,7 @@ def _training(loaded_model: Loaded) -> str:
 
 
 def _figures(loaded_model: Loaded) -> str:
-    """A table of what was measured at this step, empty if nothing was. Raises RunError: the file of a result can't be read."""
+    """A table of the evaluations at the model's step; empty if there are none. Raises RunError: the file of an evaluation can't be read."""
     lines = []
     for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
         evaluation = evaluation_in(path) if step == loaded_model.stamp["step"] else None
@@ -116,15 +116,15 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
 
     Weights, config.json, the tokenizer, and README.md: what the model is, how it was trained, and its figures.
 
-    Raises RunError: nothing to load there, a model that no architecture holds (with the reason), an evaluation of it that can't be read, or
-    `target` can't be written.
+    Raises RunError: nothing to load there, a model that neither an architecture of transformers nor modeling_lm.py computes (with the
+    reason), an evaluation that can't be read, or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
     if plain_model := _architecture(loaded_model, source):
         architecture, config = plain_model
         tensors = _tensors(architecture, config, loaded_model)
     else:
-        if problem := _uncomputed(loaded_model):
+        if problem := _reason_not_computed(loaded_model):
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
         config = _own_config(loaded_model)
         tensors = _own_tensors(loaded_model)
@@ -148,32 +148,32 @@ def _json(content: dict[str, Plain]) -> str:
 
 
 def _architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
-    """The architecture of transformers that computes such a model with its tokenizer, and its configuration; None: there is none."""
+    """The architecture of transformers that computes this model with its tokenizer, and the configuration; None: there is none."""
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
         written_model = architecture.read(Fields(config, source)).model
         is_same = function_of(written_model) == function_of(spec.model)
         is_same &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
-        if is_same and (config["model_type"] != "qwen2" or _has_words_of_qwen2(loaded_model)):
+        if is_same and (config["model_type"] != "qwen2" or _cuts_text_as_qwen2(loaded_model)):
             return architecture, config
     return None
 
 
-def _has_words_of_qwen2(loaded_model: Loaded) -> bool:
+def _cuts_text_as_qwen2(loaded_model: Loaded) -> bool:
     """Whether the tokenizer normalizes and cuts text as Qwen 2's, which AutoTokenizer makes for such a model whatever the file says."""
     if loaded_model.tokenizer is None:
         return True
     fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))
     steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
     cuts = {"type": "Split", "pattern": {"Regex": CUTS["qwen2"]}, "behavior": "Isolated", "invert": False}
-    words = [cuts, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
-    cuts_alike = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps] == words
+    qwen2_steps = [cuts, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    cuts_alike = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps] == qwen2_steps
     return cuts_alike and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
 
 
 def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
-    """The tensors by their names in transformers, as views of our parameters."""
+    """The tensors by their names in transformers, as views of lm's parameters."""
     state, tensors = loaded_model.decoder.state_dict(), {}
     for part in architecture.placed(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
         pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
@@ -182,7 +182,7 @@ def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model:
 
 
 def _tokens(loaded_model: Loaded) -> dict[str, Plain]:
-    """Ids of the tokens that start and end documents: one, or a list of several, which transformers takes over for generation."""
+    """Ids of the tokens that start and end documents, for transformers' generation; several end tokens are a list."""
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     _, start = loaded_model.tokenizer_and_start()
@@ -195,7 +195,7 @@ def starting_documents(content: str, end_of_text: str) -> str:
     tokenizer = parse_tokenizer(content, end_of_text)
     start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    # Not by TemplateProcessing, whose templates have a meaning of their own for spaces, colons and dollars in a token.
+    # Not by the class TemplateProcessing, in whose templates spaces, colons and dollars of a token would have another meaning.
     fields = json.loads(tokenizer.to_str())
     fields["post_processor"] = {
         "type": "TemplateProcessing", "single": [start, texts[0]], "pair": [start, *texts],
@@ -224,14 +224,14 @@ MODELLING = "modeling_lm.py"  # beside this module; copied into the folder
 CLASSES = {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}
 OWN = {"model_type": OWN_TYPE, "architectures": ["LmForCausalLM"]}
 OWN |= {"auto_map": {auto: f"{MODELLING.removesuffix('.py')}.{name}" for auto, name in CLASSES.items()}}
-COMPUTED = (
+COMPUTED = (  # normalizers that the modelling file computes
     "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
     "relu2", "relu", "sigmoid",
 )  # fmt: skip
 
 
-def _uncomputed(loaded_model: Loaded) -> str:
-    """The part of a model that the modelling file does not compute, in words; empty if it computes all."""
+def _reason_not_computed(loaded_model: Loaded) -> str:
+    """The reason why the modelling file does not compute a model, in words; empty if it does."""
     layers = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
     if loaded_model.spec.model.differential:
         return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
@@ -272,13 +272,13 @@ def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
 
 
 def _own_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """A normalizer's options with the numbers that training fixed, and the shapes of its parameters by name."""
+    """A normalizer's options, with constants that the training length fixes, and the shapes of its parameters by name."""
     shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
 
 def _own_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
-    """The tensors by lm's names, after `model.` but for the head."""
+    """The tensors by lm's names with the prefix `model.`; an untied head is `lm_head.weight`."""
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:
         del state["head.weight"]

@@ -24,7 +24,7 @@ IRRELEVANT = frozenset(
         *("initializer_range", "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "num_labels", "id2label", "label2id"),
         *("problem_type", "finetuning_task", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
         "summary_proj_to_labels",
-        # tokens: the tokenizer knows them; that of the start of a document is chosen when the tokenizer is read
+        # tokens: the tokenizer knows them; the token that starts a document is chosen when the tokenizer is read
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
         # defaults of generation, which older files keep here
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"),
@@ -33,7 +33,7 @@ IRRELEVANT = frozenset(
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
     }
 )
-# Fields of every architecture that may have one value alone, and why.
+# Fields of every architecture that may only have this value, and why.
 FIXED: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),
     "quantization_config": (None, "quantised weights are not read; give the model they were made from, or a GGUF file"),
@@ -59,7 +59,7 @@ class Fields:
         self.path, self._plain, self._used = path, plain, set()
 
     def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
-        """The value of a field that is used; null and absent are `default`. Raises RunError: missing, or of another type."""
+        """The value of a field, which counts as used; `default` if it is null or absent. Raises RunError: missing, or of another type."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None and default is not MISSING:
@@ -71,11 +71,11 @@ class Fields:
         return result
 
     def is_null(self, name: str) -> bool:
-        """Whether a field is there and null, which says something else than its default."""
+        """Whether a field is there and null. An absent field has its default instead."""
         return name in self._plain and self._plain[name] is None
 
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
-        """A whole number above 0."""
+        """The value of a field that is a whole number from 1 to `maximum`, taken as by `take`. Raises RunError: another value."""
         size = self.take(name, int, default)
         if size is not None and size > maximum:
             raise self.refused(name, f"must be at most {maximum:,}")
@@ -84,14 +84,14 @@ class Fields:
         return size
 
     def number(self, name: str, default: Plain = MISSING) -> float:
-        """A number above 0."""
+        """The value of a field that is a number above 0, taken as by `take`. Raises RunError: another value."""
         number = self.take(name, float, default)
         if number is not None and number <= 0:
             raise self.refused(name, "must be above 0")
         return number
 
     def block(self, name: str) -> "Fields | None":
-        """A field that holds fields; None: null or absent."""
+        """The fields that a field holds; None: it is null or absent."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None:
@@ -122,10 +122,10 @@ class Fields:
 # ---------------------------------------------------------------- RoPE
 
 
-THETA = 10000.0  # the default
+THETA = 10000.0  # transformers' default of rope_theta
 BY_LENGTH = "its frequencies depend on the length of the sequence; only default, linear, llama3 and yarn are read"
 ORIGINAL = "original_max_position_embeddings"
-# Our options by their names in transformers, of each `rope_type`.
+# For each `rope_type`, lm's class of options, and lm's name of each option by its name in transformers.
 TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
     "default": (TrainedScaling, {}),
     "linear": (LinearScaling, {"factor": "factor"}),
@@ -146,7 +146,7 @@ DEFAULTS: dict[str, Plain] = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_fa
 
 
 def read_rope(config: Fields, positions: int) -> Rope:
-    """RoPE of a model whose context is `positions`. Raises RunError: a type or field that can't be used, by name."""
+    """RoPE's options in a model with a context of `positions` tokens. Raises RunError: a type or field, which it names, can't be used."""
     block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
     if block and older_block:
         raise config.refused("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")
@@ -174,7 +174,7 @@ def read_rope(config: Fields, positions: int) -> Rope:
 
 
 def write_rope(rope: Rope) -> dict[str, Plain]:
-    """`rope_parameters` of our RoPE."""
+    """transformers' `rope_parameters` of lm's options of RoPE."""
     kind, names = next((kind, names) for kind, (schema, names) in TYPES.items() if schema is type(rope.scaling))
     values = {field: getattr(rope.scaling, option) for field, option in names.items()}
     return {"rope_type": kind, "rope_theta": rope.theta} | {name: value for name, value in values.items() if value is not None}

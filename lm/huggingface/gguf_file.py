@@ -20,7 +20,7 @@ from lm.huggingface.fields import THETA, Fields, write_rope
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.schema import Plain
 
-# How text is cut into words before byte-level BPE, by `tokenizer.ggml.pre`; `""` is GPT-2's own.
+# Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "": ByteLevel's own pattern, which is GPT-2's.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CUTS = {
     "gpt-2": "",
@@ -44,8 +44,8 @@ def _byte_level(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) ->
     return tokenizer
 
 
-def _sentencepiece(metadata: dict[str, Plain]) -> Tokenizer:
-    """BPE over all of a text at once, with a space before it; what no token covers is spelled in bytes."""
+def _sentencepiece_tokenizer(metadata: dict[str, Plain]) -> Tokenizer:
+    """A sentencepiece BPE tokenizer: it puts a space before a text, merges across words, and spells characters without a token in bytes."""
     tokens, kinds = metadata["tokens"], metadata["token_type"]
     scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True) if kind == NORMAL}
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
@@ -60,10 +60,10 @@ def _sentencepiece(metadata: dict[str, Plain]) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The pairs that sentencepiece joins, highest score of the joined token first: its files list scores, and no merges."""
+    """The pairs that sentencepiece joins, highest score of the joined token first: sentencepiece's files list scores, and no merges."""
     splits = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
     pairs = [split for split in splits if split[0] in scores and split[1] in scores]
-    return [(head, right) for head, right, _ in sorted(pairs, key=lambda split: (-split[2], -len(split[0])))]
+    return [(start, end) for start, end, _ in sorted(pairs, key=lambda split: (-split[2], -len(split[0])))]
 
 
 def _token_ids(tokens: list[str]) -> dict[str, int]:
@@ -76,7 +76,7 @@ def _token_ids(tokens: list[str]) -> dict[str, int]:
 # ---------------------------------------------------------------- the file
 
 
-# Metadata after `ARCHITECTURE.`, and the field of transformers that it is.
+# Names of metadata after the prefix `ARCHITECTURE.`, and the same fields' names in transformers.
 FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -89,12 +89,12 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # the others every file has
+OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # every file has the others
 SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # after rope.scaling.
-# Metadata after `ARCHITECTURE.` that say what is computed here; None: any value does.
+# Metadata after `ARCHITECTURE.` that must have this value, which lm computes; None: any value.
 DEFAULTS = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": None}
 ABOUT = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
-# Tensors of a layer, and the names of transformers after `model.layers.N.`.
+# Names of a layer's tensors, and their names in transformers after `model.layers.N.`; WHOLE: names of the other tensors.
 LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -109,7 +109,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-FREQUENCIES = "rope_freqs.weight"  # the numbers by which Llama 3's converter divides the frequency of each pair
+FREQUENCIES = "rope_freqs.weight"  # tensor that Llama 3's converter writes: the divisor of each RoPE pair's frequency
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -144,11 +144,11 @@ class GGUF:
         self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
         if FREQUENCIES in self._tensors and "rope_scaling" not in self.config:
-            self.config["rope_scaling"] = self._llama3()
+            self.config["rope_scaling"] = self._llama3_scaling()
         self.tokenizer_config = {f"{kind}_token": self._token(kind) for kind in ("bos", "eos")}
 
     def _check_whole(self) -> None:
-        """Raises RunError if a tensor's numbers would lie beyond the end of the file, or within another tensor's."""
+        """Raises RunError if a tensor's data would lie beyond the end of the file, or within another tensor's."""
         size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
             if tensor.data_offset < end:
@@ -170,7 +170,7 @@ class GGUF:
             raise RunError(f"{self.path}: general.architecture = {kind!r}: only {', '.join(ARCHITECTURES)} are read")
         config: dict[str, Plain] = {"model_type": kind, "tie_word_embeddings": "lm_head.weight" not in self._tensors}
         scaling: dict[str, Plain] = {}
-        head_sizes = {}  # what must equal the head's size
+        head_sizes = {}  # metadata that must equal the head size
         for name, value in self._metadata.items():
             key = name.removeprefix(f"{kind}.")
             value = _shortest_decimal(value)
@@ -185,22 +185,22 @@ class GGUF:
             else:
                 raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
         if scaling.get("factor", 0) not in (0, 1):
-            scaling.setdefault("rope_type", "linear")  # as llama.cpp reads a file that does not name it
+            scaling.setdefault("rope_type", "linear")  # as llama.cpp reads a file without a type
         if missing_names := [name for name, field in FIELDS.items() if field not in config and name not in OPTIONAL]:
             raise RunError(f"{self.path}: there is no metadata {kind}.{missing_names[0]}: damaged?")
         size = _head_size(config)
         for name, value in head_sizes.items():
             if value != size:
                 raise RunError(f"{self.path}: {name} = {value!r}: is not the size of a head, {size}")
-        rows, *_ = self.shapes.get("model.embed_tokens.weight") or (len(self._tokens()),)
-        # What GGUF says of absent metadata, which is not what transformers says of absent fields.
-        defaults = {"num_key_value_heads": config["num_attention_heads"], "head_dim": size, "vocab_size": rows}
+        vocab_size, *_ = self.shapes.get("model.embed_tokens.weight") or (len(self._tokens()),)
+        # GGUF's defaults of absent metadata, which are not transformers' defaults of absent fields.
+        defaults = {"num_key_value_heads": config["num_attention_heads"], "head_dim": size, "vocab_size": vocab_size}
         return {**defaults, **config, **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {})}
 
-    def _llama3(self) -> dict[str, Plain]:
-        """The rescaling of RoPE in Llama 3.1 to 3.3 that divides frequencies by the numbers in the file: it does not name its type.
+    def _llama3_scaling(self) -> dict[str, Plain]:
+        """`rope_scaling` of Llama 3.1 to 3.3, found from the file's divisors of frequencies: the file does not name the type.
 
-        Raises RunError: no such rescaling gives these numbers.
+        Raises RunError: no such rescaling has these divisors.
         """
         divisors = self.read(FREQUENCIES).double()
         theta = Fields(self.config, self.path).number("rope_theta", THETA)
@@ -214,7 +214,7 @@ class GGUF:
         return write_rope(rope)
 
     def _tokens(self) -> list[str]:
-        """The tokens of its tokenizer; [] if it lists none."""
+        """The tokens of the file's tokenizer; [] if it lists none."""
         tokens = self._metadata.get("tokenizer.ggml.tokens")
         return tokens if isinstance(tokens, list) else []
 
@@ -233,7 +233,7 @@ class GGUF:
             raise RunError(f"{self.path}: {name} ({tensor.tensor_type.name}) can't be read: {one_line(error, 160)}") from None
         part = name.rpartition(".self_attn.")[2]
         if self.config["model_type"] == "llama" and part.startswith(("q_proj", "k_proj")):
-            # The converter puts the pairs that RoPE rotates side by side.
+            # The converter puts the two dimensions of each pair that RoPE rotates side by side.
             heads = self.config["num_attention_heads" if part.startswith("q_") else "num_key_value_heads"]
             value = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return value
@@ -251,7 +251,7 @@ class GGUF:
             description = f"tokenizer.ggml.model = {kind!r}, pre = {pre_tokenizer!r}"
             raise RunError(f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
         try:
-            tokenizer = _sentencepiece(metadata) if kind == "llama" else _byte_level(metadata, CUTS[pre_tokenizer], pre_tokenizer)
+            tokenizer = _sentencepiece_tokenizer(metadata) if kind == "llama" else _byte_level(metadata, CUTS[pre_tokenizer], pre_tokenizer)
             tokens = list(zip(metadata["tokens"], metadata["token_type"], strict=True))
             kinds = (CONTROL, UNKNOWN)
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in kinds])
@@ -263,11 +263,11 @@ class GGUF:
 
 
 def _head_size(config: dict[str, Plain]) -> int | None:
-    """The size of a head; None: not known, since the sizes that make it are wrong."""
+    """The size of a head; None: not known, since the width or the number of heads is no whole number above 0."""
     sizes = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
 
 
 def _shortest_decimal(value: Plain) -> Plain:
-    """A number that was stored as fp32 as the shortest decimal that gives it, e.g. 1e-05 for 9.999999747e-06."""
+    """The shortest decimal of a number that was stored as fp32, e.g. 1e-05 for 9.999999747e-06; other values as they are."""
     return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value

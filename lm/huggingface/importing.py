@@ -1,4 +1,4 @@
-"""`lm import`: a pretrained model of Hugging Face, or a GGUF file, as a model folder; its tensors are read from safetensors."""
+"""`lm import`: writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder."""
 
 import json
 import math
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-OWN_TYPE = "lm_decoder"  # model_type of an export with code of its own, as that code (modeling_lm.py) says
+OWN_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's code, modeling_lm.py
 
 
 class Shards:
@@ -54,12 +54,12 @@ class Shards:
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
-        self._stored: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and the type that it has there
+        self._files_and_types: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and the type that it has there
         for file, names in _files(folder).items():
             self._describe(file, names)
 
     def _describe(self, file: Path, names: set[str] | None) -> None:
-        """Read the header of a file; `names`: the names of the tensors that the index lists for it."""
+        """Read the header of a file; `names`: the names of the tensors that the index lists for it, None without an index."""
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
@@ -72,14 +72,14 @@ class Shards:
         if names is not None and names != slices.keys():
             name = min(names ^ slices.keys())
             raise RunError(f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the model again")
-        self._stored |= {name: (file, kind) for name, kind in types.items()}
+        self._files_and_types |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
         """A tensor, fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped memory.
 
         Raises RunError: it has a type that is not read, or can't be read.
         """
-        file, kind = self._stored[name]
+        file, kind = self._files_and_types[name]
         if kind not in READ_TYPES:
             raise RunError(f"{file}: {name} has type {kind}; only {', '.join(READ_TYPES)} are read")
         try:
@@ -90,7 +90,7 @@ class Shards:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files that hold the weights, and the names that each holds by the index, if there is one."""
+    """The files that hold the weights, each with the names of its tensors by the index; None: there is no index."""
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: None}
     index = folder / INDEX
@@ -99,11 +99,11 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
             reason = "a pickle, which may run code when it is read; convert it where you trust it: model.save_pretrained writes safetensors"
             raise RunError(f"{folder / pickles[0]}: {reason}")
         raise RunError(f"{folder}: no weights: neither {SINGLE} nor {INDEX}")
-    by_name = read_json(index).get("weight_map")
-    if not isinstance(by_name, dict) or not by_name or not all(map(_is_plain_name, by_name.values())):
+    files_by_name = read_json(index).get("weight_map")
+    if not isinstance(files_by_name, dict) or not files_by_name or not all(map(_is_plain_name, files_by_name.values())):
         raise RunError(f"{index}: its weight_map must name a file of the folder for each tensor")
     files: dict[Path, set[str] | None] = {}
-    for name, file in by_name.items():
+    for name, file in files_by_name.items():
         files.setdefault(folder / file, set()).add(name)
     return files
 
@@ -152,8 +152,8 @@ def import_model(
         end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
 
     Raises:
-        RunError: not a model, or one that can't be used, by the name of what is wrong; nothing is written.
-        ConfigError: a length that learned positions don't have, or that no data has; an argument that means nothing for `source`.
+        RunError: not a model, or one that can't be used (it names the field or tensor at fault); nothing is written.
+        ConfigError: a length that learned positions don't have, or that no data has; an argument that doesn't apply to `source`.
     """
     check_new(target)
     model = open_source(source, revision, tokenizer)
@@ -174,15 +174,15 @@ def import_model(
         raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
     token_count = 0
     if model.tokenizer is not None:
-        start = end_of_text or _start_token(model)
-        tokenizer = _checked_tokenizer(model, start, spec.vocab_size)
+        start_token = end_of_text or _start_token(model)
+        tokenizer = _checked_tokenizer(model, start_token, spec.vocab_size)
         added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
         end_tokens = _configured_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
-        spec.end_of_text, spec.end_tokens = start, [] if end_tokens == [start] else end_tokens
+        spec.end_of_text, spec.end_tokens = start_token, [] if end_tokens == [start_token] else end_tokens
         token_count = vocab_size(tokenizer)
     spec.seq_len = length or positions
     try:
-        spec = ModelSpec.read(to_plain(spec))  # within the bounds of our keys, and without contradictions
+        spec = ModelSpec.read(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
     parts = _parts(architecture, spec, fields, model.tensors)
@@ -195,7 +195,7 @@ def import_model(
 
 
 def open_source(source: str, revision: str | None, tokenizer: Path | None) -> Source:
-    """The model that `source` names, opened. Raises RunError and ConfigError as `import_model`."""
+    """The model that `source` names, without its weights. Raises RunError and ConfigError as `import_model`."""
     path, origin = Path(source), {"source": source}
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
@@ -214,13 +214,13 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
     if not (path / CONFIG).is_file():
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
-    place = tokenizer or path
+    tokenizer_path = tokenizer or path
     content = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path)
     settings, generation = (
-        read_json(file) if file.is_file() else {} for file in (place / TOKENIZER_CONFIG, path / "generation_config.json")
+        read_json(file) if file.is_file() else {} for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
     )
-    place = place / TOKENIZER if place.is_dir() else place
-    return Source(path / CONFIG, config, Shards(path), content, place, settings, generation, origin)
+    tokenizer_path = tokenizer_path / TOKENIZER if tokenizer_path.is_dir() else tokenizer_path
+    return Source(path / CONFIG, config, Shards(path), content, tokenizer_path, settings, generation, origin)
 
 
 def _start_token(model: Source) -> str:
@@ -244,7 +244,7 @@ def _start_token(model: Source) -> str:
 
 
 def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """The tokens of a kind, `bos` or `eos`, that configurations name or give the ids of, among `tokens` by id."""
+    """The tokens of a kind, `bos` or `eos`, that configurations give by name or id; only those in `tokens`, {id: token}."""
     named_tokens: list[Plain] = []
     for fields in configurations:
         token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
@@ -268,7 +268,7 @@ def _checked_tokenizer(model: Source, start: str, vocabulary: int) -> Tokenizer:
 
 
 def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
-    """The place of each parameter, by full names of tensors. Raises RunError: a tensor is missing, not known or of another shape."""
+    """Parameters and their tensors, by name. Raises RunError: a tensor is missing, unknown or of another shape, or a tied head differs."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parts = list(architecture.placed(spec, fields, base))
     expected_shapes = {name: size for part in parts for name, size in part.tensors}
@@ -288,7 +288,7 @@ def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors:
 
 
 def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
-    """Our parameters, each read when it is asked for. Raises RunError: a tensor holds numbers that are not finite."""
+    """Yield lm's parameters, (name, value), each read when asked for. Raises RunError: a tensor holds numbers that are not finite."""
     for part in parts:
         pieces = [tensors.read(name) for name, _ in part.tensors]
         pieces = [piece.t() for piece in pieces] if part.transposed and pieces[0].dim() == 2 else pieces

@@ -1,4 +1,4 @@
-"""lm's normalizers as attention of transformers' own models, with what they learn as parameters of each layer's attention.
+"""lm's normalizers as attention functions of transformers' own models, with learned parameters in each layer's attention.
 
     import lm.huggingface
     lm.huggingface.register()
@@ -8,7 +8,7 @@
 The same lines read the parameters again from a folder that `save_pretrained` wrote. Without `attn_implementation` transformers computes
 softmax, at most with a warning of unexpected tensors.
 
-Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values, D head size.
+Shapes: B sequences, T queries, S keys, H query heads, K key-value heads, D head size.
 """
 
 import math
@@ -30,17 +30,17 @@ from lm.errors import ConfigError, Problem
 from lm.functional import Named
 from lm.huggingface.importing import INDEX, Shards
 
-LENGTH = "lm_train_length"  # field of the configuration
+LENGTH = "lm_train_length"  # field of the configuration with the training length
 HOLDER = "lm_normalizer"  # the module with the parameters, in each layer's attention; and the configuration's field with their normalizer
 UNREGISTERED = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
-BY_ANGLE = ("qassmax", "linear")  # unless features are the identity: they treat dimensions of q apart, whose angles are absolute
+BY_ANGLE = ("qassmax", "linear")  # no functions of q.k: through RoPE they see absolute positions; but not linear with features: identity
 OWN_ATTENTION = "{} computes attention by itself, whatever attn_implementation says"
 WEIGHTS = ["*.safetensors", INDEX]
 
 
 def register(normalizers: Mapping[str, Named] | None = None) -> None:
-    """Make normalizers known to transformers.
+    """Register normalizers as attention functions of transformers.
 
     normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax and
     p_n with their default options, as lm_NAME.
@@ -63,8 +63,8 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
 
     train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
 
-    Raises ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has those of
-    another normalizer.
+    Raises ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has
+    parameters of another normalizer.
     """
     config = model.config
     function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
@@ -81,9 +81,9 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
         raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
     setattr(config, HOLDER, options)
     setattr(config, LENGTH, train_length or _train_length(config))
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for module in layers:
-        initial_values = functional.parameters(normalizer, config.num_attention_heads, size, _train_length(config))
+        initial_values = functional.parameters(normalizer, config.num_attention_heads, head_size, _train_length(config))
         holder = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
         holder.names = list(initial_values)  # as `lm.functional` has them, with their dots
         module.add_module(HOLDER, holder.to(next(module.parameters()).device))
@@ -96,7 +96,7 @@ def _train_length(config: PreTrainedConfig) -> int:
 
 
 def _read_saved(model: PreTrainedModel) -> None:
-    """Read the parameters beside the weights that the model was read from. Raises ValueError: one is missing, or of another shape."""
+    """Read the normalizers' parameters from the model's saved weights. Raises ValueError: one is missing, or of another shape."""
     folder = Path(name := model.config._name_or_path)
     tensors = Shards(folder if folder.is_dir() else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHTS))
     for name, parameter in model.named_parameters():
@@ -119,7 +119,7 @@ def _attend(
     normalizer: Named, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function of transformers: (B, T, H, D) of query (B, H, T, D), key and value (B, K, S, D)."""
+    """An attention function for transformers: (output (B, T, H, D), None) of query (B, H, T, D), key and value (B, K, S, D)."""
     if refused_arguments := [name for name in REFUSED if kwargs.get(name) is not None]:
         raise ValueError(f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it")
     causal = kwargs.get("is_causal")
@@ -133,7 +133,7 @@ def _attend(
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
-    if attention_mask is None and 1 < query.size(2) < key.size(2):  # an empty cache of fixed size
+    if attention_mask is None and 1 < query.size(2) < key.size(2):  # a new cache of fixed size, whose later keys are empty
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
     options = {"name": normalizer} if isinstance(normalizer, str) else normalizer
@@ -150,11 +150,11 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
     """The layout of queries and keys, from the mask, which shows padding and packing; without a mask from the positions."""
     queries, keys = query.size(2), key.size(2)
     if mask is None:
-        packed = position_ids is not None and queries == keys and bool((position_ids[:, 1:] == 0).any())
-        return functional.make_layout(query, key, position_ids if packed else None)
+        is_packed = position_ids is not None and queries == keys and bool((position_ids[:, 1:] == 0).any())
+        return functional.make_layout(query, key, position_ids if is_packed else None)
     visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
     positions = visible.sum(-1) - 1
-    if queries == keys:  # padding, which sees not even itself, is at 0
+    if queries == keys:  # padding, which does not see itself, gets position 0
         is_token = visible.diagonal(dim1=1, dim2=2)
         positions = positions * is_token
         layout = AttentionLayout.from_positions(positions)
@@ -164,7 +164,7 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
             raise ValueError("lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or gaps")
         return layout
     positions = positions.clamp(min=0)
-    start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), of the document that goes on
+    start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), first key of the document that goes on
     key_positions = torch.arange(keys, device=key.device) - start
     key_documents = (key_positions >= 0).long()
     return AttentionLayout(positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), key_documents)

@@ -1,10 +1,10 @@
 """The decoder of lm, a framework that compares attention normalizers, for transformers: load it with `trust_remote_code=True`.
 
 `lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's names.
-n comes from `position_ids`, which begin at 0 with each document: left padding and packed documents keep it.
+n, the number of keys that a query counts, comes from `position_ids`, 0 at each document's start: padding and packing don't change n.
 
-Shapes: B sequences, T query positions, S key positions, H heads of queries, K of keys and values, D head size, E width of a head's values,
-C width, V vocabulary.
+Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a head's values, C width
+of the model, V size of the vocabulary.
 """
 
 import math
@@ -24,7 +24,7 @@ SLIDING = "sliding_attention"
 
 
 class LmConfig(PreTrainedConfig):
-    """The decoder's shape.
+    """The decoder's configuration.
 
     Args:
         block: `attention`, then an MLP, or `gau`, gated attention units, whose gate and values are `intermediate_size` wide.
@@ -90,7 +90,7 @@ class LmConfig(PreTrainedConfig):
 
 
 def _affine(normalizer: "Normalizer", growth: Tensor) -> Tensor:
-    """s growth + b; without a parameter that the normalizer lacks."""
+    """s * growth + b; without s or b where the normalizer lacks that parameter."""
     factor = normalizer.head("s") * growth if hasattr(normalizer, "s") else growth
     return factor + normalizer.head("b") if hasattr(normalizer, "b") else factor
 
@@ -123,7 +123,7 @@ def _llama4(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
     return 1 + normalizer.options["attn_scale"] * torch.log1p(torch.floor(n / normalizer.options["floor_scale"]))
 
 
-# The factor on the queries q (B, H, T, D) that makes plain softmax of each normalizer; n: (B, 1, T, 1) fp32.
+# By normalizer: the factor on queries q (B, H, T, D) with which plain softmax gives its weights; n: (B, 1, T, 1) fp32.
 FACTORS = {
     "softmax": lambda normalizer, n, q: torch.full_like(n, 1 / normalizer.options.get("temperature", 1.0)),
     "ssmax": lambda normalizer, n, q: _affine(normalizer, n.log()),
@@ -153,12 +153,12 @@ def _sigmoid(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tenso
     return (scores + shift).sigmoid().masked_fill(~visible, 0.0)
 
 
-# The weights (B, H, T, S) of scores, in fp32, where each is a function of its own score; n as above, visible (B or 1, 1, T, S) bool.
+# By normalizer: its weights (B, H, T, S), in fp32, from scores of this shape, without softmax; n as above, visible (B or 1, 1, T, S) bool.
 ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
 
 
 class Normalizer(nn.Module):
-    """A layer's normalizer: plain softmax of queries and keys that it changes, in fp32, or `elementwise` weights."""
+    """A layer's normalizer: it changes queries and keys, in fp32, for plain softmax, or computes `elementwise` weights of scores."""
 
     def __init__(self, options: dict):
         super().__init__()
@@ -182,7 +182,7 @@ class Normalizer(nn.Module):
         return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
 
     def n(self, positions: Tensor) -> Tensor:
-        """The row length of queries at positions (B, T), 0-based in the document: (B, 1, T, 1) fp32."""
+        """n of the queries at `positions` (B, T), 0-based in the document: (B, 1, T, 1) fp32."""
         kind, _, number = self.options.get("n", "visible").partition(":")
         return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
 
@@ -206,7 +206,7 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs (B, T, H, E) with all weights (B, H, T, S), which are in fp32.
 
-    attention_mask: of eager attention or of SDPA; None: the plain causal triangle.
+    attention_mask: as eager attention (additive) or SDPA (bool) takes it; None: the plain causal triangle.
     """
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
     if attention_mask is None:
@@ -230,10 +230,10 @@ def sdpa_with_sink(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, sink: Tensor,
     **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """PyTorch's fused attention with one more key in front, of the sink's logit and of value 0, which every query sees."""
+    """PyTorch's fused attention with one more key in front, which every query sees: its score is the sink's logit, its value 0."""
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
-    high_part = logit.to(query.dtype)  # and what its rounding left, in two of eight more dimensions, the kernel's granularity
+    high_part = logit.to(query.dtype)  # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
     pair = torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
     query = torch.cat((query, F.pad(pair, (0, 6))), -1)
     sink_key = F.pad(key.new_ones(*key.shape[:2], 1, 2), (size, 6))
@@ -250,7 +250,7 @@ def sdpa_with_sink(
 
 
 def make_norm(config: LmConfig, kind: str | None = None) -> nn.Module:
-    """RMSNorm (`rms`) or LayerNorm (`layer`) over the width; kind: None: as the model's norms."""
+    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width; `kind` None: the kind of `config.norm`."""
     size, eps = config.hidden_size, config.norm_eps
     return nn.RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
@@ -263,14 +263,14 @@ class HeadNorm(nn.RMSNorm):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) turned by RoPE's angles, (B, 1, T, rotated / 2), in fp32: the first half of the rotated dimensions with the second."""
-    half, x = cos.size(-1), x.float()
-    x1, x2 = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]), -1)
+    """x (B, H, T, D) rotated by RoPE, fp32; cos, sin: (B, 1, T, rotated / 2). The rotated dimensions' first half pairs with the second."""
+    n_pairs, x = cos.size(-1), x.float()
+    x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * n_pairs :]), -1)
 
 
 class AttentionBase(nn.Module):
-    """Parts that both kinds of attention share: norms and rotation of queries and keys, the cache, the normalizer, and the kernel that
+    """Base of `Attention` and `GAU`: norms and rotation of queries and keys, the cache, the normalizer, and the kernel that
     `attn_implementation` names."""
 
     def __init__(self, config: LmConfig, layer_idx: int):
@@ -315,25 +315,25 @@ class Attention(AttentionBase):
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
-        mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
-        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+        mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
+        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
         gate_width = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
         self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
 
     def forward(self, x: Tensor, other_values: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The output (B, T, C), the weights if the kernel gives them, and the layer's values before its cache, (B, K, T, D)."""
+        """The output (B, T, C), the weights if the kernel gives them, and the new tokens' values, (B, K, T, D)."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
         output, weights = self.attend(q, k, v, **kwargs)
         if self.gate is not None:
-            heads = (self.heads[0], -1)
-            output = (output.unflatten(-1, heads) * self.gate(x).sigmoid().unflatten(-1, heads)).flatten(2)
+            head_shape = (self.heads[0], -1)
+            output = (output.unflatten(-1, head_shape) * self.gate(x).sigmoid().unflatten(-1, head_shape)).flatten(2)
         return self.out(output), weights, v
 
 
 class GAU(AttentionBase):
-    """Gated attention unit, arXiv 2202.10447: one head, whose queries and keys are one projection with gains and offsets of their own."""
+    """Gated attention unit, arXiv 2202.10447: one head; queries and keys are one projection, each with its own gains and offsets."""
 
     def __init__(self, config: LmConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -365,14 +365,14 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """SwiGLU (gate and value in one matrix), GELU, its approximation by tanh, or ReLU^2."""
+    """MLP with SwiGLU (gate and value in one matrix), GELU, GELU's approximation by tanh, or ReLU^2."""
 
     def __init__(self, config: LmConfig):
         super().__init__()
-        hidden = config.intermediate_size
+        hidden_width = config.intermediate_size
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.up = nn.Linear(config.hidden_size, 2 * hidden if config.hidden_act == "swiglu" else hidden, bias=config.mlp_bias)
-        self.out = nn.Linear(hidden, config.hidden_size, bias=config.mlp_bias)
+        self.up = nn.Linear(config.hidden_size, 2 * hidden_width if config.hidden_act == "swiglu" else hidden_width, bias=config.mlp_bias)
+        self.out = nn.Linear(hidden_width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.activation(self.up(x)))
@@ -411,7 +411,7 @@ BLOCKS = {"attention": Block, "gau": GatedBlock}
 
 
 class LmPreTrainedModel(PreTrainedModel):
-    """Answers to the questions that transformers, and vLLM's backend for its models, ask of a class."""
+    """Attributes of a model class that transformers, and vLLM's backend for transformers' models, read."""
 
     config_class = LmConfig
     base_model_prefix = "model"
@@ -423,7 +423,7 @@ class LmPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def resize_token_embeddings(self, *arguments: object, **options: object) -> nn.Embedding:
-        """The embedding, resized with the head and with each layer's table of values by token."""
+        """Resize the embedding, the head and each layer's value embedding; returns the embedding."""
         embedding = super().resize_token_embeddings(*arguments, **options)
         for table in self.base_model.value_embedding or ():
             self._get_resized_embeddings(table, embedding.num_embeddings)
@@ -470,7 +470,7 @@ class LmModel(LmPreTrainedModel):
         elif position_ids is None:
             position_ids = torch.arange(cached_length, cached_length + x.size(1), device=x.device)[None]
         if isinstance(masks := attention_mask, Tensor | None):
-            # By name: releases differ in the order. Without a cache made here, which would hide packing.
+            # By name: releases differ in the order. Made before a new cache, with which transformers would not look for packed documents.
             mask_arguments = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
             masks = {"full_attention": create_causal_mask(self.config, x, **mask_arguments)}
             if self.config.sliding_window is not None:
@@ -532,7 +532,7 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Logits (B, T, V), and the loss of `labels` (B, T), shifted here."""
+        """Logits (B, T, V), and the loss of `labels` (B, T), which are shifted here."""
         output = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept_positions])

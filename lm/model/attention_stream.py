@@ -1,6 +1,6 @@
 """The attention of a decoder on a batch: layer by layer, some queries at a time, never all weights of a layer at once.
 
-Shapes: B sequences, T queries, S keys, H heads, D head size, E width of the values, C width.
+Shapes: B sequences, T queries, S keys, H heads, D head size, E width of a head's values, C width of the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,19 @@ from lm.data.batches import Batch
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
 
-BLOCK_WEIGHTS = 2**24  # weights held at a time, and as many scores
+BLOCK_WEIGHTS = 2**24  # attention weights held at a time, and as many scores
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Scores and weights of some queries of a layer, over the keys up to the last of them."""
+    """Scores and weights of some queries of a layer, for the keys up to the last of these queries."""
 
     layer: int  # from 0
     normalizer: Normalizer  # the normalizer of the layer
     queries: Tensor  # (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1
-    layout: AttentionLayout  # the places of these queries and keys in their documents
+    layout: AttentionLayout  # positions of these queries and keys in their documents
     scores: Tensor  # (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see
-    # the layer's input x (B, L, C), q, k (B, H, L, D), with their features, and v (B, H, L, E) of all L tokens, if asked for
+    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens; None: the caller did not ask for them
     inputs: AttentionInputs | None
 
     @cached_property
@@ -48,17 +48,16 @@ def attention_blocks(
     block: int | None = None,
     inputs: bool = False,
 ) -> Iterator[AttentionBlock]:
-    """The decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
+    """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
-    The model runs as the caller has set it: training mode, gradients and autocast are the caller's. For another inference setting
-    give the decoder of `lm.model.swapped.for_inference`. Holds queries and keys of one layer, and `BLOCK_WEIGHTS` scores and weights, at a
-    time.
+    Training mode, gradients and autocast are as the caller has set them. For another inference setting give the decoder of
+    `lm.model.swapped.for_inference`. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores and as many weights at a time.
 
     Args:
-        queries: indices in the sequence, negative ones from the end; None: all.
-        length: tokens of the document whose first tokens the batch holds; None: the batch holds all.
+        queries: indices of queries in the sequence, negative ones from the end; None: all queries.
+        length: number of tokens of the document whose first tokens the batch holds; None: the batch holds all of them.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
-        block: queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
+        block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
         inputs: whether blocks hold the layer's input, queries, keys and values, too.
     """
     indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
@@ -70,7 +69,7 @@ def attention_blocks(
         x = module(x, replace(context, layer_inputs=captured))
         layer_inputs = captured.pop()
         for block_queries in indices.split(block):
-            n_keys = int(block_queries.max()) + 1  # no query sees a later one
+            n_keys = int(block_queries.max()) + 1  # no query sees a later key
             block_layout = context.layout.select(block_queries, n_keys)
             scores = normalizer.scores(layer_inputs.q[:, :, block_queries].to(dtype), layer_inputs.k[:, :, :n_keys].to(dtype), block_layout)
             yield AttentionBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs if inputs else None)
@@ -78,7 +77,7 @@ def attention_blocks(
 
 
 def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
-    """The attention of several decoders on one batch, as `attention_blocks`: a block of each decoder for the same layer and queries.
+    """The attention of several decoders on one batch: a tuple for each layer and group of queries, with one `AttentionBlock` per decoder.
 
     Raises ValueError: decoders of different numbers of layers.
     """

@@ -1,6 +1,6 @@
 """The parts of a layer: attention or a gated attention unit, an MLP, their norms; and the cache of decoding.
 
-Shapes: B sequences, T tokens, H heads of queries, K of keys and values, D head size, E width of a head's values, C width.
+Shapes: B sequences, T tokens, H query heads, K key-value heads, D head size, E width of a head's values, C width of the model.
 """
 
 import math
@@ -25,21 +25,21 @@ MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no b
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose numbers are unset: `Decoder.initialise` draws them, or they are loaded."""
+    """`torch.nn.Linear` whose parameters are not initialised: `Decoder.initialise` sets them, or they are loaded."""
 
     def reset_parameters(self) -> None:
         """Set nothing."""
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding` whose numbers are unset, as those of `Linear`."""
+    """`torch.nn.Embedding` whose matrix is not initialised, as in `Linear`."""
 
     def reset_parameters(self) -> None:
         """Set nothing."""
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x r w of x (..., C), with r = 1 / sqrt(mean x^2 + eps) of each row; its gradients take half as many passes over x as torch's."""
+    """RMSNorm of x (..., C) with gain w: x r w, r = 1 / sqrt(mean x^2 + eps) of each row. Backward takes half of torch's passes over x."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
             return None, dweight, None
         dscaled = grad * weight
         dr = (dscaled * x).sum(-1, keepdim=True)
-        factor = dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)  # x times it is the part of the gradient that goes through r
+        factor = dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)  # x * factor is the part of the gradient that goes through r
         return dscaled.mul_(r).add_(x * factor), dweight, None
 
 
@@ -68,14 +68,14 @@ def _reciprocal_root(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` of the last dimension. torch has no kernel of it for CPUs, and differentiates the formula step by step there.
+    """`torch.nn.RMSNorm` of the last dimension, faster on CPUs: there torch has no kernel for it, and differentiates it step by step.
 
-    By itself it gives the same numbers to the bit. Where x has other uses, gradients are summed in another order.
+    Outputs and gradients equal torch's bit for bit. Where x is read elsewhere, too, its gradients are summed in another order.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
-        if x.device.type != "cpu" or not wide or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
+        is_wide = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
+        if x.device.type != "cpu" or not is_wide or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
             return super().forward(x)
         if torch.is_grad_enabled():
             return _RMSNorm.apply(x, self.weight, self.eps)
@@ -83,19 +83,19 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
-    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width; kind: None: as the model's norms."""
+    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width; `kind` None: the kind of `config.norm`."""
     size, eps = config.n_embd, config.norm_eps
     return RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of each head's queries or keys, in the gain's dtype.
+    """RMSNorm of each head's queries, keys or outputs, in the gain's dtype.
 
-    Under autocast queries and keys come in bf16. They are rounded to bf16 again only after RoPE and the normalizer have scaled them, too.
+    Under autocast queries and keys come in bf16. They are rounded to bf16 again only after RoPE and the normalizer have changed them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (B, H, T, D), in any dtype; the result has the gain's."""
+        """The norm of x (..., D), of any dtype, in the gain's dtype."""
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -105,14 +105,14 @@ class DecodingCache:
 
     length: int  # tokens the document will have in all: the n of the policy `sample`
     seen: int = 0  # tokens so far
-    states: dict[nn.Module, object] = field(default_factory=dict)  # by layer
+    states: dict[nn.Module, object] = field(default_factory=dict)  # by attention module
 
     def fork(self, copies: int) -> "DecodingCache":
         """An independent copy, with each sequence `copies` times."""
         return replace(self, states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states))
 
     def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
-        """An independent copy with some of the sequences, by their numbers or where a mask (B,) is true."""
+        """An independent copy with some of the sequences, by index or where a mask (B,) is true."""
         return replace(self, states=tree_map_only(Tensor, lambda x: x[sequences], self.states))
 
 
@@ -120,8 +120,8 @@ class AttentionInputs(NamedTuple):
     """The inputs of a layer's normalizer, and the layer's own input that they are computed from."""
 
     x: Tensor  # (B, T, C)
-    q: Tensor  # (B, H, T, D), with its features
-    k: Tensor  # (B, H, T, D), with its features
+    q: Tensor  # (B, H, T, D), longer by features that the normalizer appends
+    k: Tensor  # (B, H, T, D), longer by such features
     v: Tensor  # (B, H, T, E)
 
 
@@ -130,20 +130,20 @@ class ForwardContext:
     """Inputs that all layers of one forward pass share: the layout of the tokens, RoPE, and the cache."""
 
     layout: AttentionLayout
-    rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions
-    logit_factor: float  # temperature of a rescaled RoPE, on the logits of layers that rotate
+    rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
+    logit_factor: float  # factor on the logits of layers with RoPE: a rescaled RoPE's temperature
     cache: DecodingCache | None
-    other_values: Callable[[int], Tensor] | None = None  # number of a layer -> values (B, K, T, E) that its own are mixed with
+    other_values: Callable[[int], Tensor] | None = None  # layer -> values (B, K, T, E) that its own values are mixed with
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
-    first: int = 0  # index of the first new token that a layer gives an output for
+    first: int = 0  # index of the first new token that a layer computes an output for
 
     def output_part(self, x: Tensor) -> Tensor:
-        """The part (B, T - first, C) of x (B, T, C) that a layer gives an output for."""
+        """The tokens of x (B, T, C) that a layer computes outputs for: (B, T - first, C)."""
         return x[:, self.first :] if self.first else x
 
 
 class AttentionBase(nn.Module):
-    """Parts that all kinds of attention share: norms and rotation of queries and keys, the cache, the normalizer."""
+    """Base of `Attention` and `GAU`: norms and rotation of queries and keys, the cache, the normalizer."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -156,9 +156,9 @@ class AttentionBase(nn.Module):
         )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Heads' outputs (B, T - first, H E), from q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), which were computed from x (B, T, C).
+        """The heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C).
 
-        T: the new tokens, of which those from the context's `first` on are queries.
+        x: the layer's input. T: number of new tokens; those from the index `context.first` on are queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -182,8 +182,8 @@ class AttentionBase(nn.Module):
 class Attention(AttentionBase):
     """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
 
-    Heads of queries share those of keys and values in groups, H / K each: grouped queries, arXiv 2305.13245. With `differential`,
-    normalizers have two heads for each of the model's, whose queries and keys are its halves and whose values are its own.
+    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer has two heads for
+    each head of the model: one has the first half of its queries and keys, one the second half, and both have all of its values.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -194,17 +194,17 @@ class Attention(AttentionBase):
         self.qkv = Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
         self.out = Linear(q, config.n_embd, bias=config.bias)
         self.layer = layer
-        mixes = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
-        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
+        mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
+        self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
         gate_width = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
         self.gate = Linear(config.n_embd, gate_width, bias=False) if gate_width else None
         self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
     def values(self, x: Tensor) -> Tensor:
         """The layer's own values (B, K, T, E) of its input x (B, T, C)."""
-        rows = self.fused["qkv"]["v"]
-        bias = None if self.qkv.bias is None else self.qkv.bias[-rows:]
-        return F.linear(x, self.qkv.weight[-rows:], bias).unflatten(-1, (self.head_counts[2], -1)).transpose(1, 2)
+        n_rows = self.fused["qkv"]["v"]
+        bias = None if self.qkv.bias is None else self.qkv.bias[-n_rows:]
+        return F.linear(x, self.qkv.weight[-n_rows:], bias).unflatten(-1, (self.head_counts[2], -1)).transpose(1, 2)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
@@ -215,7 +215,7 @@ class Attention(AttentionBase):
         else:
             heads, kv_heads, _ = self.head_counts
             q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))  # (B, K, H / K or 1, T, 2, D / 2)
-            q, k = (x.movedim(-2, 2).flatten(1, 3) for x in (q, k))  # (B, 2 H or 2 K, T, D / 2): of each K its heads' two halves
+            q, k = (x.movedim(-2, 2).flatten(1, 3) for x in (q, k))  # (B, 2 H or 2 K, T, D / 2), by key-value head, half, query head
             output = self.attend(x, q, k, v.repeat_interleave(2, 1), context).unflatten(-1, (kv_heads, 2, heads // kv_heads, -1))
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.gate is not None:
@@ -225,9 +225,9 @@ class Attention(AttentionBase):
 
 
 class MapDifference(nn.Module):
-    """RMSNorm of each head's first output less lambda times its second, times 1 - lambda_0: differential attention, arXiv 2410.05258.
+    """Differential attention, arXiv 2410.05258: RMSNorm of each head's first output minus lambda times its second, times 1 - lambda_0.
 
-    lambda = exp(a.b) - exp(c.d) + lambda_0 of four learned vectors; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
+    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
     """
 
     SPREAD: ClassVar[float] = 0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
@@ -236,7 +236,7 @@ class MapDifference(nn.Module):
         super().__init__()
         initial_lambda = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))  # a tensor, so that compiled layers share their code
         self.register_buffer("initial_lambda", initial_lambda, persistent=False)
-        self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head; one dimension: no matrix to optimizers
+        self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head, in one dimension: no matrix to optimizers
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
@@ -248,9 +248,9 @@ class MapDifference(nn.Module):
 
 
 class GAU(AttentionBase):
-    """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with one head whose queries and keys share Z.
+    """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with the attention weights A of one head.
 
-    U, V (width e) and Z (width s) are SiLU(x W); Q and K are Z with a gain and an offset for each dimension, 1 and 0 at first.
+    U, V (width e) and Z (width s) are SiLU(x W); queries and keys are Z with a gain and an offset for each dimension, 1 and 0 at first.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -269,7 +269,7 @@ class GAU(AttentionBase):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) value, of gates and values side by side."""
+    """silu(gate) * value of x (..., 2 W), which holds W gates, then W values."""
     gate, value = x.chunk(2, -1)
     gate_silu = F.silu(gate)
     return gate_silu * value if torch.is_grad_enabled() else gate_silu.mul_(value)
@@ -283,22 +283,22 @@ ACTIVATIONS = {"swiglu": swiglu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, ap
 
 
 class MLP(nn.Module):
-    """SwiGLU (gate and value in one matrix), GELU, its approximation by tanh, or ReLU^2."""
+    """MLP with SwiGLU (gate and value in one matrix), GELU, GELU's approximation by tanh, or ReLU^2."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        hidden, gated = config.mlp_width, config.mlp == "swiglu"
+        hidden_width, is_gated = config.mlp_width, config.mlp == "swiglu"
         self.activation = ACTIVATIONS[config.mlp]
-        self.fused = {"up": {"gate": hidden, "value": hidden}} if gated else {}
-        self.up = Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.has_mlp_bias)
-        self.out = Linear(hidden, config.n_embd, bias=config.has_mlp_bias)
+        self.fused = {"up": {"gate": hidden_width, "value": hidden_width}} if is_gated else {}
+        self.up = Linear(config.n_embd, 2 * hidden_width if is_gated else hidden_width, bias=config.has_mlp_bias)
+        self.out = Linear(hidden_width, config.n_embd, bias=config.has_mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.activation(self.up(x)))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); (B, T - first, C) of x (B, T, C)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); from x (B, T, C) to (B, T - first, C)."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -316,7 +316,7 @@ class Block(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """x + gau(norm(x)), (B, T - first, C) of x (B, T, C)."""
+    """x + gau(norm(x)); from x (B, T, C) to (B, T - first, C)."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

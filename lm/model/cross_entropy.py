@@ -1,6 +1,6 @@
 """The output head, hidden states to logits, and its cross-entropy without the tokens x vocabulary matrix of logits.
 
-Shapes: C width, V vocabulary.
+Shapes: N tokens, C width of the model, V size of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lm.data.batches import IGNORED
 from lm.model.blocks import Linear
 
-# Logits held at a time. A GPU wants large products. On a CPU products of fewer tokens are slower, too, and each adds its part to the
-# gradient of the head's weights; the exponentials of some rows are formed while they are in the cache, which halves their time.
+# CHUNK_LOGITS: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the gradient of the head's
+# weights. CACHED_LOGITS: logits whose exponentials are computed together; those that fit in a CPU's cache take half the time.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 
@@ -42,16 +42,16 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def chunk_tokens(weight: Tensor) -> int:
-    """Tokens whose logits over the vocabulary of `weight` (V, C) are held at a time."""
+    """The number of tokens whose logits are held at a time, for a head with the matrix `weight` (V, C)."""
     return max(64, CHUNK_LOGITS[weight.device.type] // weight.size(0))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the negative log-likelihoods and of the z-loss, with gradients formed by chunks in the forward pass; and the two terms, (2,).
+    """Sum of the negative log-likelihoods and of the z-loss, and these two terms, (2,); gradients are computed in the forward pass.
 
-    The chunk's logits are at hand there, so nothing is kept or computed twice; the backward pass only
-    multiplies by the incoming scalar. The terms are one tensor: without a z-loss a scalar of the first term would
-    equal the sum. torch.compile would make one tensor of both, which then has no gradient (pytorch/pytorch#195357).
+    There each chunk's logits are at hand, so none are kept or computed twice; the backward pass only multiplies by the
+    incoming scalar. The two terms are one tensor: without a z-loss a scalar of the first term would equal the sum, and
+    torch.compile would make one tensor of this term and the sum, which then has no gradient (pytorch/pytorch#195357).
     """
 
     @staticmethod
@@ -66,13 +66,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = max(1, CACHED_LOGITS[weight.device.type] // weight.size(0))
         for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
             h_low = h.to(dtype)
-            logits = h_low @ matrix.t()  # (n, V), which become their gradient
+            logits = h_low @ matrix.t()  # (n, V), which `_chunk_sums` overwrites with their gradient
             terms += sum(_chunk_sums(*part, softcap, z_loss, train) for part in zip(logits.split(rows), y.split(rows), strict=True))
             if train:
                 grad_hidden[number * size :][:size] = logits @ matrix
                 if grad_weight is not None:
                     grad_weight += logits.t() @ h_low
-            del logits  # before the next chunk's
+            del logits  # before the next chunk's are computed
         if train:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(terms)
@@ -88,32 +88,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
-    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the gradient of their sum takes the
-    place of the logits.
+    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the logits are overwritten with the
+    gradient of the two sums' total.
 
-    A function of its own: what it makes is gone before the next rows are computed.
+    A function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
     Args:
         low_logits: logits (n, V), in the dtype of the products.
         y: targets (n, 1).
     """
-    counts, y = (y != IGNORED).float(), y.clamp(min=0)
+    target_mask, y = (y != IGNORED).float(), y.clamp(min=0)
     logits, tanh_logits = low_logits.float(), None
     if softcap is not None:
-        rough = low_logits.dtype == torch.bfloat16 and low_logits.device.type == "cpu"
-        tanh_logits = _rough_tanh(logits, softcap) if rough else (logits / softcap).tanh_()
+        uses_rough_tanh = low_logits.dtype == torch.bfloat16 and low_logits.device.type == "cpu"
+        tanh_logits = _rough_tanh(logits, softcap) if uses_rough_tanh else (logits / softcap).tanh_()
         logits = tanh_logits * softcap
     p, largest_logit = logits.softmax(-1), logits.amax(-1, keepdim=True)
     log_rest = -p.amax(-1, keepdim=True).log()  # log Z - the largest logit: exact where one token has nearly all the probability
-    nll = ((largest_logit - logits.gather(1, y) + log_rest) * counts).sum()
+    nll = ((largest_logit - logits.gather(1, y) + log_rest) * target_mask).sum()
     log_z = largest_logit + log_rest if z_loss else None
-    terms = torch.stack((nll, z_loss * (log_z.square() * counts).sum() if z_loss else torch.zeros_like(nll)))
+    terms = torch.stack((nll, z_loss * (log_z.square() * target_mask).sum() if z_loss else torch.zeros_like(nll)))
     if not train:
         return terms
     del logits
     if z_loss:
         p *= 1 + 2 * z_loss * log_z
-    p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(counts)  # from here on the gradient
+    p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(target_mask)  # p becomes the gradient of the logits
     if tanh_logits is not None:
         p = torch.ops.aten.tanh_backward(p, tanh_logits)
     low_logits.copy_(p)
@@ -126,10 +126,10 @@ def _rough_tanh(x: Tensor, scale: float) -> Tensor:
 
 
 def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of -log p(target) + z_loss (log Z)^2, to be minimised, fp32 scalar (nats), and of its two terms apart,
+    """The sum over tokens of -log p(target) + z_loss (log Z)^2, an fp32 scalar (nats) to be minimised; and the sums of these two terms,
     (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
 
-    hidden: (N, C); head: C to V; targets: (N,) int64. The product runs in the autocast
+    hidden: (N, C); head: C to V; targets: (N,) int64. The matrix product runs in the autocast
     dtype if autocast is on, softmax and sum in fp32. Targets that are `IGNORED` count nothing. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
@@ -141,8 +141,8 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0
 def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
-    p, q: (N, C) hidden states; p_head, q_head: of C to V. Exactly 0 where they are equal.
-    Holds a quarter of `CHUNK_LOGITS` logits of each, not N x V, in the backward pass as well.
+    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, C to V. Exactly 0 where the distributions are equal.
+    Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as well.
     """
 
     def chunk(a: Tensor, b: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     divergences = torch.empty(len(p), device=p.device)
-    size = max(64, chunk_tokens(p_head.weight) // 4)  # of each, their log-softmax and the terms are held, too
+    size = max(64, chunk_tokens(p_head.weight) // 4)  # the log-softmax and the sum's terms are held, too
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
@@ -171,14 +171,14 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
-    """The token with the largest logit after each hidden state, (N,) int64, computed and held as by `token_nll`."""
+    """The token with the largest logit at each hidden state, (N,) int64; precision and memory are those of `token_nll`."""
     return _over_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 
 
 def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
-    """f(logits, *tensors), (N,) of `dtype`, for some tokens at a time: logits (n, V) fp32, whatever autocast says; tensors: (N,) each.
+    """f(logits, *tensors), (N,) of `dtype`, computed for n tokens at a time: logits (n, V) fp32, under autocast, too; tensors: (N,) each.
 
-    Filled in place: what is kept between the logits of one chunk and of the next may keep glibc from using their memory again.
+    Results are written in place: a tensor allocated between the logits of two chunks may keep glibc from reusing the logits' memory.
     """
     results, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight)
     with torch.autocast(hidden.device.type, enabled=False):

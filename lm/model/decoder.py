@@ -1,6 +1,6 @@
 """The decoder: a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
 
-Shapes: B sequences, T tokens, C width, V vocabulary.
+Shapes: B sequences, T tokens, C width of the model, V size of the vocabulary, K key-value heads, E width of a head's values.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ class Decoder(nn.Module):
 
     Args:
         config: layers, sizes and kinds of blocks.
-        vocab_size: tokens V.
+        vocab_size: number of tokens V.
         seq_len: tokens in a training sequence; normalizers are initialised for it, learned positions end at it.
         seed: the seed of the initial weights. Each parameter draws from its own stream (seed, name), so two
             models of one seed start equal wherever they share parameters, whatever their normalizers.
-            None: leave them unset, for weights that are loaded.
+            None: leave the weights unset, for weights that are loaded.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
@@ -50,8 +50,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
         first_normalizers: dict[type, Normalizer] = {}
         for normalizer in self.normalizers():
-            if (first := first_normalizers.setdefault(type(normalizer), normalizer)) is not normalizer:
-                normalizer.tie_parameters(first)
+            if (first_normalizer := first_normalizers.setdefault(type(normalizer), normalizer)) is not normalizer:
+                normalizer.tie_parameters(first_normalizer)
         value_width = config.kv_heads * config.value_dims
         tables = (Embedding(vocab_size, value_width) for _ in range(config.n_layer))
         self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
@@ -64,10 +64,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Matrices ~ N(0, init_std), those into the residual stream / sqrt(2 n_layer), or 0 (`out_init`); gains 1, biases 0.
+        """Draw matrices ~ N(0, init_std^2), projections into the residual stream / sqrt(2 n_layer), or 0 (`out_init`); set biases to 0.
 
-        With a base model (`model.transfer`), times `initial_scale`, and the last norm's gain is the logits' factor 1/m.
-        Normalizers have set themselves but for their `hidden` matrices, ~ N(0, 1 / inputs); `normalizers_only`: draw just those.
+        With a base model (`model.transfer`) matrices are times `initial_scale`, and the last norm's gain is 1/m, a factor on the logits.
+        Normalizers keep their initial values but for `hidden` matrices, drawn ~ N(0, 1 / inputs); `normalizers_only`: draw only these.
         """
         for name, parameter in self.named_parameters():
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
             else:
                 std = self.config.init_std * initial_scale(self.config, name)
                 if name.startswith("value_embedding."):
-                    std *= math.sqrt(self.config.n_embd)  # as of the values that they are mixed with
+                    std *= math.sqrt(self.config.n_embd)  # the spread of the values that they are mixed with
                 if name.endswith(".out.weight"):
                     std = 0.0 if self.config.out_init == "zero" else std / math.sqrt(2 * self.config.n_layer)
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -96,12 +96,12 @@ class Decoder(nn.Module):
         self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
     def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm: what `head` reads.
+        """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm: the input of `head`.
 
         Args:
             layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its start.
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
-            first: index of the first token whose state is asked for. The last layer computes no queries before it.
+            first: index of the first token whose hidden state is returned. The last layer computes no queries before it.
 
         Raises ValueError: positions beyond learned ones.
         """
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, ForwardContext]:
         """The first layer's input: token vectors (B, T, C), and the context that all layers share.
 
-        length: tokens of the whole sequence, of which `tokens` are the first; None: the cache's length, or T.
+        length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T.
         """
         length = length or (cache.length if cache else tokens.size(1))
         layout = layout or AttentionLayout.continuing(cache.seen if cache else 0, tokens.size(1), length, tokens.device)
@@ -134,12 +134,12 @@ class Decoder(nn.Module):
         rotation, lengths = None, (self.seq_len, length)
         if self.config.position.rotates:
             rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
-        factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
+        logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
         x = self.dropout(x)
-        return x, ForwardContext(layout, rotation, factor, cache, self._other_values(tokens, x))
+        return x, ForwardContext(layout, rotation, logit_factor, cache, self._other_values(tokens, x))
 
     def _other_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """A function that gives, by a layer's number, the values that its own values are mixed with, (B, K, T, E); None: no value residual.
+        """A function of a layer's index that gives the values (B, K, T, E) to mix with the layer's own; None: no value residual.
 
         x: the first layer's input.
         """
@@ -156,13 +156,13 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
     def compile_blocks(self, lengths: int) -> None:
-        """Compile what a block computes in training mode, for sequences of so many different lengths: once for all layers that are alike.
+        """Compile a block's forward pass in training mode, for `lengths` different sequence lengths: once for all layers that are alike.
 
         Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks would be unrolled.
         """
-        limits = torch._dynamo.config  # on graphs of one function, over all models of a process; each layer may need its own
-        limits.recompile_limit += 2 * lengths * len(self.blocks)
-        limits.accumulated_recompile_limit += 2 * lengths * len(self.blocks)
+        dynamo_config = torch._dynamo.config  # its limits count a function's graphs in a process; each layer may need its own
+        dynamo_config.recompile_limit += 2 * lengths * len(self.blocks)
+        dynamo_config.accumulated_recompile_limit += 2 * lengths * len(self.blocks)
         self.run_block = torch.compile(_run_block, dynamic=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """The quantity that training minimises on a batch, and the loss and the z-loss in it, as `lm.model.cross_entropy.training_loss`."""
-        first = batch.first if self.run_block is _run_block else 0  # a compiled block would be compiled anew for each
+        first = batch.first if self.run_block is _run_block else 0  # a compiled block would be compiled anew for each `first`
         return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss)
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
@@ -211,9 +211,9 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
-    """Rows of each fused matrix that are one projection each, by its name: {"q", "k", "v": ...} of an `attention.qkv.weight`.
+    """The rows of each projection in each fused matrix, by the matrix's name: {"q": rows, "k": rows, "v": rows} of `attention.qkv.weight`.
 
-    For optimizers that treat them apart. A module that fuses projections says so in `fused`: {its layer: {projection: rows}}, in order.
+    For optimizers that treat projections apart. A module with fused matrices has `fused`, {layer: {projection: number of rows}}, in order.
     """
     rows = {}
     for name, module in decoder.named_modules():

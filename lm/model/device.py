@@ -1,4 +1,4 @@
-"""Device, precision and compilation, resolved from `auto`; and what measuring a model on it needs."""
+"""Device, precision and compilation of a run; and for measurements a time limit, sums over processes, and evaluation mode."""
 
 import os
 import time
@@ -16,11 +16,11 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
 from lm.schema import Plain
 
-# FLOPs above which torch.compile repays what it takes (docs/speed.md): of all runs that share its code, and of each of them, which must
-# load that code.
+# FLOPs above which torch.compile saves more time than it takes (docs/speed.md): COMPILE_PAYS of all runs together that share its code,
+# LOADING_PAYS of each run, which must load that code.
 COMPILE_PAYS_FLOPS = {"cpu": 1e14, "gpu": 2e16}
 LOADING_PAYS_FLOPS = {"cpu": 3e13, "gpu": 4e15}
-# Seconds of eager runs above which compiling pays, where they are known: compiling takes 20, loading 4, and saves about a twentieth.
+# The same in seconds of eager runs, where these are measured: compiling takes 20, loading 4, and compiled code saves about a twentieth.
 COMPILE_PAYS_SECONDS, LOADING_PAYS_SECONDS = 1000, 200
 
 
@@ -57,9 +57,9 @@ class Machine:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that processes of this one may use, as CUDA_VISIBLE_DEVICES names them; does not initialise CUDA here.
+    """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES; does not initialise CUDA in this process.
 
-    Of MIG devices a process sees the first one alone: all that the variable names count.
+    If the variable names MIG devices, all of these are returned: CUDA shows a process only the first of them.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")]
@@ -68,13 +68,13 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpus_of(config: Config) -> int:
-    """GPUs of this machine that a run takes, 0 on the CPU. Raises ConfigError if the machine has not what was asked for."""
+    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks a device that is asked for."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
     if accelerator == "gpu" and not n_gpus:
         raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
     if accelerator == "cpu" or not n_gpus:
-        cores = os.cpu_count() or 1  # of the machine: SLURM may bind each process to its own
+        cores = os.cpu_count() or 1  # cores of the machine: SLURM may bind each process to a few
         maximum = max(cores, 2)  # two processes on one core try DDP out
         reason = f"on a CPU each device is a process, and this machine has {cores} core{'s' * (cores > 1)}"
     else:
@@ -86,7 +86,7 @@ def gpus_of(config: Config) -> int:
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
-    """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine has not what was asked for."""
+    """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine lacks a device that is asked for."""
     return ("gpu", torch.cuda.get_device_name(0)) if gpus_of(config) else ("cpu", "cpu")
 
 
@@ -96,7 +96,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
-    """`32` or `bf16-mixed`. `auto` takes bf16 where the device has it natively, or what the resumed run had."""
+    """`32` or `bf16-mixed`. `auto` takes the resumed run's precision, else bf16 where the device has it natively."""
     if config.trainer.precision != "auto":
         return ResolvedSetting(str(config.trainer.precision), "")
     if "precision" in old_facts:
@@ -107,7 +107,7 @@ def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Pla
 
 @cache
 def has_native_bf16(accelerator: str) -> str:
-    """Name of the hardware that computes in bf16 here; empty if none does (emulation is slower than fp32)."""
+    """The hardware here that computes in bf16, in words; empty if there is none (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
     units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
@@ -117,15 +117,15 @@ def has_native_bf16(accelerator: str) -> str:
 def resolve_compile(
     config: Config, flops: float, accelerator: str, old_facts: dict[str, Plain], runs: int = 1, seconds: float | None = None
 ) -> ResolvedSetting:
-    """`true` or `false`. `auto` compiles where the runs repay it and a C++ compiler is there, or as the resumed run did.
+    """Whether to compile, `true` or `false`. `auto` takes the resumed run's choice, else compiles if there is a C++ compiler and it pays.
 
-    On a CPU it does not compile training on tasks alone, whose eager steps leave out the queries before the first answer.
+    On a CPU `auto` does not compile training on tasks alone, whose eager steps leave out the queries before the first answer.
 
     Args:
         flops: the FLOPs of the whole run.
         old_facts: the environment.json of the resumed run.
         runs: the number of runs that share the compiled code, which the first of them makes.
-        seconds: measured seconds of the whole run, eager, which then decide; None: FLOPs decide.
+        seconds: measured seconds of the whole run without compilation, which then decide; None: FLOPs decide.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
@@ -155,7 +155,7 @@ def resolve_compile(
 def use_compile_cache() -> None:
     """Cache the code that torch.compile makes in `compiled_code_folder`, unless TORCHINDUCTOR_CACHE_DIR names a folder.
 
-    Where that can't be written, torch's own default stays. Files there are safe with several processes at once.
+    If that folder can't be written, torch's own default stays. Files there are safe with several processes at once.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
@@ -177,7 +177,7 @@ class OutOfTime(RunError):
 
 @dataclass(frozen=True)
 class Device:
-    """The place where a model runs: torch device, bf16 autocast or not, and this process among its peers."""
+    """The torch device of a model, whether it runs in bf16 autocast, this process's rank among all processes, and a deadline."""
 
     device: torch.device
     bf16: bool
@@ -194,26 +194,26 @@ class Device:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def with_time_limit(self, seconds: float | None) -> "Device":
-        """This device with `seconds` from now on to measure in; None: without end."""
+        """This device with a deadline `seconds` from now for measurements; None: no deadline."""
         return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:
-        """Raises OutOfTime. Call it between batches, within `all_reduce_sum`."""
+        """Raises OutOfTime after the deadline. Call it between batches, within `all_reduce_sum`."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime(OUT_OF_TIME)
 
 
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
-    """The sum over ranks of the tensors that `compute` gives, on the CPU. Collective.
+    """The sum over ranks of the tensors that `compute` gives, on the CPU. All ranks call it.
 
-    What `compute` raises on one rank is raised on it, and a RunError (OutOfTime, if it is that) on the others: no rank is left waiting.
+    An error of `compute` on one rank is raised there, and a RunError, or OutOfTime if it is one, on the others: no rank is left waiting.
     """
     if device.world == 1:
         return compute().cpu()
     failure, values = None, torch.empty(0)
     try:
         values = compute()
-    except Exception as error:  # the peers must hear of it, whatever it is
+    except Exception as error:  # the other ranks must learn of any error
         failure = error
     code = torch.tensor(0.0 if failure is None else 2.0 if isinstance(failure, OutOfTime) else 1.0, device=device.device)
     torch.distributed.all_reduce(code, torch.distributed.ReduceOp.MAX)
@@ -225,13 +225,13 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
 
 
 def random_state_kept() -> AbstractContextManager:
-    """A block after which torch's random state is as before, on the CPU and on the GPU that this process uses."""
+    """A context that restores torch's random state when it ends, on the CPU and on the GPU that this process uses."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Models in evaluation mode, without gradients; afterwards their modes and the random state are as before."""
+    """A context with `models` in evaluation mode and without gradients; when it ends, modes and torch's random state are as before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         with random_state_kept(), torch.no_grad():

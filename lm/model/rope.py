@@ -18,13 +18,13 @@ def rope_rotation(
 ) -> Rotation:
     """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
 
-    Pair i rotates by position * theta^(-2i/D). `rope.fraction` below 1 leaves the low-frequency pairs unrotated
+    Pair i rotates by position * theta^(-2i/D), D = head_size. `rope.fraction` below 1 leaves the low-frequency pairs unrotated
     (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in float64: at
     position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
         scaling: other frequencies, for sequences beyond the training length.
-        lengths: tokens in a training sequence and in this one.
+        lengths: numbers of tokens in a training sequence and in this sequence.
     """
     angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling, *lengths, positions.device)
     amplitude = rope.scaling.amplitude
@@ -42,31 +42,31 @@ def frequencies(
     return scaling.scaled_frequencies(radians, train_length * radians / (2 * math.pi), s)
 
 
-class _Rotated(torch.autograd.Function):
-    """Pairs (x1, x2) turned by their angles, in few passes over x; backward by the opposite angles."""
+class _PairRotation(torch.autograd.Function):
+    """Rotation of pairs (x1, x2) by their angles, in few passes over x; gradients are rotated by the opposite angles."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return _turned(x, cos, sin)
+        return _rotate_pairs(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin).to(ctx.dtype), None, None
+        return _rotate_pairs(grad, cos, -sin).to(ctx.dtype), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with its pairs (x1, x2) as (x1 cos - x2 sin, x2 cos + x1 sin), and its other dimensions as they are; contiguous."""
-    half = cos.size(-1)
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x in fp32 or wider, contiguous, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin), and other dimensions unchanged."""
+    n_pairs = cos.size(-1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    x1, x2 = x[..., :half], x[..., half : 2 * half]
-    return torch.cat(((x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin), x[..., 2 * half :]), -1)
+    x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
+    return torch.cat(((x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin), x[..., 2 * n_pairs :]), -1)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """`x` (B, H, T, D) rotated by RoPE, as fp32 (or wider): the first half of the rotated dimensions pairs with the second."""
     cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
-    return _Rotated.apply(x, cos, sin)
+    return _PairRotation.apply(x, cos, sin)

@@ -1,4 +1,4 @@
-"""The description of a model apart from its weights, with or without a training run behind it; and its costs: parameters, FLOPs, steps."""
+"""The description of a model without its weights; and its costs: parameters, FLOPs per token, training steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ class ModelSpec:
 
     @classmethod
     def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
-        """The spec of a model from its configuration and what its checkpoint says: `phase`, `vocab_size`, `plugins`."""
+        """The spec of a model from its run's configuration and the metadata `phase`, `vocab_size` and `plugins` of its checkpoint."""
         model, versions, tokenizer = config.model_in(metadata["phase"]), metadata.get("plugins", {}), config.data.tokenizer
         return cls(model, metadata["vocab_size"], config.data.seq_len, tokenizer.end_of_text, [*tokenizer.end_tokens], versions)
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """The spec that plain data (`lm.schema.to_plain`) describe; imports no code that they name. Raises ConfigError."""
+        """The spec that plain data (`lm.schema.to_plain`) describe; imports code that they name only if allowed. Raises ConfigError."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = [Problem(name, None, "is missing") for name in sorted(names - plain.keys())] if isinstance(plain, Mapping) else []
         spec = build(cls, plain, "", problems)
@@ -49,7 +49,7 @@ class ModelSpec:
         return spec
 
     def changed_plugins(self) -> list[tuple[str, str, str]]:
-        """(name, version recorded, version imported) of the normalizers from outside whose code has changed."""
+        """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was recorded."""
         versions = PLUGINS.versions(self.plugins)
         return [
             (name, version, versions[name])
@@ -63,7 +63,7 @@ class ModelSpec:
 
 
 def count_parameters(decoder: Decoder) -> dict[str, int]:
-    """`total`, `non_embedding` (without embeddings and head), `normalizer`."""
+    """Numbers of parameters: `total`, `non_embedding` (without embeddings and head), `normalizer`."""
     total = sum(p.numel() for p in decoder.parameters())
     tables = decoder.embedding, decoder.value_embedding, decoder.head, decoder.position
     embedding = {p for m in tables if m is not None for p in m.parameters()}
@@ -72,16 +72,17 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
-    """Training FLOPs a token: 6 a matrix entry (embedding look-ups are free), 3 T a dimension of keys and values for causal attention.
+    """Training FLOPs per token: 6 per matrix entry (embedding look-ups are free), 3 seq_len per dimension of keys and values in attention.
 
-    masked: count what the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do: 6 N + 12 L H Q T.
+    masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do: 6 N + 12 L H Q T, for N
+    parameters and L layers of H heads of size Q.
     """
     config = decoder.config
-    matrices = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
-    if config.value_residual == "first_layer":  # whose values are computed twice
-        matrices += config.n_embd * config.kv_heads * config.value_dims
+    matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
+    if config.value_residual == "first_layer":  # the first layer's values are computed twice
+        matrix_entries += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * config.maps * (config.key_dims + config.value_dims)
-    return 6 * matrices + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
+    return 6 * matrix_entries + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
 
 
 def steps_of(config: Config, vocab_size: int) -> int:
@@ -101,7 +102,7 @@ def steps_of(config: Config, vocab_size: int) -> int:
 def with_steps(config: Config, vocab_size: int) -> Config:
     """The configuration with its number of steps in `trainer.max_steps`, in place of `tokens_per_parameter`.
 
-    Raises ConfigError: the steps leave no room for something.
+    Raises ConfigError: the steps are too few, for example for a phase or the warm-up.
     """
     if config.trainer.max_steps:
         return config

@@ -27,11 +27,11 @@ FIT_EPOCHS, FIT_LR = 8, 0.02
 def swapped(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
-    The new normalizer has its initial values for the old decoder's training length, or those that its `init_from` gives.
+    The new normalizer has the values that its `init_from` sets, else its initial values for the old decoder's training length.
 
-    normalizer: the new entry's options (`lm.attention.options`).
+    normalizer: the new normalizer's options (`lm.attention.options`).
 
-    Raises RunError: the two normalizers need other parameters around them, whose names it gives.
+    Raises RunError: with the two normalizers a decoder's other parameters differ; the error names some of these.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
     old_shapes, new_shapes = (
@@ -41,7 +41,7 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
     if names:
         before, after = (decoder.config.normalizer.label() for decoder in (old, new))
         raise RunError(f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)")
-    new.initialise(seed=0, normalizers_only=True)  # whatever is drawn is the same at every swap
+    new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
     for new_normalizer, old_normalizer in zip(new.normalizers(), old.normalizers(), strict=True):
         new_normalizer.init_from(old_normalizer)
@@ -50,9 +50,9 @@ def swapped(old: Decoder, normalizer: Options) -> Decoder:
 
 @torch.no_grad()
 def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
-    """The factor c of the scores c q.k / sqrt(D) that the last token of a document of each length has: (lengths, layers, H) on the CPU.
+    """The factor c in the scores c q.k / sqrt(D) of a document's last token, for documents of each length: (lengths, layers, H) on the CPU.
 
-    NaN in layers whose scores are no such multiple (`Normalizer.scale_by_position`).
+    NaN in layers whose scores are no multiple of q.k / sqrt(D) (`Normalizer.scale_by_position`).
     """
     normalizers = decoder.normalizers()
     heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device
@@ -67,10 +67,10 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
 
 
 def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
-    """Choose the parameters of the normalizers of `new`, and only them, to minimise KL(old || new) of next-token distributions.
+    """Train the parameters of the normalizers of `new`, and no others, to minimise KL(old || new) of next-token distributions.
 
-    Adam from where they stand, in fp32, over `batches`; the start is kept if the end is
-    no better. Returns the mean KL (nats) over all batches before and after.
+    Adam from their present values, in fp32, over `batches`; these values are kept if the result
+    is no better. Returns the mean KL (nats) over all batches before and after.
     """
     parameters = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
     initial_values = {name: p.detach().clone() for name, p in parameters.items()}
@@ -82,36 +82,36 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
 
     def kl(index: int) -> Tensor:
         hidden = new.hidden(batches[index]).flatten(0, 1)
-        counts = batches[index].targets.flatten() != IGNORED
-        return token_kl(targets[index], old.head, hidden, new.head)[counts].mean()
+        is_target = batches[index].targets.flatten() != IGNORED
+        return token_kl(targets[index], old.head, hidden, new.head)[is_target].mean()
 
-    def mean() -> float:
+    def mean_kl() -> float:
         with torch.no_grad():
             return sum(float(kl(index)) for index in range(len(batches))) / len(batches)
 
-    start, steps = mean(), FIT_EPOCHS * len(batches)
+    initial_kl, steps = mean_kl(), FIT_EPOCHS * len(batches)
     optimizer = torch.optim.Adam(parameters.values(), lr=FIT_LR)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = FIT_LR * (1 - step / steps)
         optimizer.zero_grad()
         kl(step % len(batches)).backward()
         optimizer.step()
-    end = mean()
-    if not end < start:
+    final_kl = mean_kl()
+    if not final_kl < initial_kl:
         new.load_state_dict(initial_values, strict=False)
     new.requires_grad_(True)
-    return start, min(start, end)
+    return initial_kl, min(initial_kl, final_kl)
 
 
 def applicable(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """The settings that a decoder can be used in: in another phase of its run it may have had a normalizer with other options."""
+    """The inference settings whose options this decoder's normalizer has; a setting may be meant for the normalizer of another phase."""
     return [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
-    """A copy of `decoder` that is used as `setting` says, in the same mode, and shares its parameters; the decoder stays as it is.
+    """A copy of `decoder` with the inference setting, in the same mode (training or evaluation), that shares its parameters.
 
-    Raises ConfigError: options that none of its normalizers has, or that training has fixed, or a temperature that one undoes.
+    Raises ConfigError: options that none of its normalizers has, or that training has fixed, or a temperature of RoPE that one undoes.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems := problems + setting.undone_temperature([decoder.config.normalizer], "inference"):
@@ -125,7 +125,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
 
 
 def _with_options(normalizer: Normalizer, options: Options) -> Normalizer:
-    """A normalizer with other options and the same parameters."""
+    """A new normalizer with `options` that shares the parameters of `normalizer`."""
     with random_state_kept():  # initial values may be drawn
         new_normalizer = make_normalizer(options, normalizer.layer)
     for name, tensor in (*normalizer.named_parameters(), *normalizer.named_buffers()):

@@ -6,7 +6,7 @@ Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, De
 depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here the factor is in
 the weights instead: in the gain of the last norm, and in the projections into the residual stream, whose initial values, learning rate and
 gradients change with it. AdamW's steps are the same either way, also where gradients are clipped: their norm is computed as if the factors
-were in the forward pass (`gradients_to_norm`). Nothing but training has to know of it: evaluations, swaps and exports see weights like any
+were in the forward pass (`gradients_to_norm`). Only training has to know the factors: evaluations, swaps and exports see weights like any
 other. docs/recipes.md has the table and where each entry comes from.
 """
 
@@ -23,8 +23,8 @@ INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the project
 
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
-    """The tensors that the gradient norm of a decoder, or of one block, is computed of: each gradient, or its norm, as it is with the
-    papers' factors in the forward pass. Without `model.transfer`, the gradients; parameters without a gradient are left out."""
+    """Tensors whose total norm is the gradient norm of a decoder or block with the papers' factors in the forward pass: each gradient, or
+    its norm times such a factor. Without `model.transfer`, the gradients; parameters without a gradient are left out."""
     width, depth = config.size_multipliers
 
     def gradient_or_norm(name: str, gradient: Tensor) -> Tensor:
@@ -46,9 +46,10 @@ class Scaling:
 
 
 def initial_scale(config: ModelConfig, name: str) -> float:
-    """Factor on the standard deviation that a matrix of the decoder has without `model.transfer`; `name`: the parameter's name.
+    """The factor on the initial standard deviation that a parameter of the decoder, by its name, has without `model.transfer`.
 
-    A hidden matrix has the base model's times m^-1/2; one into the residual stream, which already has 1 / sqrt(n_layer), times 1/l in all.
+    A hidden matrix has the base model's standard deviation times m^-1/2, a projection into the residual stream times m^-1/2 / l. Of 1/l,
+    l^-1/2 is in 1 / sqrt(2 n_layer), which stands without `model.transfer`, too; this factor has the rest.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):
@@ -57,13 +58,13 @@ def initial_scale(config: ModelConfig, name: str) -> float:
 
 
 def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> dict[str, Scaling]:
-    """The factors of each of a decoder's parameters, by name; 1 without `model.transfer`.
+    """The `Scaling` of each of a decoder's parameters, by name; all factors are 1 without `model.transfer`.
 
-    width_exponent: the learning rate of hidden matrices falls as m to this power: 1 for AdamW.
+    width_exponent: the learning rate of hidden matrices is divided by m to this power; 1 for AdamW.
     """
     width, depth = config.size_multipliers
     normalizers = ((path, module) for path, module in decoder.named_modules() if isinstance(module, Normalizer))
-    reading_names = {f"{path}.{name}" for path, module in normalizers for name in _reading_width(module)}
+    input_matrices = {f"{path}.{name}" for path, module in normalizers for name in _input_matrices(module)}
 
     def scaling(name: str, rank: int) -> Scaling:
         if name.startswith("norm."):
@@ -71,16 +72,16 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
         if not name.startswith(("blocks.", "value_embedding.")):  # embedding and its norm, learned positions, head
             return Scaling(eps=1 / width)
         if ".normalizer." in name:
-            return Scaling(1 / width if name in reading_names else 1.0, 1 / (width * depth))
+            return Scaling(1 / width if name in input_matrices else 1.0, 1 / (width * depth))
         lr = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
         return Scaling(lr / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr, 1 / (width * depth))
 
     return {name: scaling(name, parameter.dim()) for name, parameter in decoder.named_parameters()}
 
 
-def _reading_width(normalizer: Normalizer) -> list[str]:
-    """Names of a normalizer's matrices that have an input for each dimension of the layer's input: those that more width makes longer."""
-    layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
+def _input_matrices(normalizer: Normalizer) -> list[str]:
+    """Names of a normalizer's matrices that read the layer's input: their input dimension grows with the model's width."""
+    wider_layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
     with torch.device("meta"):
-        wider_parameters = dict(make_normalizer(normalizer.options, layer).named_parameters())
+        wider_parameters = dict(make_normalizer(normalizer.options, wider_layer).named_parameters())
     return [name for name, p in normalizer.named_parameters() if p.dim() >= 2 and wider_parameters[name].size(-1) > p.size(-1)]

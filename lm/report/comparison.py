@@ -25,7 +25,7 @@ _NORMALIZER = ("model.normalizer.", "phases", "swap.")  # prefixes of the keys i
 
 @dataclass(frozen=True, eq=False)
 class ArmRuns:
-    """Runs that differ in their seed only."""
+    """The runs of an arm, which differ in their seed only."""
 
     label: str
     runs: tuple[RunRecord, ...]  # in the order of their seeds
@@ -41,13 +41,13 @@ class Line:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Words for the task and the inference setting, where there are such."""
+        """The subject and the inference setting, without those that are empty."""
         return tuple(filter(None, (self.subject, self.setting)))
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The series of all runs that have one title and one shape."""
+    """The series of all runs that share a title and a shape: a table and a picture of the report."""
 
     title: str
     series: dict[tuple[RunRecord, Line], Series]  # in the order of the runs' files
@@ -75,7 +75,7 @@ class Section:
 
     @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
-        """The places of all series, (start, stop) by label, ascending: places of bins are sorted by their end in training lengths."""
+        """The places on the axes of all series, (start, stop) by label, ascending: bins are sorted by their end in training lengths."""
         entries = [(series, *item) for series in self.series.values() for item in series.places.items()]
         order = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in entries}
         places = {label: place for _, label, place in entries}
@@ -90,19 +90,19 @@ class Section:
         return [series for (owner, _), series in self.series.items() if owner is run]
 
     def by_seed(self, arm: ArmRuns, line: Line) -> dict[tuple[int, ...], Series]:
-        """The series of a line of an arm, by the seeds of the runs that have it."""
+        """The series of a line, by the seeds of the arm's runs that have such a series."""
         return {run.seeds: self.series[run, line] for run in arm.runs if (run, line) in self.series}
 
     def sha256(self, run: RunRecord) -> str | None:
         """The sha256 of the sequences that a run was measured on; None: it was not measured.
 
-        Of several sets of sequences it is the sha256 of a list: the sha256 of each set.
+        For several sets of sequences it is the sha256 of a list with the sha256 of each set.
         """
         sums = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
         return sums[0] if len(sums) == 1 else hashlib.sha256(", ".join(sums).encode()).hexdigest() if sums else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """Tokens, as text, that a run had seen when the section's series were measured; None: none were."""
+        """The number of tokens, as text, that a run had seen when its series of the section were measured; None: it has none."""
         run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
@@ -118,9 +118,9 @@ class Section:
         return float(np.mean([series.mean_at(place) for series in run_series])) if run_series else None
 
     def interval(self, arm: ArmRuns, line: Line, place: str) -> Interval | None:
-        """The interval of the mean at a place: of one run its series' interval, of several runs Student's t over seeds.
+        """The interval of the mean at a place: the series' interval for one run, Student's t over seeds for several runs.
 
-        Where the runs have Wilson intervals, it contains all of them. None: no finite mean, or series without intervals.
+        Where the runs have Wilson intervals, it contains all of these. None: no finite mean, or series without intervals.
         """
         run_series, mean = self.comparable_series(arm, line, place), self.mean(arm, line, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
@@ -160,7 +160,7 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
-        """Name and value of a reference level for numbers of a unit, such as the entropy of single tokens; None: there is no level."""
+        """Name and value of a reference level for series in a unit, such as the unigram cross-entropy; None: there is no level."""
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
         return next(((name, level) for series in unit_series for name, level in series.references.items() if np.isfinite(level)), None)
 
@@ -178,7 +178,7 @@ def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]
 
 
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
-    """Group runs into arms and compare them with the baseline: an arm's label, else the name of one of its runs, else its normalizer.
+    """Group runs into arms and compare them with `baseline`: the label of an arm, else the name of one of its runs, else its normalizer.
 
     Raises RunError: there are no runs, no such baseline, or several arms of that name.
     """
@@ -214,7 +214,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         for arm in (arms[1:] if arms[0].label == names[0] else ())
         for section in sections
         for line in section.lines
-        if any(series.samples and not series.control for side in (arm, arms[0]) for series in section.by_seed(side, line).values())
+        if any(series.samples and not series.control for runs in (arm, arms[0]) for series in section.by_seed(runs, line).values())
     ]
     warning = " ".join(_warnings(arms, sections, diff)) if len(arms) > 1 else ""
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
@@ -233,7 +233,7 @@ def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], diff: Ma
             warnings.append(
                 f"They were measured on {section.example_series.shown.measured_on} after different numbers of tokens: {tokens}."
             )
-    return list(dict.fromkeys(warnings))  # sections of one kind say the same
+    return list(dict.fromkeys(warnings))  # several sections may give the same warning
 
 
 # ---------------------------------------------------------------- arms
@@ -244,7 +244,7 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in records:
         key = json.dumps(record.arm_definition, sort_keys=True, default=str)
-        groups.setdefault((key, counts[key, record.seeds]), []).append(record)  # a seed run twice is another arm, not a seed
+        groups.setdefault((key, counts[key, record.seeds]), []).append(record)  # a second run of a seed is another arm
         counts[key, record.seeds] += 1
     runs = [tuple(sorted(group, key=lambda run: run.seeds)) for group in groups.values()]
     labels = [arm_label(group[0]) for group in runs]
@@ -306,7 +306,7 @@ def _sections_of(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
 
 
 def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
-    """Pairs (data fingerprint, sha256 of the sequences) that series with samples were measured on, at one place or, by None, at all."""
+    """Pairs (data fingerprint, sha256 of the sequences) that series with samples were measured on, at a place, or at any place if None."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
     return {(series.data_fingerprint, sample.sha256) for series, parts in samples for sample in parts}
@@ -329,7 +329,7 @@ class Difference:
 
 
 def mean_interval(differences: list[Units]) -> Interval | None:
-    """The mean of paired differences, one array a seed, with its interval: Student t over seeds, or of one seed over documents.
+    """The mean of paired differences, one `Units` a seed, with its interval: Student's t over seeds, or for one seed over documents.
 
     None: one seed, and fewer than `FEWEST_DOCUMENTS` documents.
     """
@@ -354,18 +354,18 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 
 
 def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
-    """The difference of two arms in a line, at the farthest place that both arms have."""
-    sides = [{seeds: series for seeds, series in section.by_seed(side, line).items() if series.samples} for side in (arm, base)]
-    arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in sides)
+    """The difference of two arms in a line, at the farthest place that both arms have (without such a place, that either has)."""
+    by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, line).items() if series.samples} for runs in (arm, base)]
+    arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in by_seeds)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
-    sides = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in sides]
-    example = next(series for by_seed in sides for series in by_seed.values())
+    by_seeds = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in by_seeds]
+    example = next(series for by_seed in by_seeds for series in by_seed.values())
     place_words = ""
     if example.axis is not None:
         start, stop = example.units(*example.places[place]).place
         place_words = f" {example.axis.before} {f'{number(start)}-{number(stop)}' if example.bins else place}"
     words = ", ".join(filter(None, (line.metric, line.subject))) + place_words + (line.setting and f", {line.setting}")
-    units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in sides]
+    units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in by_seeds]
     interval, note = _difference([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
@@ -373,7 +373,7 @@ def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) ->
 
 
 def _difference(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
-    """The interval of arm and baseline, from their units by seed, and words on it."""
+    """The interval of the difference of arm and baseline, whose `units` are by seed, and words on how it was made or why it is None."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
     for label, side_units in zip(labels, (arm_units, base_units), strict=True):
         if not side_units:

@@ -1,4 +1,4 @@
-"""Pictures of runs: curves while training, each section along its axis, maps of fractions, and what is logged by layer and head."""
+"""Pictures of runs: curves while training, sections over their axes, maps of fractions, and metrics logged by layer and head."""
 
 import re
 from collections import Counter, defaultdict
@@ -24,10 +24,10 @@ from lm.statistics.intervals import Interval, interval_of
 PARAMETERS = "normalizer/"  # prefix of the logged names of normalizers' parameters
 GRADIENTS = "train/grad_norm"
 FIRST_POSITION = 16  # position at which a picture by position begins
-MOST_LINES = 3  # lines of fractions of one setting in a picture over an axis; more lines are drawn as a map, too
+MOST_LINES = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
 LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
 MOST_POINTS = 250  # most points of a curve in a picture
-SETTLED = 0.1  # fraction of training after which all losses lie within the picture
+SETTLED = 0.1  # fraction of training after which values count for the ends of the y axis
 _NAME = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
 _LENGTH = re.compile(r"logit_scale/n(\d+)")
 _TITLES = {
@@ -63,7 +63,7 @@ def overview(comparison: RunComparison) -> Picture:
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
         panels = [panel for panel in panels if panel]
-    elif pictures and len(pictures[0].panels) % 2:  # values and their differences, two panels, stand in one row
+    elif pictures and len(pictures[0].panels) % 2:  # a line's values and differences, two panels, stand in one row
         panels.insert(len(pictures[0].panels), None)
     return Picture(panels or [Panel("While training", "tokens seen", "loss", [])], arms, " ".join(picture.caption for picture in pictures))
 
@@ -79,9 +79,9 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     """A picture of logged metrics by tokens seen; None: nothing is logged.
 
     Args:
-        names: names of the arms, which number their colours.
+        names: names of the arms, whose order decides their colours.
         titles: titles of the metrics by their names in the log.
-        comparison: comparison of the finished runs, which gives the reference level; None: there is none.
+        comparison: comparison of the finished runs, which gives the reference level; None: no comparison.
     """
     curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve(run, name)).tokens)] for name in titles}
     most_tokens = max((curve.tokens[-1] for by_run in curves_by_name.values() for _, curve in by_run), default=1)
@@ -136,7 +136,7 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
 
 
 def _curve(run: DrawnRun, name: str) -> Curve:
-    """The curve of a logged metric by all tokens that the weights have seen, those of the runs that they come from included."""
+    """The curve of a logged metric by all tokens that the weights have seen, including tokens of the runs that they come from."""
     curve = run.record.curve(name)
     return replace(curve, tokens=curve.tokens + run.record.tokens_before)
 
@@ -164,10 +164,10 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
     for line in section.lines:
         series_by_arm = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
         line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        values = [trace for arm in comparison.arms for trace in _named(_values(section, arm, line), arm.label, names)]
+        values = [trace for arm in comparison.arms for trace in _arm_traces(_values(section, arm, line), arm.label, names)]
         differences = []
         for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
-            differences += _named(differences_along(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
+            differences += _arm_traces(differences_along(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
         title, y_range = f"{section.title}: {', '.join((line.metric, *line.labels))}", (-0.03, 1.03)
         if first_series.unit != "fraction":
             y_range, clip_note = _y_range(comparison, section, values)
@@ -186,8 +186,8 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
     return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
 
 
-def _named(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
-    """The traces with the number and the name of their arm."""
+def _arm_traces(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
+    """The traces, given the number and the name of their arm."""
     return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
 
 
@@ -210,7 +210,7 @@ def _values(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
 def differences_along(arm_series: BySeed, base_series: BySeed) -> list[Trace]:
     """Traces of paired differences, arm minus baseline, of runs of equal seeds: sequence by sequence.
 
-    Only places count at which all runs were measured on the same sequences; [] if there are none. Intervals are Student t over seeds,
+    Only places count at which all runs were measured on the same sequences; [] without such places. Intervals are Student's t over seeds,
     point by point, or over documents if there is one seed. A point whose differences have no spread has no interval.
     """
     shared_seeds = [seeds for seeds in arm_series if seeds in base_series]
@@ -282,7 +282,7 @@ def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace
 
 
 def maps(comparison: RunComparison) -> list[Picture]:
-    """Pictures of fractions over two axes, such as needles by depth and length: a map for each arm, of the mean over its seeds."""
+    """Pictures of fractions over two axes, such as accuracy by needle depth and length: a map for each arm, of the mean over its seeds."""
     groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
     pairs = ((arm, series) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for series in evaluation.series)
     for arm, series in pairs:
@@ -299,7 +299,7 @@ def maps(comparison: RunComparison) -> list[Picture]:
 
 
 def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
-    """A map of fractions at points: a row for each name, with the mean over its series, all of one axis."""
+    """A map of fractions: a row for each task, with the mean over the task's series; all series have the same points."""
     example, *_ = next(iter(rows.values()))
     values = np.array([np.mean([series.means for series in series_list], axis=0) for series_list in rows.values()], dtype=float)
     top = 1.0 if example.interval == "wilson" else float(np.nanmax(values))
@@ -310,7 +310,7 @@ def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
 
 
 def layer_curves(lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """Curves by quantity, such as `largest_score`, and layer, and by head; a quantity without heads has one curve, with an empty name."""
+    """Curves by (quantity, layer), such as (`largest_score`, 0), and then by head; the head of a quantity without heads is empty."""
     names = dict.fromkeys(name for line in lines for name in line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
     for match in sorted(filter(None, map(_NAME.fullmatch, names)), key=lambda match: (_order(match[1]), int(match[2]))):
@@ -367,7 +367,7 @@ def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Pictur
 
 
 def _medians(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
-    """The median over the lines of each arm that has several, all at the same tokens."""
+    """The median trace of each arm with several traces, if all of these are at the same tokens."""
     by_arm = {name: [trace for trace in traces if trace.arm == arm] for arm, name in enumerate(names)}
     return [
         Trace(lines[0].arm, f"{name}, median", lines[0].x, np.median([line.y for line in lines], axis=0), "mean")
@@ -377,7 +377,7 @@ def _medians(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
 
 
 def _points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MOST_POINTS` points (x, y) of values (points, heads): each is the median of its group of neighbours over all heads.
+    """At most `MOST_POINTS` points (x, y) of values (points, heads): each is the median of a group of neighbouring points over all heads.
 
     Of the largest score and the gradient norm, which have spikes, each point is the largest value of its group.
     """

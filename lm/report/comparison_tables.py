@@ -1,4 +1,4 @@
-"""The tables and words of a comparison: numbers, differences, costs, what runs share and how they differ."""
+"""The tables and notes of a comparison: means, differences, costs, and the facts that runs share or differ in."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from lm.runs.record import RunRecord, differing, starts
 from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
-BETTER = {"lower": "below zero", "higher": "above zero", "none": ""}  # words for differences that are an improvement
+BETTER = {"lower": "below zero", "higher": "above zero", "none": ""}  # words for differences that are improvements, by better direction
 REPORTING = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
@@ -28,8 +28,8 @@ Span = tuple[datetime, datetime]
 
 
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
-    """The table of each section: a row for each task, inference setting and arm, a column for each metric and place; then the differences
-    to the baseline that have an interval, if there are any."""
+    """The table of each section: a row for each task, inference setting and arm, a column for each metric and place. A table of the
+    differences to the baseline that have an interval follows, if there are any."""
     tables, differences = [_table(comparison, section) for section in comparison.sections], _difference_table(comparison)
     return (*tables, differences) if differences.rows else tuple(tables)
 
@@ -97,12 +97,12 @@ def _unit(unit: str) -> str:
 
 
 def _with_interval(unit: str, coverage: str) -> str:
-    """The heading's unit of numbers with a 95% interval over `coverage`."""
+    """The unit, for a heading, of numbers with a 95 % interval over `coverage`."""
     return f"{unit}, 95% interval" + (f" over {coverage}" if coverage else "")
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """The differences to the baseline that have an interval, with a column for each noise that intervals cover."""
+    """The differences to the baseline that have an interval, with a column for each `coverage` of the intervals."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.line.metric) for difference in differences]
@@ -143,7 +143,7 @@ def notes(comparison: RunComparison) -> list[str]:
 
 
 def _differs_in_seeds(comparison: RunComparison) -> bool:
-    """Whether arms that have a line in common have it with different seeds."""
+    """Whether arms that have a line in common were measured on it with different seeds."""
     lines = ((section, line) for section in comparison.sections for line in section.lines)
     return any(len({tuple(section.by_seed(arm, line)) for arm in comparison.arms} - {()}) > 1 for section, line in lines)
 
@@ -152,8 +152,8 @@ def _differs_in_seeds(comparison: RunComparison) -> bool:
 
 
 def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
-    """The costs of a run of each arm, as means over its runs. `concurrent_runs`: all runs that may have been under way at the same time."""
-    spans = {run.folder: _under_way(run) for run in concurrent_runs}
+    """The mean costs of a run, by arm. `concurrent_runs`: all runs that may have been under way at the same time."""
+    spans = {run.folder: _training_span(run) for run in concurrent_runs}
     on_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
     memory = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
     costs = [[_costs(run, spans, memory) for run in arm.runs] for arm in arms]
@@ -171,7 +171,7 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
 def _costs(run: RunRecord, spans: Mapping[Path, Span | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
     """The costs of a run, by name and unit; None where the run folder does not record a cost."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
-    tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # its own, as the seconds are
+    tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # the run's own, as the seconds are
     tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
     total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
@@ -191,7 +191,7 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None], memory_unit: str) 
     }
 
 
-def _under_way(run: RunRecord) -> Span | None:
+def _training_span(run: RunRecord) -> Span | None:
     """Start and end of training after the last start of a run; None if the run folder does not record them."""
     run_starts = starts(run.environment)
     seconds = training_seconds(run.logged, run_starts[-1]["step"]) if run_starts else None
@@ -239,7 +239,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return " / ".join(show(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
 
     def tasks(run: RunRecord) -> str | None:
-        return "; ".join(_pairs(share) for share in run.config["data"].get("tasks") or []) or None
+        return "; ".join(_pairs(entry) for entry in run.config["data"].get("tasks") or []) or None
 
     same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
     seeds = {tuple(run.seeds for run in arm.runs) for arm in arms}
@@ -286,7 +286,7 @@ def facts_table(comparison: RunComparison) -> Table:
 
 
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
-    """A table with a row for each configuration key in which the arms differ and a column for each arm, less the keys that `is_omitted`."""
+    """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for each arm."""
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
     words = zip(*(comparison.config_diff[key] for key in keys), strict=True) if keys else [()] * len(comparison.arms)
     columns = [(Column(arm.label, kind="words"), [*cells]) for arm, cells in zip(comparison.arms, words, strict=True)]
@@ -302,7 +302,7 @@ def _amount(section: Section, run: RunRecord) -> str | None:
 
 
 def corpus(run: RunRecord) -> str | None:
-    """The source of the text or the tasks, and their amount."""
+    """The source of a run's text, and the recorded amounts of its text or tasks."""
     counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # without the machine's folder
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
     return _pairs({**source, **counts})
@@ -326,7 +326,7 @@ def _normalizer(run: RunRecord) -> str:
 
 
 def _option(value: Plain) -> str:
-    """The value of an option as text. Normalizers, such as those of a pattern of layers, stand as their names with their options."""
+    """The value of an option as text. Normalizers in it, such as a normalizer for each layer, stand as their names with their options."""
     if isinstance(value, list):
         return ", ".join(map(_option, value))
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with one number a line."""
+"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with one number a row or object."""
 
 import math
 from collections import Counter
@@ -14,10 +14,10 @@ from lm.statistics.intervals import FEWEST_DOCUMENTS, interval_of
 SETTING = "inference setting"  # heading of the column that says how the model was used
 TOO_FEW = f"no interval: fewer than {FEWEST_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
-MOST_COLUMNS = 12  # metrics in one table; more metrics have a line each
-MOST_NUMBERS = 24  # numbers without an interval in one table; of longer curves the ends are printed
+MOST_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
+MOST_NUMBERS = 24  # most numbers without an interval of a model in a table; of more, the ends of curves are printed
 
-Cells = dict[tuple[tuple[int, str, str], Column], str]  # by row (number of the evaluation, inference setting, place) and column
+Cells = dict[tuple[tuple[int, str, str], Column], str]  # texts by row (number of the evaluation, inference setting, place) and column
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +43,11 @@ class Row:
     value: float
     low: float | None = None  # ends of its 95 % interval, if it has one
     high: float | None = None
-    over: str = ""  # what the interval covers, or why there is none
+    over: str = ""  # what the interval covers, or why there is no interval
 
 
 def rows_of(all_series: Iterable[Series]) -> list[Row]:
-    """Rows of all means of series, with intervals and reference levels. Series over bins give means of octaves and of the whole axis."""
+    """Rows of the means of all series, with intervals and reference levels. Series over bins give means by place and of the whole axis."""
     return [row for series, name in series_names(all_series).items() for row in _rows(series, name)]
 
 
@@ -77,14 +77,14 @@ def _place(series: Series, start: float, stop: float) -> str:
 
 
 def logged(evaluation: Evaluation) -> dict[str, float]:
-    """The numbers of an evaluation that are logged among a run's metrics, by their names in the log."""
+    """The means of an evaluation that are logged among a run's metrics, by their names in the log."""
     return {name: value for series in evaluation.series for name, value in series.scores.items()}
 
 
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
     """Print tables by kind of evaluation: few numbers in full; of many numbers the means over all places, and the ends of curves.
 
-    Runs measured on different data, which their fingerprints tell, are not comparable. `output`: the file or folder that has all numbers.
+    Runs with different data fingerprints are not comparable. `output`: the file or folder that holds all numbers.
     """
     folders = {result.folder for result in results}
     several_runs, has_namesakes = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
@@ -108,7 +108,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
                 named_series = [(number, *pair) for number, series in enumerate(selections) for pair in series_names(series).items()]
                 rows = [(number, row) for number, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
                 curves = [entry for entry in named_series if not _has_intervals(entry[1])]
-            tables["measured at"] = _with_intervals(rows)
+            tables["measured at"] = _interval_cells(rows)
             tables["curve"] = cells = {}
             for model_number, curve, name in curves:
                 finite_places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
@@ -126,7 +126,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 
 
 def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> Table:
-    """The table of cells. Columns of empty labels are left out, and a model is named in the first of its rows."""
+    """The table of `cells`. Label columns that are all empty are left out, and a model is named in the first of its rows only."""
     rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
     numbers, settings, places = (list(labels) for labels in zip(*rows, strict=True))
     names = ["" if index and model_number == numbers[index - 1] else models[model_number] for index, model_number in enumerate(numbers)]
@@ -136,8 +136,8 @@ def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> T
     return Table(title, "", (*filled, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
 
 
-def _with_intervals(rows: list[tuple[int, Row]]) -> Cells:
-    """Cells with a row for each place of an evaluation, and a column for each metric with its interval; `rows`: by number of evaluation."""
+def _interval_cells(rows: list[tuple[int, Row]]) -> Cells:
+    """Cells with a row for each place of an evaluation, and a column for each metric with its interval; `rows`: (evaluation index, row)."""
     coverages: dict[str, str] = {}
     for _, row in rows:
         coverages[row.metric] = coverages.get(row.metric) or row.over * (row.low is not None)

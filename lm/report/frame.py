@@ -1,4 +1,4 @@
-"""The long table of every number that runs have measured: a pandas data frame with one line a number."""
+"""The long table of every number that runs have measured: a pandas data frame with one row a number."""
 
 import math
 import os
@@ -20,28 +20,28 @@ MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "bett
 COLUMNS = (*RUN_COLUMNS, *MEASURED, "part", "weight", "value")
 LOG = "log"  # the column `kind` of numbers that were logged while training
 
-Lines = dict[str, object]  # a block of lines by column: an array, or the one value that all lines have
+Lines = dict[str, object]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
-    """The numbers that runs have measured, one line a number (`COLUMNS`).
+    """The numbers that runs have measured, as a data frame with one row a number (`COLUMNS`).
 
-    A mean is the average of `value` over the lines of a `part`, weighted by `weight`; over bins it is weighted by `until - x`, too.
+    A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until - x`, too.
 
     Args:
-        folders: run folders, or folders that hold them, such as those of experiments.
+        folders: run folders, or folders that hold run folders, such as folders of experiments.
         history: whether to return the evaluations of every step and the numbers logged while training (kind `log`); else each kind's last
             evaluation only.
 
     Returns:
-        The frame. Columns of the run: its name and folder, its place in an experiment, seed, git commit, and `state` (finished,
-        unfinished or diverged). Without an experiment `arm` is the normalizer. `rate` is the value of the tuned key, or optim.lr if no
-        key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
+        The frame. Columns of the run: its name and folder, its place in an experiment, seed, git commit, and `state` (finished, unfinished
+        or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of the tuned key, or optim.lr if
+        no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
 
         Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task, inference setting, unit of the value, and
         the better direction. The place on the axis is `x`, and the end of a bin `until`.
 
-        Columns of the sequence: `sequences` is a hash, and values of equal hashes can be paired by `sample`. `group` is the document.
+        Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`. `group` is the document.
         `part` is `selects` for documents that select learning rates, and `reports` for all other documents. A number of which only the
         mean is stored has no sample.
 
@@ -56,7 +56,7 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
 
 def frame(blocks: Iterable[Lines]) -> pd.DataFrame:
-    """The data frame of blocks of lines, with `COLUMNS`."""
+    """The data frame with `COLUMNS` that blocks of rows make."""
     columns: dict[str, list[np.ndarray]] = {name: [np.array([], object)] for name in COLUMNS}
     for block in blocks:
         for name, parts in columns.items():
@@ -66,7 +66,7 @@ def frame(blocks: Iterable[Lines]) -> pd.DataFrame:
 
 
 def evaluation_blocks(evaluation: Evaluation, run: Lines) -> Iterator[Lines]:
-    """The numbers of an evaluation: a block for each sample of each of its series. `run` holds the columns that all lines share."""
+    """The rows of an evaluation: a block for each sample of each series. `run` holds the columns that all these rows share."""
     shared_columns = run | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     for series in evaluation.series:
         yield from (shared_columns | block for block in _series_blocks(series))
@@ -82,9 +82,9 @@ def _series_blocks(series: Series) -> Iterator[Lines]:
     first_column = 0
     for sample in series.samples:
         units, width = sample.values.shape
-        selected = selects(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(units, bool)
+        is_selecting = selects(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(units, bool)
         unit_columns = {"sample": np.arange(units), "group": sample.groups, "weight": sample.weights.astype(float)}
-        unit_columns["part"] = np.where(selected, "selects", "reports").astype(object)
+        unit_columns["part"] = np.where(is_selecting, "selects", "reports").astype(object)
         axis_columns = {"x": starts[first_column : first_column + width], "until": ends[first_column : first_column + width]}
         lines = {name: np.tile(values, width) for name, values in unit_columns.items()}
         lines |= {name: np.repeat(values, units) for name, values in axis_columns.items()}
@@ -104,8 +104,8 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def run_columns(record: RunRecord) -> Lines:
-    place, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
-    place = place if isinstance(place, dict) else {}
+    experiment, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
+    experiment = experiment if isinstance(experiment, dict) else {}
     last_step = max((evaluation.step for evaluation in record.evaluations), default=-1)
     ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
     last_series = (series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series)
@@ -115,11 +115,11 @@ def run_columns(record: RunRecord) -> Lines:
     return {
         "run": record.name,
         "folder": str(record.folder),
-        "experiment": place.get("name"),
-        "arm": place.get("arm") or record.flat["model.normalizer.name"],
-        "size": place.get("size"),
-        "stage": place.get("stage"),
-        "rate": place.get("rate") or record.flat.get("optim.lr"),
+        "experiment": experiment.get("name"),
+        "arm": experiment.get("arm") or arm_label(record),
+        "size": experiment.get("size"),
+        "stage": experiment.get("stage"),
+        "rate": experiment.get("rate") or record.flat.get("optim.lr"),
         "seed": record.config["seed"],
         "commit": record.commits,
         "state": state,

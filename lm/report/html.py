@@ -35,7 +35,7 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A piece of a section: words, lines, a table or a picture. `name` is the name of its files; empty: it has none."""
+    """A block of a section: text, a list of texts, a table or a picture. `name` is the name of its files; empty: it has no files."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
@@ -58,7 +58,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict on an arm (and size), with its reasons."""
+    """The verdict on an arm (and size) as a card of the page shows it."""
 
     arm: str
     verdict: str
@@ -69,9 +69,9 @@ class Answer:
     value: str = ""
     ends: str = ""
     coverage: str = ""  # the noise that the interval covers; empty if the verdict names it
-    # mean, ends, zero and ends of the margin, in per cent of a line's width; None: the effect has no ends
+    # where mean, ends, zero and ends of the margin are drawn, in per cent of the drawing's width; None: the effect has no ends
     place: tuple[float, ...] | None = None
-    marks: tuple[str, ...] = ()  # labels below zero and below the ends of the margin
+    marks: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def run_sections(
     Args:
         concurrent_runs: all runs that may have been under way at the same time.
         prefix: beginning of the names of the sections' files; None: they have no files, and pictures over an axis stand elsewhere.
-        suffix: words after the titles.
+        suffix: words after the sections' titles.
         is_omitted: tells whether a configuration key is left out.
     """
     titles = ("Measured at the end", "Cost", "What differs, and what does not")

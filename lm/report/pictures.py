@@ -25,9 +25,9 @@ from lm.report.tables import csv_text
 from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
-MOST_CELLS = 40  # cells along a side of a map with gaps between cells; larger maps are drawn as one image
-MOST_CHARACTERS = 56  # of the names below a panel that stand upright; longer ones are slanted
-MOST_KEYS = 3  # entries of a legend inside a panel; a legend of more entries stands below the panel
+MOST_CELLS = 40  # most rows or columns of a map with gaps between cells; larger maps are drawn as one image
+MOST_CHARACTERS = 56  # most characters of all category labels below a panel together; with more, the labels are slanted
+MOST_KEYS = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
 SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -54,7 +54,7 @@ DARK = {  # colours of SVG files and pages for readers who prefer dark pages
 MARKERS = "osD^vP*"
 DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))  # dotted lines are reference levels
 
-Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # what matplotlib's `plot` takes
+Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
 _WIDTH, _HEIGHT = 6.4, 4.3  # size of a panel in inches
 
 
@@ -97,8 +97,8 @@ class Panel:
     y_range: tuple[float, float] | None = None
     zero_line: bool = False  # whether a line is drawn at zero, as for differences
     margin: float = 0.0  # half-width of the shaded band around zero, in which differences do not matter; 0: no band
-    marks: Mapping[float, str] = field(default_factory=dict)  # words by x of vertical reference lines
-    levels: Mapping[float, str] = field(default_factory=dict)  # words by y of horizontal reference lines
+    marks: Mapping[float, str] = field(default_factory=dict)  # words at vertical reference lines, by x
+    levels: Mapping[float, str] = field(default_factory=dict)  # words at horizontal reference lines, by y
     rings: Sequence[tuple[float, float, int]] = ()  # points (x, y, arm) that have a ring, such as the rate that was chosen
 
     @property
@@ -109,7 +109,7 @@ class Panel:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Numbers over two axes as colours."""
+    """A heat map: values over two axes as colours."""
 
     title: str
     x_label: str
@@ -164,7 +164,7 @@ class Picture:
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """A picture for each panel, for a page that places them by its width; maps stay together."""
+        """A picture of each panel, which a page arranges by its width; a picture with maps stays whole."""
         if self.has_maps:
             return [self]
         single_panels = [panel and replace(self, panels=[panel], columns=1, names_arms=False) for panel in self.panels]
@@ -309,8 +309,8 @@ def _panel(axes: Axes, panel: Panel) -> None:
     for place, (x, text) in enumerate(sorted(panel.marks.items())):
         axes.axvline(x, color=GREY, linewidth=1)
         axis_fraction = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
-        side = "left" if axis_fraction < 0.2 or place else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
-        note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=side, va="bottom")
+        alignment = "left" if axis_fraction < 0.2 or place else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
+        note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=alignment, va="bottom")
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
@@ -327,7 +327,7 @@ def _legend_lines(panel: Panel) -> int:
 
 
 def _trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
-    """Draw a trace. `is_alone`: it is the only line of its arm, and as thick as a mean; `has_band`: a mean is drawn with its interval."""
+    """Draw a trace. `is_alone`: it is its arm's only line, drawn as thick as a mean; `has_band`: a mean is drawn with its interval."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     points = style | {"linestyle": "none"}
@@ -355,11 +355,11 @@ def _trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
 def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     """Draw a map; `size` is the width and height in inches of the space for it."""
     rows, columns = panel.values.shape
-    norm, kind = panel.colours
+    norm, colormap = panel.colours
     edges, is_large = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
     values = np.clip(panel.values, norm.vmin, norm.vmax)
     look = {"rasterized": True} if is_large else {"edgecolors": PAPER, "linewidth": 1}
-    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=kind, **look)
+    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colormap, **look)
     axes.invert_yaxis()
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(panel.values) if panel.shows_values else ():

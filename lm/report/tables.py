@@ -1,4 +1,4 @@
-"""Tables as Markdown, CSV, LaTeX (booktabs) and terminal text, which show the same numbers, and the formats of numbers."""
+"""Tables as Markdown, CSV, LaTeX (booktabs) and terminal text, which show the same numbers, and number formats."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ from lm.runs.evaluations import json_value
 from lm.schema import Plain
 from lm.statistics.intervals import Interval
 
-NO_INTERVAL = "[no interval]"  # stands beside means of values without spread, or that are not finite
+NO_INTERVAL = "[no interval]"  # stands beside a mean whose interval is not `bounded`
 
 ColumnKind = Literal["label", "words", "number", "mean", "difference"]
 Cell = str | Text | Interval | None  # None: not measured; Text: for the terminal only
@@ -45,7 +45,7 @@ class Column:
         return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:
-        """One number of an interval as text: a difference has its sign."""
+        """The mean or an end of an interval as text, with a sign if the column has differences."""
         return signed(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def cell_text(self, cell: Cell) -> str:
@@ -55,7 +55,7 @@ class Column:
         return "-" if cell is None else cell
 
     def ends(self, cell: Interval) -> str:
-        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` without spread."""
+        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` if it is not `bounded`."""
         if not cell.bounded:
             return NO_INTERVAL
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
@@ -101,7 +101,7 @@ def printable(text: str) -> str:
 
 
 def digits(value: float | None) -> str | None:
-    """A value with four decimals, or from 100 with four digits; None stays None."""
+    """A value as text with four decimals, or from 100 on with four significant digits; None stays None."""
     if value is None:
         return None
     if not np.isfinite(value):
@@ -110,7 +110,7 @@ def digits(value: float | None) -> str | None:
 
 
 def four_digits(value: float) -> str:
-    """A value with four significant digits, without an exponent if it is large: 16460."""
+    """A value as text with four significant digits, without an exponent if it is large: 16460."""
     text = f"{value:.4g}"
     return f"{float(text):.0f}" if "e+" in text else text
 
@@ -125,7 +125,7 @@ def signed(value: float) -> str:
 
 
 def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
-    """Pipe tables, one after the other, then the notes as a list."""
+    """The tables in Markdown, one after the other, then the notes as a list."""
     blocks = []
     for table in tables:
         heads = [column.heading for column in table.columns]
@@ -139,7 +139,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """CSV with one number a line, of all tables: its labels, its value, the ends of its interval and the noise that this covers."""
+    """All tables as one CSV, one number a line: its labels, its value, the ends of its interval and what the interval covers."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -154,15 +154,15 @@ def to_csv(tables: tuple[Table, ...]) -> str:
 
 
 def from_lines(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
-    """A table with a row for each line, a map of cells by column name. Columns without a kind in `kinds` are labels."""
+    """A table with a row for each of `lines`, maps of cells by column name. Columns without a kind in `kinds` are labels."""
     columns = [Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)]
     return Table(title, "", tuple((column, [line.get(column.name, "") for line in lines]) for column in columns))
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
-    """Lines as CSV, with these columns first and then all others that the lines have.
+    """`lines`, maps of values by column name, as CSV: first `columns`, then all other columns that the lines have.
 
-    An interval takes three columns, a map one for each of its keys. `intervals` names the values that have three columns even if null.
+    An interval (a list) takes three columns, a map one for each key. `intervals` names the values that have three columns even if null.
     """
     text = io.StringIO()
     cells = [dict(cell for name, value in line.items() for cell in _in_columns(name, value, intervals)) for line in lines]
@@ -181,7 +181,7 @@ def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """Lines as the content of the file `path`: CSV or JSON by its suffix. Numbers that are not finite are null in JSON."""
+    """Lines (of `csv_text`) as the content of the file `path`: CSV or JSON by its suffix. Numbers that are not finite are null in JSON."""
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
@@ -212,7 +212,7 @@ def _tex_cell(column: Column, cell: Cell) -> str:
 # ---------------------------------------------------------------- terminal
 
 MOST_MEANS = 2  # columns of means that are printed with their intervals; more columns show the means only
-NARROW = 10  # least width, in characters, to which headings are wrapped
+NARROW = 10  # least width, in characters, at which headings are wrapped
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
@@ -241,7 +241,7 @@ def grid(table: Table) -> RichTable:
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
             width = max(NARROW, *map(len, columns[-1]), 0)
-            name, *coverage = heading.partition(" over ")  # the noise that an interval covers stays on one line
+            name, *coverage = heading.partition(" over ")  # what an interval covers stays on one line
             wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(coverage).replace(" ", "\n", 1)
             rich_table.add_column(escape(wrapped_heading), justify="right")
     for row in zip(*columns, strict=True):

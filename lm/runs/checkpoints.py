@@ -31,7 +31,7 @@ Described = tuple[torch.dtype, tuple[int, ...]]  # type and shape of a tensor
 
 
 def write_weights(file: BinaryIO, signatures: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Write tensors, in the order of `signatures`, their types and shapes by name; returns the sha256 of each (`tensor_sha256`).
+    """Write tensors in the order of `signatures` (types and shapes by name); returns the sha256 of each tensor (`tensor_sha256`).
 
     The format: https://huggingface.co/docs/safetensors.
     """
@@ -72,7 +72,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], surplus: str) -> str:
-    """The first saved value that isn't expected, or whose shape isn't, and why; empty if all fit.
+    """Words on the first saved value that is missing, not expected, or of another shape or layout; empty if all values fit.
 
     surplus: words for a name that is not expected.
     """
@@ -82,7 +82,7 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], surplu
         shape, expected_shape = (tuple(value.shape) if isinstance(value, Tensor) else None for value in (saved[name], expected[name]))
         if shape != expected_shape:
             return f"{name} has shape {shape}, the configuration implies {expected_shape}"
-        if shape is not None and not saved[name].is_contiguous():  # an expanded single number claims any size
+        if shape is not None and not saved[name].is_contiguous():  # a single expanded value can claim any shape
             return f"{name} is not contiguous"
     return ""
 
@@ -90,11 +90,11 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], surplu
 # ---------------------------------------------------------------- checkpoints
 
 
-PARTS = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # entries of a checkpoint that hold tensors, in words
+PARTS = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # words for the entries of a checkpoint that hold tensors
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
-    """Write `checkpoint`, and a sha256 of each part, whole or not at all; returns the sha256 of the weights.
+    """Write `checkpoint`, and a sha256 of each of its `PARTS`, whole or not at all; returns the sha256 of the weights.
 
     Raises RunError: the file can't be written (a full disk, say).
     """
@@ -106,20 +106,20 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
 
 def link_checkpoint(name: str, path: Path) -> None:
     """Make `name` (`last.ckpt`, `best.ckpt`) beside `path` the same file: a hard link, or a copy where hard links are unsupported."""
-    target, temporary_path = path.parent / name, path.parent / f".{name}"
+    link_path, temporary_path = path.parent / name, path.parent / f".{name}"
     try:
         temporary_path.unlink(missing_ok=True)
         try:
             os.link(path, temporary_path)
         except OSError:
-            with replacing(target, "the checkpoint") as copy, path.open("rb") as file:
+            with replacing(link_path, "the checkpoint") as copy, path.open("rb") as file:
                 shutil.copyfileobj(file, copy)
             return
-        os.replace(temporary_path, target)
+        os.replace(temporary_path, link_path)
         temporary_path.unlink(missing_ok=True)  # still there if both were the same file already
         sync_folder(path.parent)
     except OSError as error:
-        raise RunError(f"{target}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
+        raise RunError(f"{link_path}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
 
 
 def verify(path: Path) -> None:
@@ -139,7 +139,7 @@ def verify(path: Path) -> None:
 def load_checkpoint(path: Path) -> dict[str, object]:
     """The checkpoint's plain data and tensors, verified, on the CPU. Nothing in the file is executed.
 
-    Beside CRCs, the sha256 of each part is compared: an archive that was written anew has CRCs that hold, whatever became of its tensors.
+    Beside CRCs, the sha256 of each of its `PARTS` is compared: an archive that was written anew, with other tensors, has matching CRCs.
 
     Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
     """
@@ -155,7 +155,7 @@ def load_checkpoint(path: Path) -> dict[str, object]:
 
 
 def _tensor_name(path: Path, member: str) -> str:
-    """Words for the content of a member of the archive: `data/N` is the N-th saved tensor, counted from 0. A tensor with two names is saved
+    """Words for the content of an archive's member: `data/N` is the N-th saved tensor, counted from 0. A tensor with two names is saved
     once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
@@ -174,7 +174,7 @@ def _tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _storages(checkpoint: dict[str, object]) -> dict[str, int]:
-    """Bytes of each storage in the order in which torch saves them, by its first tensor: tensors with the same numbers share a storage."""
+    """Bytes of each storage, by the name of its first tensor, in the order in which torch saves them; tied tensors share a storage."""
     storages: dict[int, tuple[str, int]] = {}
     for name, tensor in _tensors(checkpoint):
         storages.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
@@ -182,7 +182,7 @@ def _storages(checkpoint: dict[str, object]) -> dict[str, int]:
 
 
 def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
-    """Raises RunError if a member of the archive has another size than its tensor; torch would fill it with the next bytes."""
+    """Raises RunError if a member of the archive has another size than its tensor; torch would fill the tensor with the next bytes."""
     with zipfile.ZipFile(path) as archive:
         sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
     for number, (name, size) in enumerate(_storages(checkpoint).items()):
@@ -191,7 +191,7 @@ def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
 
 
 def _digests(checkpoint: dict[str, object]) -> dict[str, str]:
-    """The sha256 of each part's tensors; the sha256 of `state_dict` is the `weights_sha256` of evaluations, too."""
+    """The sha256 of the tensors of each of `PARTS`; the sha256 of `state_dict` is the `weights_sha256` of evaluations, too."""
     return {part: weights_sha256(dict(_tensors(checkpoint[part]))) for part in PARTS if part in checkpoint}
 
 

@@ -1,4 +1,4 @@
-"""Evaluations of a run folder: series, from which all tables, pictures and differences are made, and their files."""
+"""Evaluations of a run folder and their files: series of measured values, from which all tables, pictures and differences are made."""
 
 import hashlib
 import re
@@ -29,9 +29,9 @@ Shape = Literal["number", "bins", "points"]
 
 @dataclass(frozen=True)
 class Axis:
-    """The axis that a series is measured over.
+    """The axis of a series, such as positions or sequence lengths.
 
-    `values` ascend. They are the points, or the edges of `bins`: whole numbers from 0, one more than there are columns.
+    `values` ascend. They are its points, one a column, or the edges of its `bins`: whole numbers from 0, one more than there are columns.
     """
 
     name: str  # such as `position in the sequence`
@@ -48,23 +48,23 @@ class Axis:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a report shows a series; series of one `title` share a table, a picture and the checks of fairness."""
+    """How a report shows a series; series that share a `title` and a shape share a table and a picture."""
 
     title: str
     measured_on: str  # a plural noun for the sequences of the measurement, such as `validation sequences`
     amount: str  # number and length of these sequences, such as `256 of 512 tokens`
     caption: str = ""  # what the picture shows, in words
-    levels: str = ""  # what the references of the series are, in words
+    levels: str = ""  # the reference levels of the series (`Series.references`), in words
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Values by unit (sequence, document, trial) on one set of sequences; samples of equal `sha256` can be paired unit by unit."""
+    """A metric's values by unit (sequence, document, trial) on one set of sequences; samples of equal `sha256` can be paired by unit."""
 
     sha256: str  # hash of the sequences
     values: np.ndarray  # (units, columns); NaN where not finite
     weights: np.ndarray  # (units,) number of tokens or questions that count in each unit
-    groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as those of one document
+    groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as sequences of one document
 
     def part(self, mask: np.ndarray) -> "Sample":
         """The sample of the units where `mask`, (units,) bool, is true, with a hash of its own."""
@@ -86,18 +86,18 @@ def selects(fingerprint: str, documents: np.ndarray) -> np.ndarray:
 
 
 class NoDocuments(RunError):
-    """No held-out document is left to select on, or to report."""
+    """Raised where no held-out document is left to select learning rates on, or to report on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Values of a series by unit, such as a held-out sequence, at one place of its axis. Units of equal `identity` can be paired."""
+    """The values of a series at one place of its axis, by unit (such as a sequence). `Units` of equal `identity` can be paired."""
 
-    # values, weights, groups: (units,); the groups are documents
+    # values, weights, groups: (units,); the groups are labels of documents
     values: np.ndarray
     weights: np.ndarray
     groups: np.ndarray
-    # the fingerprint of the held-out text, a part of which selects. Empty: units of another kind, such as questions, which all report
+    # fingerprint of the held-out text, whose documents select or report; empty: units of another kind, such as questions, do both
     fingerprint: str
     sha256: str  # the hash of the sequences
     place: tuple[float, float]  # start and end on the axis
@@ -116,7 +116,7 @@ class Units:
         return replace(self, values=self.values - baseline.values)
 
     def part(self, selection: bool) -> "Units":
-        """The units of the documents that select (`selects`), or of the documents that report; all units if they are not of held-out text.
+        """The units of the selecting documents (`selects`), or of the reporting documents; all units if they are not of held-out text.
 
         A sequence counts for the document that it begins in.
 
@@ -136,7 +136,7 @@ class Series:
     """One metric of one evaluation under one inference setting, over the columns of an axis.
 
     A series without `samples` has means alone: no interval, no differences. The columns of its samples, one sample after the other, are
-    the columns of the axis. There is one sample for all columns, or one for each column where every x has sequences of its own.
+    the columns of the axis. There is one sample for all columns, or one for each column where each point has sequences of its own.
     """
 
     kind: str  # kind of evaluation
@@ -154,12 +154,12 @@ class Series:
     data_fingerprint: str = ""  # fingerprint of the data that the sequences come from; empty: they come from no data
     references: dict[str, float] = field(default_factory=dict)  # levels to compare the series with, such as chance, by name
     interval: IntervalKind = "none"
-    control: bool = False  # shows that the measurement works, not what the model can do: drawn without its interval
+    control: bool = False  # whether it shows that the measurement works, not what the model can do: drawn without interval
     logged: tuple[str, ...] = ()  # name in the metrics log of each column, or of the mean over all bins; (): not logged
     shown: Shown | None = None  # how reports show the series; None: no report shows it
 
     def __post_init__(self):
-        """Raises ValueError where the parts don't fit together."""
+        """Raises ValueError if the fields contradict each other."""
         columns = 1 if self.axis is None else len(self.axis.values) - self.axis.bins
         edges = np.array(self.axis.values if self.axis else [0.0])
         _require(columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
@@ -182,12 +182,12 @@ class Series:
 
     @property
     def bins(self) -> bool:
-        """Whether its columns are ranges of the axis, not points."""
+        """Whether the columns are ranges of the axis, not points."""
         return self.axis is not None and self.axis.bins
 
     @property
     def shape(self) -> Shape:
-        """The shape of its axis: a single number, ranges or points."""
+        """The shape of the axis: a single number, ranges or points."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, number: int) -> tuple[Sample, np.ndarray]:
@@ -199,7 +199,7 @@ class Series:
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit at a point `start`; for bins, means over the bins from `start` to `stop`. None without samples."""
+        """Values by unit at a point `start`; for bins, means over the bins from `start` to `stop`. None without samples or columns."""
         columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
@@ -209,13 +209,13 @@ class Series:
         return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
 
     def _columns(self, start: float, stop: float) -> tuple[np.ndarray, np.ndarray]:
-        """The column of a point `start`, or of the bins from `start` to `stop`, and their widths, 1 for a point."""
+        """The indices of the columns of a point `start`, or of the bins from `start` to `stop`, and their widths, 1 for a point."""
         places = np.array(self.axis.values if self.axis else [0.0], dtype=float)
         columns = np.flatnonzero((places[:-1] >= start) & (places[1:] <= stop) if self.bins else places == start)
         return columns, np.diff(places)[columns] if self.bins else np.ones(len(columns))
 
     def logged_units(self, metric: str) -> Units | None:
-        """Values by unit of the number that is logged as `metric`; for bins, means over all bins."""
+        """The values of the column logged as `metric`, one for each sequence or other unit; for bins, means over all bins."""
         if self.bins or self.axis is None:
             return self.units(0, self.axis.values[-1] if self.axis else 0)
         x = self.axis.values[self.logged.index(metric)]
@@ -228,7 +228,7 @@ class Series:
 
     @property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Places with means, (start, stop) by label: points; for bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
+        """Places on the axis, (start, stop) by label: its points; for bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
         if self.axis is None:
             return {"": (0, 0)}
         if not self.bins:
@@ -258,7 +258,7 @@ class Series:
 
     @property
     def reporting(self) -> "Series":
-        """The series on the documents of held-out text that report. Where no document reports: means over all of the text, no samples.
+        """The series on the reporting documents of held-out text. Without such documents: the means over all of the text, no samples.
 
         Curves of bins become as coarse as the bins are. A unit without a value is left out of the mean.
         """
@@ -278,7 +278,7 @@ class Series:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The numbers of the series that are logged among a run's metrics, by their names in the log."""
+        """The means of the series that are logged among a run's metrics, by their names in the log."""
         means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
         return dict(zip(self.logged, means, strict=False))
 
@@ -292,7 +292,7 @@ class Series:
 
     @classmethod
     def from_plain(cls, content: dict[str, Plain]) -> "Series":
-        """The series that `plain` was called on. Raises ValueError, TypeError or KeyError where `content` is nothing that `plain` gives."""
+        """The series whose `plain()` is `content`. Raises ValueError, TypeError or KeyError where `content` is not of this form."""
         field_names = {spec.name for spec in fields(cls)}
         _require(not set(content) - field_names, f"a series has no {', '.join(sorted(set(content) - field_names))}")
         parts = typed_fields(cls, content)
@@ -315,7 +315,7 @@ class Series:
 
 
 def number(value: float) -> str:
-    """A value of an axis, thousands separated."""
+    """A value of an axis as text, thousands separated."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
@@ -327,16 +327,16 @@ def series_names(series: Iterable[Series]) -> dict[Series, str]:
     return {member: names[str(definition)] for member, definition in definitions.items()}
 
 
-_PLAIN = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"}
+_TYPE_WORDS = {str: "a text", int: "an integer", bool: "true or false", dict: "a map"}
 
 
 def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
-    """The fields of a dataclass in `content`. Raises KeyError where a field is missing, ValueError where one is of another type."""
+    """The fields of a dataclass in `content`. Raises KeyError where a field is missing, ValueError where a field has another type."""
     values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
         plain_type = typing.get_origin(spec.type) or spec.type
-        if plain_type in _PLAIN:
-            _require(isinstance(values[spec.name], plain_type), f"{spec.name} must be {_PLAIN[plain_type]}")
+        if plain_type in _TYPE_WORDS:
+            _require(isinstance(values[spec.name], plain_type), f"{spec.name} must be {_TYPE_WORDS[plain_type]}")
     return values
 
 
@@ -350,7 +350,7 @@ def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None
 
 
 def json_value(value: object) -> Plain:
-    """`value` without arrays and tuples, and with null for numbers that are not finite."""
+    """`value` with lists in place of arrays and tuples, and with null for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
@@ -363,7 +363,7 @@ def json_value(value: object) -> Plain:
 
 KIND, LOSS = "validation", "val loss"
 UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
-UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # an upper bound of it
+UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper bound
 
 
 def validation_series(
@@ -400,7 +400,7 @@ def validation_series(
 
 
 def selecting(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (sequences,) bool, of the validation sequences that choose the best checkpoint (`selects`); all if none would."""
+    """Mask, (sequences,) bool, of the validation sequences that choose the best checkpoint (`selects`); all if no document selects."""
     selection = selects(fingerprint, documents)
     return selection if selection.any() else ~selection
 
@@ -415,7 +415,7 @@ def selection_loss(series: Series) -> tuple[float, str]:
 # ---------------------------------------------------------------- evaluations and their files
 
 
-ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # packages of the measuring code
+ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # packages of the code that measures
 
 
 @cache
@@ -432,12 +432,12 @@ class Evaluation:
     step: int
     tokens_seen: int
     data_fingerprint: str
-    options: dict[str, Plain]  # everything beside weights, precision and data that decides the numbers
+    options: dict[str, Plain]  # everything that decides the numbers, except weights, precision and data
     precision: str
     weights_sha256: str
     series: tuple[Series, ...]
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it; {}: an older version measured it
-    # `Measurement.code`; {}: an older version measured it, whose files hold no sha256 of themselves
+    # digests of the code that measured it (`Measurement.code`); {}: an older version did, whose files hold no sha256 of themselves
     code: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -447,7 +447,7 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """The evaluation on the documents that report; means that are known only over all held-out text say so in their names."""
+        """The evaluation on the reporting documents; metrics of which only means over all held-out text are known say so in their names."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [
@@ -456,12 +456,12 @@ class Evaluation:
         return replace(self, series=tuple(sorted(named_series, key=lambda member: not member.samples)))
 
     def plain(self) -> dict[str, Plain]:
-        """The content of its file."""
+        """The content of the evaluation's file."""
         return vars(self) | {"series": [series.plain() for series in self.series]}
 
     @classmethod
     def from_plain(cls, content: dict[str, Plain]) -> "Evaluation":
-        """The evaluation that `plain` was called on. Raises KeyError where a field is missing, ValueError where one is of another kind."""
+        """The evaluation whose `plain()` is `content`. Raises KeyError if a field is missing, ValueError if a field has another type."""
         try:
             series = tuple(Series.from_plain(entry) for entry in content["series"])
             return cls(**typed_fields(cls, {"asked": {}, "code": {}} | content) | {"series": series})
@@ -470,7 +470,7 @@ class Evaluation:
 
 
 def evaluation_path(run: Path, kind: str, step: int) -> Path:
-    """evaluations/KIND.step-N.json of a run folder."""
+    """The path evaluations/KIND.step-N.json in a run folder."""
     return run / EVALUATIONS / f"{kind}.step-{step:06d}.json"
 
 
@@ -507,7 +507,7 @@ def evaluation_in(path: Path) -> Evaluation | None:
 
 
 def remedy(path: Path) -> str:
-    """Words on what to do about an evaluation's file that can't be believed."""
+    """Words on what to do about an evaluation's file that can't be trusted."""
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
     if not step_path(run / CHECKPOINTS, step).exists():
         return "bring it back: the checkpoint of its step is no longer there to be measured again"
@@ -535,7 +535,7 @@ def last_evaluations(
             continue
         content = read_evaluation(path)
         try:
-            if "series" in content or kind in wanted_kinds:  # results of downstream tasks hold no series
+            if "series" in content or kind in wanted_kinds:  # a file without series is a gap only if its kind is asked for
                 evaluations.append(Evaluation.from_plain(content))
         except KeyError as error:
             advice = "if it was measured by an older version, measure it again with `lm eval`"

@@ -1,4 +1,4 @@
-"""Run folders: all that training leaves behind and later commands read; and their metrics.jsonl."""
+"""Run folders: names of the files that training leaves and later commands read, configuration, checkpoints, and metrics.jsonl."""
 
 import hashlib
 import itertools
@@ -49,7 +49,7 @@ def command_line() -> str:
 
 
 def require_run(folder: Path, *files: str) -> None:
-    """Raises RunError if `folder` is not a run folder that holds `files`; the message says what it is, and which command takes it."""
+    """Raises RunError if `folder` is not a run folder that holds `files`; the message says what `folder` is, and which command takes it."""
     if (folder / "modeling_lm.py").is_file():
         raise RunError(f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from")
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
@@ -86,7 +86,7 @@ def read_config(folder: Path) -> Config:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """`step-N.ckpt` in a folder of checkpoints."""
+    """The path of `step-N.ckpt` in a folder of checkpoints."""
     return folder / f"step-{step:06d}.ckpt"
 
 
@@ -108,24 +108,24 @@ def steps_saved(folder: Path) -> list[Path]:
 # ---------------------------------------------------------------- metrics.jsonl
 
 
-PEAK_MEMORY = "peak_memory_bytes"  # the peak up to a line, of rank 0: bytes of tensors on the GPU, of the whole process on the CPU
-_WARM_UP = 3  # steps that are slower than the others
+PEAK_MEMORY = "peak_memory_bytes"  # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
+_WARM_UP = 3  # number of first steps, which are slower than the others
 _TAIL_BYTES = 1 << 16  # bytes that `last_logged` reads
 DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Loss while training, one point a logged step; a loss that was not finite is NaN."""
+    """The loss, or another logged metric, while training, one point a logged step; a value that was not finite is NaN."""
 
     tokens: np.ndarray  # (points,) tokens seen so far
-    loss: np.ndarray  # (points,) nats per token
+    loss: np.ndarray  # (points,) nats per token, or the unit of the other metric
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as it was read: `lines` that are JSON objects with a step, numbers (from 1) of the other lines, and all bytes.
+    """A metrics.jsonl as it was read: the `lines` that are JSON objects with a step, and the numbers (from 1) of all other lines.
 
-    `content` is None if there is no such file.
+    `content`: all bytes of the file; None: there is no such file.
     """
 
     lines: list[dict[str, Plain]]
@@ -142,7 +142,7 @@ def read_metrics(path: Path) -> Log:
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Keep the lines up to `step`, where a run is resumed, except for a swap at this step. Returns notes on unreadable lines."""
+    """Keep a log's lines up to `step`, where a run is resumed, except a swap's line at this step. Returns notes on unreadable lines."""
     if not path.exists():
         return []
     lines, unreadable_numbers, _ = read_metrics(path)
@@ -154,7 +154,7 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
 def log_seal(path: Path) -> dict[str, Plain]:
     """The number of `bytes` in a log, and their `sha256`, which a checkpoint keeps; the log only grows afterwards.
 
-    The log is on the disk before the checkpoint is, so that no power cut takes lines that a checkpoint counts.
+    The log is first synced to the disk, so that no power cut takes lines that a checkpoint counts.
     """
     if not path.is_file():
         return EMPTY_LOG
@@ -164,7 +164,7 @@ def log_seal(path: Path) -> dict[str, Plain]:
 
 
 def seal(content: bytes) -> dict[str, Plain]:
-    """The seal of a log with this content."""
+    """The size and the sha256 of a log's content, by which `lm.runs.same_run.check_log` recognizes it."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -183,7 +183,7 @@ def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
 
 
 def last_logged(path: Path) -> dict[str, Plain]:
-    """The last value of each metric in the end of a log, which may be growing; {} if the log can't be read."""
+    """The last value of each metric in the last `_TAIL_BYTES` of a log, which may be growing; {} if the log can't be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -194,7 +194,7 @@ def last_logged(path: Path) -> dict[str, Plain]:
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
-    """The curve of a loss that was logged as `name`; where a resumed run logged a step twice, the last line counts."""
+    """The curve of the metric that was logged as `name`; where a resumed run logged a step twice, the last line counts."""
     by_step = {line["step"]: line for line in lines if name in line}
     points = [by_step[step] for step in sorted(by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))

@@ -1,4 +1,4 @@
-"""Trained models as files: read from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), written as the last."""
+"""Trained models as files: read from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), saved as model folders."""
 
 import os
 import sys
@@ -29,8 +29,8 @@ from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files in a model folder
-MODEL_FORMAT = 5  # version of the description; raised when older ones can no longer be read
-TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # keys of the description; the second also of environment.json
+MODEL_FORMAT = 5  # version of lm.json; raised when older files can no longer be read
+TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # keys of lm.json; the second also of environment.json
 
 
 def write_model(
@@ -42,13 +42,13 @@ def write_model(
     training: dict[str, Plain] | None = None,
     origin: dict[str, Plain] | None = None,
 ) -> Path:
-    """Write a model to the folder `out`, whole or not at all; returns it.
+    """Write a model to the folder `out`, whole or not at all; returns `out`.
 
     Args:
         signatures: type and shape of each parameter; a tied head is stored once, as the embedding.
         tensors: the parameters on the CPU, in the order of `signatures`; each is made when it is written.
         tokenizer: content of its tokenizer.json; None: a model without text.
-        training: metadata of its training; None: no training run is behind it.
+        training: metadata of its training; None: the model has no training run.
 
     Raises RunError: `out` holds something, or can't be written.
     """
@@ -75,9 +75,9 @@ Keys = dict[str, Plain]  # keys of a configuration
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """The keys of a run's configuration: of its files, then the shape and tokenizer of the model `init_from`, then its overrides.
+    """A run's configuration: the keys of its files, overridden by the shape and tokenizer of the model `init_from`, then by `overrides`.
 
-    Only a model folder without a training run, or a swap of such a model, gives its shape: any other `init_from` changes nothing.
+    Only a model folder without a training run, or a swap of such a model, sets these keys: any other `init_from` changes nothing.
     The folder's normalizer counts only where files and overrides name neither a normalizer nor phases (`lm swap`).
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
@@ -88,7 +88,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
 
 
 def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys]:
-    """The keys that `_taken_keys` gives for a model folder; none if `folder` is no model folder, or its model has a training run."""
+    """The keys that `_taken_keys` gives for a model folder, or for a swap of its model; none if the model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
@@ -106,10 +106,10 @@ def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys]:
 
 
 def _taken_keys(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys, Keys]:
-    """The keys that a run takes from a model of this description: the normalizer, if it is one of lm's own; and shape, tokenizer, and
-    number of learned positions. In the run's text the token that starts a document ends the one before: it joins the `end_tokens`."""
+    """The keys that a run takes from a model of this description: the normalizer, if lm defines it; and shape, tokenizer, and number of
+    learned positions. In the run's text the token that starts a document ends the document before: it joins the `end_tokens`."""
     normalizer = model["normalizer"]
-    # A configuration may import the normalizers that it names. A model folder may not: a normalizer from outside is not taken from it.
+    # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
     is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
     shape: Keys = {"model": {name: value for name, value in model.items() if name not in TRAINED_OTHERWISE}, "data": {}}
     if (folder / TOKENIZER).is_file():
@@ -124,7 +124,7 @@ def _taken_keys(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[
 # ---------------------------------------------------------------- models read back
 
 
-# Fields of the description.
+# The fields of lm.json, with their types.
 FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None, "origin": dict}
 
 
@@ -136,7 +136,7 @@ class Loaded:
     spec: ModelSpec  # its description; `spec.model` is its configuration in the phase of training that it has reached
     tokenizer: Tokenizer | None  # its tokenizer; None if no tokenizer.json lies beside the weights
     path: Path  # the checkpoint or model folder it was read from
-    config: Config | None = None  # the configuration it was trained with; None if no training run is behind it
+    config: Config | None = None  # the configuration it was trained with; None if the model has no training run
     # plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run
     metadata: dict[str, Plain] = field(default_factory=dict)
     environment: dict[str, Plain] = field(default_factory=dict)  # the run's environment.json; {} if there is no such file
@@ -155,7 +155,7 @@ class Loaded:
 
     @property
     def end_ids(self) -> list[int]:
-        """The ids of the tokens that end a document, of a model with a tokenizer. Raises RunError: it has no such token."""
+        """The ids of the tokens that end a document, of a model with a tokenizer. Raises RunError: the tokenizer lacks such a token."""
         ids = {token: self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]}
         if unknown_tokens := [token for token, index in ids.items() if index is None]:
             raise RunError(f"{self.folder}: its tokenizer has no token {unknown_tokens[0]} (end_tokens)")
@@ -273,7 +273,7 @@ def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | 
 def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
     """The first tensor that doesn't fit the decoder that `spec` describes, and why; empty if all fit.
 
-    Nothing of the claimed size is allocated: shapes are compared on torch's meta device, which stores no numbers.
+    No memory of the claimed size is allocated: shapes are compared on torch's meta device, which stores no numbers.
     """
     model, embedding = spec.model, weights.get("embedding.weight")
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
@@ -300,7 +300,7 @@ def _folder(path: Path) -> Path:
 def find_checkpoint(folder: Path, checkpoint: str) -> Path:
     """The path of a checkpoint that is named `last`, `best`, by its step or by its path.
 
-    Raises RunError: no such checkpoint, with the saved steps, or one of another run.
+    Raises RunError: there is no such checkpoint (the message lists the saved steps), or it is of another run.
     """
     checkpoints = folder / CHECKPOINTS
     if checkpoint in ("last", "best"):

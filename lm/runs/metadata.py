@@ -1,4 +1,4 @@
-"""Metadata of checkpoints: the content beside tensors, read without torch and without executing anything."""
+"""Metadata of checkpoints: their content without tensors, read without torch and without executing anything."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ METADATA = {
     "config": str,
     "plugins": dict[str, str],
 }
-SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each part that holds tensors; 0.9 and earlier wrote none
+SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
 # Entries that `lm.runs.same_run.check_measured` reads: SHA256, and in the metadata the sha256 of weights by step, and of the log.
 SEALS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
 
@@ -39,14 +39,14 @@ def best_step(folder: Path) -> int | None:
 
 
 def without_tensors(path: Path) -> dict[str, object]:
-    """The content of a checkpoint, with nothing in place of tensors, which are neither read nor verified.
+    """The content of a checkpoint, with stand-ins for tensors, which are neither read nor verified.
 
     Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            content = _Metadata(io.BytesIO(archive.read(name))).load()  # compared with its CRC
+            content = _Metadata(io.BytesIO(archive.read(name))).load()  # `read` checks the CRC
     except Exception as error:  # other files fail in many ways
         raise unreadable(path, error) from None
     return checked_content(content, path)
@@ -60,7 +60,7 @@ class _Metadata(pickle.Unpickler):
         return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Nothing
 
     def persistent_load(self, storage: object) -> None:
-        """Leave a tensor's numbers in the file."""
+        """Leave a tensor's values in the file."""
 
 
 class _Nothing:
@@ -71,7 +71,7 @@ class _Nothing:
 
 
 def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
-    """A checkpoint's content, with metadata of this version. Raises RunError if it is something else."""
+    """A checkpoint's content, with metadata of this version. Raises RunError if `checkpoint` is anything else."""
     if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")
     if checkpoint["lm"].get("format") != FORMAT:
@@ -81,7 +81,7 @@ def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
 
 
 def unreadable(path: Path, error: Exception) -> RunError:
-    """The error for a file that is no checkpoint, or for damaged metadata."""
+    """The error for a file that is no checkpoint, or whose metadata are damaged."""
     if isinstance(error, FileNotFoundError):
         return RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME")
     if isinstance(error, zipfile.BadZipFile) and "CRC" in str(error):

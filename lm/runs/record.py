@@ -24,7 +24,7 @@ from lm.schema import Plain, convert, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """The settings of each start of a run that made steps in the weights, as dotted keys; [] for a model without a training run.
+    """The settings, as dotted keys, of each start whose steps led to a run's weights; [] for a model without a training run.
 
     A start at step s discards the steps after s of earlier starts.
 
@@ -42,7 +42,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """The setting that the starts used, such as `32`, or `32, from step 500 bf16-mixed` where they differ; None if no start recorded it."""
+    """The setting `name` of the starts, such as `32`, or `32, from step 500 bf16-mixed` where they differ; None if no start recorded it."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
         if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
@@ -119,13 +119,13 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
-    """Training tokens of the weights that a run started from, in all runs behind them; 0 for a run from random weights."""
+    """Training tokens of the weights that a run started from, over all runs that trained them; 0 for a run from random weights."""
     origin = environment.get("started_from") or {}
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
 
 def not_learned(final_series: Series | None) -> str:
-    """Words for a final validation loss above the unigram cross-entropy; empty if the loss is below, or one of the two is not known."""
+    """Words for a final validation loss above the unigram cross-entropy; empty if the loss is below, or either is not known."""
     loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
     level = references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
@@ -162,12 +162,12 @@ class RunRecord:
     @property
     def symbolic(self) -> bool:
         """Whether the run was trained on tasks over symbols, not on text."""
-        tasks = [TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []]  # None: code from outside
+        tasks = [TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []]  # None: a task outside lm
         return self.environment.get("symbolic", any(task and task().vocab_size for task in tasks))
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
-        """The normalizers of training, each with the step it began after."""
+        """The step after which each training phase begins, with the phase's normalizer."""
         phases = self.config.get("phases") or [{"normalizer": self.config["model"]["normalizer"]}]
         starts = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases[:-1])]
         return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=True)]
@@ -179,12 +179,12 @@ class RunRecord:
 
     @property
     def series(self) -> list[Series]:
-        """All series of its evaluations that reports show."""
+        """All series of the evaluations that reports show."""
         return [series for evaluation in self.evaluations for series in evaluation.series if series.shown]
 
     @property
     def reporting(self) -> "RunRecord":
-        """The record with its evaluations on the documents that report."""
+        """The record with its evaluations on the reporting documents."""
         return replace(self, evaluations=tuple(evaluation.reporting for evaluation in self.evaluations))
 
     @property
@@ -200,11 +200,11 @@ class RunRecord:
 
     @property
     def tokens_before(self) -> int:
-        """Training tokens of the weights that it started from (`init_from`), in all runs behind them; 0 for a run from random weights."""
+        """Training tokens of the weights that the run started from, over all runs that trained them; 0 for a run from random weights."""
         return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:
-        """The setting that its starts used, e.g. of `precision`, in words where starts differ; None if environment.json does not say."""
+        """The setting `name` of the run's starts, e.g. `precision`, in words where starts differ; None if environment.json does not say."""
         return start_setting(self.environment, name)
 
     @property
@@ -226,7 +226,7 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
 
     Args:
         log: the metrics of the run, if they have been read (`read_metrics`).
-        known_evaluations: evaluations that have been read, by their files.
+        known_evaluations: evaluations that have been read already, by their files.
 
     Raises RunError: `folder` is not a run folder, or a file in it can't be read.
     """
@@ -288,7 +288,7 @@ def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
 
 
 def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """Words for facts that environment.json lacks, and for settings in which its starts differ. Raises RunError if it is malformed."""
+    """Words for facts that environment.json lacks, and for settings in which starts differ. Raises RunError if the file is malformed."""
     try:
         entries, differences = starts(environment), differing(environment)
         arm_definition(config, environment), seeds(config, environment)

@@ -48,21 +48,21 @@ def config_problems(
     problems, compared_effects = [], ("same",) if branches else ("same", "branch")
     for key, (value, trained_value) in differences(to_plain(config, whole=True), to_plain(training_config, whole=True)).items():
         on_resume = effect_of(key).on_resume
-        if on_resume not in compared_effects or (branches and key == "branch_from") or _moved(config, key, value, trained_value):
+        if on_resume not in compared_effects or (branches and key == "branch_from") or _is_same_start(config, key, value, trained_value):
             continue
         remedy = "branch with that" if branches else "resume it with that, or choose another name"
         if on_resume == "branch":
             remedy = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path} name=..."
         problems.append(Problem(key, value, f"the checkpoint was trained with {as_written(trained_value)}", remedy))
-    # Normalizers and phases are compared up to the step: later ones may change.
+    # Normalizers and phases are compared up to the checkpoint's step: later ones may change.
     problems += _length_problems(config, training_config, metadata["step"], path)
     return problems + _plan_problems(config, training_config, metadata["phase"], metadata["step"], path)
 
 
-def _moved(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
-    """Whether a key names the run that both configurations start from, in an experiment whose folder has moved.
+def _is_same_start(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
+    """Whether two values of `init_from` or `branch_from` name one run of an experiment, whose folder may have moved.
 
-    In an experiment the run's name, and the step of its checkpoint, say everything that decides its weights.
+    In an experiment the name of a run, and the step of its checkpoint, say everything that decides its weights.
     """
     part_count = {"init_from": 1, "branch_from": 3}.get(key)
     return (
@@ -72,7 +72,7 @@ def _moved(config: Config, key: str, value: Plain, trained_value: Plain) -> bool
 
 
 def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """The content of a run's environment.json, of the same run and data as the checkpoint at `path`.
+    """The content of a run's environment.json, checked to be of the same run and data as the checkpoint at `path`.
 
     Raises RunError: the file is missing, damaged, or of another run.
     """
@@ -92,8 +92,8 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 
     config_text: the content of the run's config.yaml, to be checked against the checkpoint, too.
 
-    Raises RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at that step, or the log up to
-    the checkpoint or the configuration was altered.
+    Raises RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at its step, or the
+    configuration, or the log up to the checkpoint, was altered.
     """
     try:
         content = without_tensors(checkpoint)
@@ -104,7 +104,7 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
     weights = {int(step): set(digests) for step, digests in seals["weights_sha256"].items() if step.isdigit()}
     if digest := seals[SHA256].get("state_dict"):
         weights.setdefault(seals["step"], set()).add(digest)
-    checked = True
+    is_checked = True
     for evaluation in evaluations:
         if evaluation.kind not in EvalConfig.kind_names():  # other kinds, such as a swap, may be of other weights
             continue
@@ -112,19 +112,19 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
         if digests and evaluation.weights_sha256 not in digests:
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
-        checked &= step > seals["step"] or bool(digests and evaluation.code)
+        is_checked &= step > seals["step"] or bool(digests and evaluation.code)
     check_log(run, log.content, content["lm"], checkpoint)
     if config_text and content["lm"]["config"]:
         check_text(run / CONFIG, config_text, content["lm"], checkpoint)
-    return checked
+    return is_checked
 
 
 def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Raises RunError: the log's content is not what it was when the checkpoint, whose metadata have its seal, was saved. None: no log."""
+    """Raises RunError if the log differs from its seal in the metadata of `checkpoint`, up to the saved size; `content` None: no check."""
     saved_seal = {**NO_SEALS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
-    if content is not None and len(content) < n_bytes and path.is_file():  # read before a run under way saved the checkpoint?
+    if content is not None and len(content) < n_bytes and path.is_file():  # perhaps read before a run under way saved the checkpoint
         content = path.read_bytes()
     if content is not None and seal(content[:n_bytes]) != saved_seal:
         advice = f"bring it back, delete the run folder and train it again, or go on in a new run: branch_from={checkpoint} name=..."
@@ -132,7 +132,7 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
 
 
 def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], path: Path) -> None:
-    """Raises RunError: the configuration of a run in `file` is not that of the checkpoint at `path`, as `config_problems` compares them."""
+    """Raises RunError if the configuration of a run in `file` is not of the run of the checkpoint at `path` (`config_problems`)."""
     if problems := config_problems(config, training_config, metadata, path):
         reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
         raise RunError(f"{file}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
@@ -141,8 +141,8 @@ def check_config(file: Path, config: Config, training_config: Config, metadata: 
 def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) -> None:
     """Check the text of a run's configuration as `check_config` does.
 
-    It is not checked where the checkpoint's own can't be read: it names code from outside, which reports do not import, or is of an older
-    version.
+    No check is made where the checkpoint's configuration can't be read: it names code outside lm, which reports do not import, or an older
+    version wrote it.
     """
     if text == metadata["config"]:
         return
@@ -158,7 +158,7 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) ->
 
 
 def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:
-    """Problems of a changed trainer.max_steps, which a curriculum of lengths follows: lengths of the steps up to `step` may not change."""
+    """Problems of a changed trainer.max_steps, which moves a curriculum of sequence lengths: lengths up to `step` may not change."""
     lengths = config.data.lengths
     schedules = (lengths.length_by_step(config.data.seq_len, setup.trainer.max_steps) for setup in (training_config, config))
     trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)

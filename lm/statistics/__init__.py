@@ -1,1 +1,1 @@
-"""Conclusions from numbers: intervals, learning rates chosen for each arm, verdicts (docs/statistics.md)."""
+"""Statistics of measured metrics: intervals, the choice of each arm's learning rate, verdicts (docs/statistics.md)."""

@@ -1,6 +1,6 @@
-"""Intervals over documents, over training seeds, over both, and of fractions of trials; 95 % unless several hold together.
+"""Intervals of means over documents, over training seeds or over both, and of fractions of trials; each holds with 95 % by default.
 
-All intervals are in closed form: no resampling, no seed.
+All intervals are in closed form, without resampling.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import numpy as np
 
 from lm.runs.evaluations import Series
 
-ALPHA = 0.05  # the chance that an interval, or any of several that hold together, misses the true value
+ALPHA = 0.05  # probability that an interval, or any interval of a family, misses the true value
 FEWEST_DOCUMENTS = 3  # an interval over fewer documents says nothing
 FEWEST_CROSSED = 8  # fewest documents of an interval over seeds and documents at once
 _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -17,10 +17,9 @@ _Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval; NaN where a value was not finite.
+    """A mean and its interval, of 95 % unless made for a family; NaN where a measured value was not finite.
 
-    `coverage` names the units that the interval covers, such as `3 seeds` or `documents, 1 seed`: another sample of these units would move
-    the mean.
+    `coverage` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
 
     mean: float
@@ -30,11 +29,11 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether the interval has finite ends and a length above 0: without spread it has no length, or no ends (`Estimate.half`)."""
+        """Whether the interval has finite ends and a length above 0; equal values give length 0 or infinite ends (`Estimate.half`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def picture_values(self) -> list[float]:
-        """[mean, low, high] for a picture; three times the mean where the interval has no bounds."""
+        """[mean, low, high] as pictures draw it; [mean, mean, mean] if the interval is not `bounded`."""
         return self.as_list() if self.bounded else [self.mean] * 3
 
     def as_list(self) -> list[float]:
@@ -44,18 +43,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Means of one or many samples of the same size, from which intervals and tests are made; NaN where a value was not finite.
+    """The means of one or many samples of equal size and their standard errors, for intervals and tests; NaN where a value was not finite.
 
-    Student's t estimates the spread from the sample. A sample of equal values has no spread to estimate. The exact sign-flip test then
-    decides in place of t: n equal values have p = 2^-n on the side where they lie.
+    Student's t estimates the spread from the sample. A sample of equal values has no spread to estimate: the exact sign-flip test then
+    decides in place of t. The hypothesis that the mean is not above 0 has p = 2^-n for n equal values above 0.
     """
 
     # mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t
     mean: np.ndarray
     error: np.ndarray
     degrees: np.ndarray
-    coverage: str  # the units that the intervals cover, as in `Interval`
-    # estimates of the same means; intervals of this estimate are at least as long as intervals of `floors`
+    coverage: str  # the units whose noise the intervals cover, as in `Interval`
+    # other estimates of the same means: intervals of this estimate are at least as long as the intervals of each of them
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
@@ -63,9 +62,9 @@ class Estimate:
         return Estimate(self.mean[index], self.error[index], self.degrees[index], self.coverage, floors)
 
     def half(self, family: int = 1) -> np.ndarray:
-        """Half the length of an interval, (...,), of which a `family` of so many hold together with 95 % (Bonferroni).
+        """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
 
-        Without spread it is 0, or infinite where the values are too few for the sign-flip test to reach this level.
+        For equal values it is 0, or infinite where they are too few for the sign-flip test to reach this level.
         """
         from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
 
@@ -77,7 +76,7 @@ class Estimate:
     def p(self, sign: int) -> np.ndarray:
         """One-sided p, (...,), of the hypothesis that a mean is not below 0 (`sign` 1), or not above it (`sign` -1).
 
-        It is at most 0.025 / family where the interval by `half(family)` leaves out 0 on this side.
+        It is at most 0.025 / family where the interval by `half(family)` lies below 0 (`sign` 1) or above 0 (`sign` -1).
         """
         from scipy.special import stdtr
 
@@ -87,19 +86,19 @@ class Estimate:
             return np.where(self.error == 0, exact_p, stdtr(self.degrees, distance / self.error))
 
     def interval(self, family: int = 1) -> Interval:
-        """The interval of a single sample."""
+        """The interval of the mean of a single sample; `family` such intervals hold together with 95 %."""
         mean, half = float(self.mean), float(self.half(family))
         return Interval(mean, mean - half, mean + half, self.coverage)
 
 
 def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, coverage: str) -> Estimate:
-    """The estimate of a mean from its variance; a spread that is mere rounding of `largest_value` counts as none."""
+    """The estimate of means from their variances; a standard error within the rounding of `largest_value` counts as 0."""
     error = np.sqrt(variance)
     return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), coverage)
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
-    """The interval of a column's mean, or of `mean` in its place; None if the series has no intervals, or too few units for one."""
+    """The 95 % interval of a column's mean, or of `mean` in place of it; None if the series has no intervals, or too few documents."""
     mean = float(series.means[column]) if mean is None else mean
     if series.interval == "none":
         return None
@@ -114,14 +113,14 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
 
 
 def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> Interval | None:
-    """The weighted mean over units, such as sequences, with its 95 % interval: Student's t over the documents they are from.
+    """The weighted mean over units, such as sequences, with its 95 % interval: Student's t over the units' documents.
 
     The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each divided by 1 minus
-    the document's part of the weight (Bell and McCaffrey 2002, CR2). Student's t has Satterthwaite degrees of freedom: D - 1 for D
+    the document's fraction of the weight (Bell and McCaffrey 2002, CR2). Student's t has Satterthwaite degrees of freedom: D - 1 for D
     documents of equal weight; fewer where few documents have most of the weight. Values that aren't all finite give NaN.
 
     Args:
-        values: (units,), such as nats per token, or differences of them between two models.
+        values: (units,), such as losses in nats per token, or differences between the losses of two models.
         weights: (units,), such as the number of tokens of a unit; None: equal weights.
         groups: (units,) labels; units of one label, such as a document's sequences, depend on each other. None: all units are independent.
 
@@ -142,24 +141,24 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Means (columns,), for `over_documents`, their variances (columns,), and the degrees of freedom; `labels`: (units,) numbers."""
-    part = np.bincount(labels, weights) / weights.sum()  # (documents,) the part of the weight in each document
+    """The means of `over_documents`, (columns,), their variances, (columns,), and degrees of freedom; `labels`: (units,) of documents."""
+    fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
-    residuals = np.zeros((len(part), values.shape[1]))
+    residuals = np.zeros((len(fractions), values.shape[1]))
     np.add.at(residuals, labels, weights[:, None] / weights.sum() * (values - mean))
-    residuals, part = residuals[part > 0], part[part > 0]
-    variance = (residuals**2 / (1 - part[:, None])).sum(0)
-    # For documents that differ only in weight the variance is a quadratic form in them, of matrix G; degrees: trace(G)^2 / trace(G G).
-    u, square = part**2 / (1 - part), (part**2).sum()
-    first, second = u @ part, u @ part**2
-    trace = (u * (1 + square - 2 * part)).sum()
+    residuals, fractions = residuals[fractions > 0], fractions[fractions > 0]
+    variance = (residuals**2 / (1 - fractions[:, None])).sum(0)
+    # The variance is a quadratic form, of matrix G, in document means that are taken as equally spread; degrees: trace(G)^2 / trace(G G).
+    u, square = fractions**2 / (1 - fractions), (fractions**2).sum()
+    first, second = u @ fractions, u @ fractions**2
+    trace = (u * (1 + square - 2 * fractions)).sum()
     square_trace = square**2 * u.sum() ** 2 - 4 * square * u.sum() * first + 2 * u.sum() * second + 2 * first**2
-    square_trace += (u**2 * ((1 + square - 2 * part) ** 2 - (square - 2 * part) ** 2)).sum()
+    square_trace += (u**2 * ((1 + square - 2 * fractions) ** 2 - (square - 2 * fractions) ** 2)).sum()
     return mean, variance, float(trace**2 / square_trace)
 
 
 def over_seeds(values: np.ndarray) -> Estimate:
-    """The mean over seeds with Student's t; `values` is (..., seeds), at least two."""
+    """The estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
     values = np.asarray(values, dtype=float)
     seeds, finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(finite, values, np.nan)
@@ -179,11 +178,11 @@ def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
 
 
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
-    """The mean over seeds and documents, for intervals that cover other seeds and other text of the kind.
+    """The estimate of means over seeds and documents, for intervals that cover other seeds and other text of the kind.
 
-    Seeds and documents are crossed: each seed's model reads each document. The variance is the variance of the seeds' mean, plus the
-    variance of the documents' mean, minus their interaction, which both contain (Cameron, Gelbach and Miller 2011). Intervals are at
-    least as long as intervals over seeds or documents alone. Degrees of freedom are Satterthwaite's.
+    Seeds and documents are crossed: each seed's model reads each document. The variance is the variance over seeds, plus the
+    variance over documents, minus the variance of their interaction, which both contain (Cameron, Gelbach and Miller 2011). Intervals are
+    at least as long as intervals over seeds or documents alone. Degrees of freedom are Satterthwaite's.
 
     Args:
         values: (..., seeds, units), such as paired differences in nats per token.
@@ -245,7 +244,7 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 def wilson(successes: float, trials: float) -> Interval:
     """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
 
-    `successes` may be fractional where a trial is a mean, over depths, say: the interval is as wide as for trials of equal values.
+    `successes` may be fractional where a trial is a mean, such as over depths: the interval is as wide as for trials of 0 or 1.
     `trials` may be fractional where trials depend on each other (`effective_trials`).
     """
     if not trials:
@@ -253,5 +252,5 @@ def wilson(successes: float, trials: float) -> Interval:
     fraction, scale = successes / trials, 1 + _Z**2 / trials
     middle = (fraction + _Z**2 / (2 * trials)) / scale
     half = _Z / scale * np.sqrt(fraction * (1 - fraction) / trials + _Z**2 / (4 * trials**2))
-    # At the ends the bound is the fraction itself, which rounding may miss.
+    # Fractions of 0 and 1 are themselves an end of their interval, which rounding may miss.
     return Interval(fraction, 0.0 if successes == 0 else float(middle - half), 1.0 if successes == trials else float(middle + half))

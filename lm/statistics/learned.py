@@ -1,4 +1,4 @@
-"""Levels of a metric: fractions of runs that reach a level, compared by Fisher's exact test, and tokens at which a run reaches it."""
+"""Runs that reach a level of a metric: their fractions, compared by Fisher's exact test, and the training tokens that they needed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from lm.statistics.verdicts import UNTUNED, Name, Verdict
 
 @dataclass(frozen=True)
 class LearnedCounts:
-    """Numbers of runs of an arm and of the baseline that have learned."""
+    """The numbers of runs of an arm and of the baseline that have learned (`has_learned`)."""
 
-    # pairs (runs of the arm, runs of the baseline) that have learned: first at the rates that are judged, then at other rates that both
-    # were trained at. Each pair must show the difference. A run that diverged has not learned
+    # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates: first the pair that is judged, then all
+    # pairs of rates that they were trained at. Each pair must show the difference. A run that diverged has not learned
     learned: Sequence[tuple[int, int]]
-    ended: int  # number of seeds whose runs have ended in both arms
+    ended: int  # number of seeds whose runs have all ended, in both arms
     diverged: int = 0  # number of runs that diverged, of both arms
     is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
     n_planned_seeds: int = 0  # number of planned seeds
@@ -33,14 +33,14 @@ class LearnedCounts:
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
-    """The verdict on each arm (or arm and size), all taken as one family, by Fisher's exact test of equal chances to learn.
+    """The verdict on each arm (or pair of arm and size) by Fisher's exact test that arm and baseline are equally likely to learn.
 
     p is multiplied by the number of comparisons and by `looks` (as in `verdicts`). There is no verdict of equivalence: a handful of runs
-    can't show that two chances are equal.
+    can't show that two probabilities are equal.
 
     Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's test pairs the runs, but counts only
     seeds with which one arm has learned and the other has not: it can't reach 0.05 with fewer than 6 such seeds. A seed that is good or
-    bad for both arms makes their results more alike. Equal arms then differ less often than Fisher's test allows for: the error is safe.
+    bad for both arms makes their results more alike. Equal arms then differ less often than Fisher's test allows for: it is conservative.
     """
     family = max(1, len(counts)) * looks
     fewest = fewest_seeds(ALPHA / family)
@@ -69,7 +69,7 @@ def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
 
 
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:
-    """Two-sided p of equal chances: the probability of all tables with these margins that are no more probable than this one (Fisher 1935).
+    """Two-sided p of equal chances: the probability of all 2 x 2 tables with the same margins that are no likelier (Fisher 1935).
 
     It is computed in whole numbers, so that equally probable tables are equal. It is 1 where an arm has no runs.
     """
@@ -85,7 +85,7 @@ def fewest_seeds(alpha: float) -> int:
 
 
 def clopper_pearson(successes: int, runs: int) -> Interval:
-    """A fraction of runs with its 95 % interval, which covers the true chance at least this often (Clopper and Pearson 1934)."""
+    """The fraction of runs that succeed, with an interval whose coverage is at least 95 % (Clopper and Pearson 1934)."""
     if not runs:
         return Interval(np.nan, np.nan, np.nan, "0 seeds")
     low = betaincinv(successes, runs - successes + 1, 0.025) if successes else 0.0
@@ -102,8 +102,8 @@ def has_learned(value: float, level: float, better: Literal["lower", "higher"]) 
 
 
 def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float, better: Literal["lower", "higher"]) -> float:
-    """The number of training tokens at which a metric first reaches `level`: linear in log tokens between the first evaluation that has
-    reached the level and the evaluation before it.
+    """The number of training tokens at which a metric first reaches `level`, interpolated linearly in log tokens between the first
+    evaluation that has reached it and the evaluation before.
 
     Args:
         tokens: tokens seen at each evaluation, ascending, above 0.
@@ -119,8 +119,8 @@ def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float
         if has_learned(value, level, better):
             if previous is None:
                 return 0.0
-            part = (previous[1] - level) / (previous[1] - value)
-            return math.exp(math.log(previous[0]) + part * math.log(tokens_seen / previous[0]))
+            fraction = (previous[1] - level) / (previous[1] - value)
+            return math.exp(math.log(previous[0]) + fraction * math.log(tokens_seen / previous[0]))
         previous = tokens_seen, value
     return math.inf
 
@@ -131,6 +131,6 @@ def log_tokens(tokens: float) -> float:
 
 
 def factor(log_ratio: Interval | None) -> Interval | None:
-    """The interval of a ratio, from the interval of its logarithm."""
+    """The interval of a ratio, from the interval of its logarithm; None stays None."""
     with np.errstate(over="ignore"):
         return log_ratio and Interval(*map(float, np.exp(log_ratio.as_list())), log_ratio.coverage)

@@ -10,9 +10,9 @@ EXTENSIONS = 2  # how often a grid may grow
 FEWEST_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
-Losses = Mapping[Rate, Sequence[float]]  # of one arm, by rate: the final selection loss of each tuning seed; inf: diverged
-ANY = "any"  # in a cell, in place of the value of a key that a run doesn't have
-_BETWEEN = " / "  # separates the values of several keys in a cell
+Losses = Mapping[Rate, Sequence[float]]  # of one arm, by rate: the final selection loss of each tuning seed; inf: its run diverged
+ANY = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
+_SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
 
 def rate_of(values: Iterable[float]) -> Rate:
@@ -22,7 +22,7 @@ def rate_of(values: Iterable[float]) -> Rate:
 
 
 def coordinates(rate: Rate) -> tuple[float, ...]:
-    """The value of each tuned key."""
+    """The values of the tuned keys at a rate."""
     return rate if isinstance(rate, tuple) else (rate,)
 
 
@@ -32,26 +32,26 @@ def rates_of(axes: Iterable[Iterable[float]]) -> list[Rate]:
 
 
 def rate_words(rate: Rate | str) -> str:
-    """A rate or its cell in words, such as `0.002`, or `0.002 / 0.1` for two keys."""
+    """A rate, or the cell that holds it, in words, such as `0.002`, or `0.002 / 0.1` for two keys."""
     values = _texts(rate) if isinstance(rate, str) else coordinates(rate)
-    return _BETWEEN.join(ANY if value == ANY else f"{float(value):g}" for value in values)
+    return _SEPARATOR.join(ANY if value == ANY else f"{float(value):g}" for value in values)
 
 
 def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str | None:
-    """A rate as files and tables hold it: a number, or for several keys the text of their exact values.
+    """The cell of a rate in files and tables: a number, or for several keys the text of their exact values.
 
     presence: for each key, whether the run has it; empty: the run has all keys.
     """
     if rate is not None and not all(presence):
-        return _BETWEEN.join(repr(value) if is_present else ANY for value, is_present in zip(coordinates(rate), presence, strict=True))
-    return _BETWEEN.join(map(repr, rate)) if isinstance(rate, tuple) else rate
+        return _SEPARATOR.join(repr(value) if is_present else ANY for value, is_present in zip(coordinates(rate), presence, strict=True))
+    return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
 
 def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str | None]) -> dict[float | str, list[float | str | None]]:
-    """The cells that each cell stands for, by cell; {} if no cell has `ANY`.
+    """The cells without `ANY` that each rate's cell (`rate_cell`) stands for, by cell; {} if no cell has `ANY`.
 
-    A cell with `ANY` stands for the cells that agree with it in all other keys, and for the middle value in `grid`, which `best_rate`
-    chooses among equal rates. A key that has no value in `grid` is left out of all cells.
+    A cell with `ANY` stands for the cells that agree with it in all other keys, and for the middle value of this key in `grid`:
+    `best_rate` chooses it among equal rates. A key that has no value in the cells of `grid` is left out of all cells.
     """
     cell_values, grid_values = ({cell: _texts(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
     if not any(ANY in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
@@ -64,17 +64,17 @@ def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str |
         candidates = [middle, *(candidate for candidate in cell_values.values() if all(candidate[number] != ANY for number in key_numbers))]
         matches = (rate for rate in candidates if all(values[number] in (ANY, rate[number]) for number in key_numbers))
         rates = [[rate[number] for number in key_numbers] for rate in matches]
-        expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_BETWEEN.join(rate))) if rate else None for rate in rates)]
+        expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)]
     return expansion
 
 
 def _texts(cell: float | str) -> list[str]:
-    """The values of a cell as text."""
-    return cell.split(_BETWEEN) if isinstance(cell, str) else [str(cell)]
+    """The values of the tuned keys in a cell, as text."""
+    return cell.split(_SEPARATOR) if isinstance(cell, str) else [str(cell)]
 
 
 def read_rate(cell: Rate | str) -> Rate:
-    """The rate of a cell; a rate is returned as it is. Raises ValueError if the cell holds no rate."""
+    """The rate that a cell holds (`rate_cell`); a rate is returned as it is. Raises ValueError if the cell holds no rate."""
     if not isinstance(cell, str):
         return cell
     return rate_of(int(text) if text.isdecimal() else float(text) for text in _texts(cell))
@@ -117,7 +117,7 @@ def tuning_outcome(
 
 
 def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:
-    """Each arm's rate of the lowest mean loss, among all measured rates or among `rates`; none for an arm whose best is at an edge."""
+    """Each arm's rate of the lowest mean loss, among all measured rates or among `rates`; no rate for an arm whose best is at an edge."""
     rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)
@@ -142,7 +142,7 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
 
 
 def best_rate(by_rate: Losses, rates: Iterable[Rate]) -> Rate:
-    """The rate of the lowest mean loss; of equal rates, as where all solve a task, the rate nearest to the middle of the grid."""
+    """The rate of the lowest mean loss; of rates with equal losses, as where all solve a task, the one nearest the grid's middle."""
     rates = sorted(rates)
     axes = _axes(rates)
 
@@ -160,11 +160,11 @@ def _axes(rates: Iterable[Rate]) -> list[list[float]]:
 def _grown_axes(
     axes: list[list[float]], best: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
 ) -> list[list[float]]:
-    """The axes, grown for arms whose best rate is at an edge; an arm that diverged at every rate adds no values."""
+    """The axes, grown at the edges where the rates of `best` lie (by arm); an arm that diverged at every rate adds no value."""
     edge_rates = [coordinates(rate) for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf]
 
     def first_possible(number: int, candidates: list[float]) -> list[float]:
-        """The first of the candidates that the key of this number may have; [] if there is none."""
+        """The first candidate value that the tuned key of this number may have, in a list; [] if there is none."""
         grids = ((value, rates_of([*axes[:number], [value], *axes[number + 1 :]])) for value in candidates if value > 0)
         return [value for value, rates in grids if all(map(possible, rates))][:1]
 

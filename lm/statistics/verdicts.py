@@ -1,4 +1,4 @@
-"""Verdicts on arms against one baseline: each word follows from one interval, and all intervals hold together with 95 %."""
+"""Verdicts on arms against one baseline: each verdict follows from one interval, and all intervals hold together with 95 %."""
 
 import math
 from bisect import bisect_left
@@ -12,8 +12,8 @@ from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 
 from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
-POWER = 0.8
-FEWEST_SEEDS = 3  # seeds of a verdict: with two seeds the spread is off by a factor of up to 32 (95 %), with three by up to 6
+POWER = 0.8  # probability with which a number of seeds must find a difference
+FEWEST_SEEDS = 3  # for a verdict: the spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
 FEWEST_EXACT = 6  # seeds from which the sign-flip test can reach 0.05
 MOST_EXACT = 30  # seeds up to which p of the sign-flip test is computed
 MOST_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
@@ -31,10 +31,10 @@ Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its s
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements of an arm against the baseline, on the primary metric."""
+    """The differences between an arm and the baseline in the primary metric, and what else decides the verdict."""
 
-    # arm minus baseline on the report text, one value a seed that both were trained with: (seeds,), or of several learning rates (the arm's
-    # rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`)
+    # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for several learning rates
+    # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`)
     by_rates: np.ndarray | Sequence[float]
     judged_pair: tuple[int, int] = (0, 0)  # indices in `by_rates` of the pair of rates that are judged
     diverged: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
@@ -68,13 +68,13 @@ class Comparison:
         return over_seeds(self.at_rates)
 
     def interval(self, family: int = 1) -> Interval:
-        """The interval of the mean difference between the arms at their best rates, over seeds; `family` intervals hold with 95 %."""
+        """The interval over seeds of the difference between arms at their best rates; `family` such intervals hold together with 95 %."""
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
         """The interval of the difference between the arms at their best rates; `family` such intervals hold together with 95 %.
 
-        by_rates: (the arm's rates, the baseline's rates), the difference at each pair; the interval is NaN where any difference is.
+        by_rates: (the arm's rates, the baseline's rates), the difference at each pair; ends of the interval that depend on a NaN are NaN.
         """
         if self.higher_is_better:
             mirror = replace(self, higher_is_better=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
@@ -90,21 +90,21 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict on an arm."""
+    """The verdict on an arm against the baseline."""
 
     kind: Kind
     reason: str  # the facts that the verdict rests on, with the smallest difference of interest
     # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %. None with
     # fewer than two seeds
     interval: Interval | None
-    p: float  # two-sided p of no difference, times the number of comparisons; 1 where nothing was tested
+    p: float  # two-sided p of no difference, times the number of comparisons and looks; 1 where nothing was tested
     # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the ends of its 95 %
     # interval (chi squared). A number is None above `MOST_SEEDS`; None in place of all three: unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
     single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
     # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds
     p_exact: float | None = None
-    over_documents: Interval | None = None  # the interval over seeds and documents; None where there are too few of either
+    over_documents: Interval | None = None  # the interval over seeds and documents; None where there are too few seeds or documents
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
     margin: str = ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
@@ -134,17 +134,17 @@ class Verdict:
 
 
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1) -> dict[Name, Verdict]:
-    """The verdict on each arm (or arm and size), all taken as one family.
+    """The verdict on each arm (or pair of arm and size), all comparisons taken as one family.
 
     Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its verdict follows from
-    this interval alone. With 95 % all intervals hold the true differences, and then no verdict is false, of whatever kind. A comparison
-    that can't be tested counts in the family.
+    this interval alone. With a probability of 95 % all intervals hold the true differences, and then no verdict of any kind is false. A
+    comparison that can't be tested counts in the family.
 
     Args:
-        comparisons: by name.
+        comparisons: the comparison of each arm with the baseline, by name.
         matters: smallest difference of interest, in the metric's unit, fixed before any run.
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
-        looks: how often the data may be judged: 2 with a planned second stage; each look has half of the 0.05.
+        looks: how often the data may be judged: 2 with a planned second stage, and each look then has half of the 0.05.
 
     Raises ValueError: no `matters` above 0.
     """
@@ -159,7 +159,7 @@ def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comp
     seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
-    needed_seeds = _needed(comparison, margin, family) if seeds > 1 and finite else None
+    needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and finite else None
     document_estimate = comparison.over_documents
 
     def untested(kind: Kind, reason: str, open_words: str) -> Verdict:
@@ -219,8 +219,8 @@ def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comp
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
-def _needed(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """Numbers of seeds that find a difference of `margin`: for the spread so far, and for the ends of the spread's 95 % interval."""
+def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
+    """The `seeds_needed` for a difference of `margin`: for the measured spread, and for the ends of the spread's 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(comparison.at_rates[:, : comparison.n_shared_rates].shape[:2])
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
@@ -262,9 +262,9 @@ def p_exact(comparison: Comparison) -> float | None:
 
 
 def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
-    """The two-sided p of the arms at their best rates, from the one-sided p at each pair of rates, (the arm's, the baseline's).
+    """The two-sided p of no difference between the arms at their best rates.
 
-    p_below: of a difference that is not below 0; p_above: of a difference that is not above 0.
+    p_below, p_above: (the arm's rates, the baseline's rates), one-sided p of a difference that is not below 0, and not above 0.
     """
 
     def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:
@@ -280,7 +280,7 @@ def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray)
 
 
 def sign_flip(values: np.ndarray) -> np.ndarray:
-    """One-sided p, (...,), of a mean over seeds that is not above 0; `values`: (..., seeds).
+    """One-sided p, (...,), of the hypothesis that a mean over seeds is not above 0; `values`: (..., seeds).
 
     It is the fraction of the 2^seeds choices of signs whose sum is at least as high. Sums are made for each half of the seeds, so that no
     more than 2^(seeds / 2) are in memory.

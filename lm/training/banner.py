@@ -1,4 +1,4 @@
-"""The description of a run in derived quantities: the start-up banner and environment.json."""
+"""Descriptions of a run by its settings and derived quantities: the banner that it prints first, and environment.json."""
 
 import importlib.metadata
 import json
@@ -32,25 +32,26 @@ from lm.training.memory import estimated_memory
 from lm.training.optimizers import parameter_groups
 from lm.training.starting import PhaseStart
 
-# Below a quarter of the 20 tokens a parameter that use compute best (Hoffmann et al. 2022) a run is warned.
+# A run with fewer tokens a parameter gets a note: a quarter of the 20 that use compute best (Hoffmann et al. 2022).
 FEWEST_TOKENS = 5
 FEW_TOKENS = (
     f"fewer than {FEWEST_TOKENS} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
-# Four times as often as text may be read without loss (Muennighoff et al. 2023) a run is warned.
+# A run that reads text more often gets a note: up to 4 times is about as good as new text (Muennighoff et al. 2023).
 MOST_EPOCHS = 16
 MANY_EPOCHS = (
     f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 )
 UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
-FEWEST_SEQUENCES = 32  # below it, validation on less than was asked for is warned of
-COUNTED_SEQUENCES = 8  # sequences of each task beside text whose answers are counted
-_IN_OTHER_LINES = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
+FEWEST_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than it asks for, gets a note
+COUNTED_SEQUENCES = 8  # sequences of each task whose answers are counted, where a run trains on tasks and text
+# Keys of `model` that the banner shows outside its line `options`.
+_SHOWN_OPTIONS = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
-    """The lines that a run prints first."""
+    """The text that a run prints first: model, data, lengths, memory, optimizer, and notes on doubtful settings."""
     model, data, optim, decoder = config.model, config.data, config.optim, start.decoder
     parameters = count_parameters(decoder)
     tokens = config.trainer.max_steps * optim.batch_tokens
@@ -59,15 +60,15 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
     heads = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
-    options = {name: value for name, value in _changed_options(model).items() if name not in _IN_OTHER_LINES}
+    options = {name: value for name, value in _changed_options(model).items() if name not in _SHOWN_OPTIONS}
     base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
     source = "its maker" if device == "cuda" else "of a matrix product"
     peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
     sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
     epochs, lengths = _epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
-    few = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
-    notes = few * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
+    has_few_tokens = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
+    notes = has_few_tokens * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
         notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
@@ -97,7 +98,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "memory": _memory(config, start.phase, decoder.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_in_words(optim.optimizer)}, lr {optim.lr:g}, {_in_words(optim.schedule)}, warm-up of {warmup} steps; "
+        "optimizer": f"{_variant_words(optim.optimizer)}, lr {optim.lr:g}, {_variant_words(optim.schedule)}, warm-up of {warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
         "transfer": base if model.transfer else "",
@@ -112,7 +113,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
 def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
     try:
         n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
-    except Exception as error:  # by code of a normalizer from outside: no estimate must keep a run from starting
+    except Exception as error:  # such as from a plugin's normalizer: a failed estimate must not keep a run from starting
         return f"not estimated: {one_line(error)}"
     tape = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
     return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries and evaluations aside"
@@ -131,7 +132,7 @@ def _normalizer(decoder: Decoder) -> str:
     )
 
 
-def _in_words(options: object) -> str:
+def _variant_words(options: object) -> str:
     """A variant's name, and its options that are not at their defaults, in words."""
     texts = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed_options(options).items()}
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in texts.items())])
@@ -143,7 +144,7 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups(config: Config, decoder: Decoder) -> str:
-    """Size, learning rate and weight decay of each group of parameters; also its epsilon if it has one, and its parts where they differ."""
+    """Size, learning-rate factor, weight decay and epsilon, if set, of each group of parameters; its modules if several have its name."""
     groups, texts = parameter_groups(decoder, config.optim), []
     counts = Counter(group["name"] for group in groups)
     for group in groups:
@@ -171,9 +172,9 @@ def _epochs(store: Store, config: Config, sequences: TrainSequences) -> list[tup
 
 
 def _tasks(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
-    """The fraction of sequences of each task; where more sequences are drawn than a task has different ones, both numbers.
+    """The weight of each task; if the run draws more sequences than a task has different ones, both numbers.
 
-    Beside text, the fraction of the targets that are answers, by the first sequences of each task, at the first step's length.
+    In a mixture with text also the fraction of targets that are answers, in the first sequences of each task at the first step's length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
     for weighted in config.data.tasks:
@@ -203,7 +204,7 @@ def _phases(config: Config, phase: int) -> str:
 def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]) -> dict[str, Plain]:
     """The facts on which results depend beside the configuration: the content of environment.json.
 
-    What this start uses is in the last entry of `starts`, and at the top level. A resumed run keeps the `starts` of its `old_facts`.
+    The settings of this start are in the last entry of `starts`, and at the top level. A resumed run keeps the `starts` of its `old_facts`.
     """
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy") if find_spec(name)]
@@ -250,11 +251,11 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
 def git_state() -> tuple[str | None, bool | None]:
     """Commit of the checkout from which this package runs, and whether the checkout has changes.
 
-    Outside a checkout, or installed within another project's, the commit is LM_COMMIT, which an image sets, and the second value None.
+    Outside a checkout, or within another project's, the commit is LM_COMMIT, which a Docker image sets, or None; the second value is None.
     """
 
     def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(Path(lm.__file__).parent), *arguments]  # the index is the user's alone to lock
+        command = ["git", "--no-optional-locks", "-C", str(Path(lm.__file__).parent), *arguments]  # git must not lock the user's index
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

@@ -26,13 +26,13 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
     checkpoint: the checkpoint from which the run goes on, its own or the one that it branches from; None: the run starts at step 0.
 
-    Returns the configuration, with its number of steps if it starts from weights, whose vocabulary is known. The second value is the
-    model that `init_from` names, for a new run.
+    Returns the configuration, with its number of steps if the run starts from weights, as their vocabulary is known. The second value is
+    the model that `init_from` names, for a new run; else None.
 
     Raises:
-        ConfigError: a device that is not there, nothing to train, a model too large for the machine, or another model than the
-            weights have.
-        RunError: nothing to load there.
+        ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the configuration doesn't fit
+            the checkpoint or the weights.
+        RunError: the checkpoint or the model can't be loaded.
     """
     accelerator, _ = resolve_device(config)
     if checkpoint:
@@ -46,7 +46,7 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
             raise ConfigError(
                 [Problem("trainer.max_steps", config.trainer.max_steps, reason, "raise it; it counts all steps from the first")]
             )
-    with torch.device("meta"):  # shapes without numbers; the vocabulary is not known yet
+    with torch.device("meta"):  # shapes without values, and a vocabulary of 1, as it is not known yet
         decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
     freeze(decoder, config.train_only)
     check_trainable(config, decoder)
@@ -60,9 +60,9 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
 
 def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
-    """Raises ConfigError if weights, gradients and the optimizer's state, without those of embedding and head, exceed all memory."""
+    """Raises ConfigError if weights, gradients and optimizer state, embedding and head aside, exceed the memory of GPU or machine."""
     state = [value for entries in implied_state(decoder, config).values() for value in entries.values() if isinstance(value, torch.Tensor)]
-    gradients = [p for p in decoder.parameters() if p.requires_grad]  # each has its parameter's size
+    gradients = [p for p in decoder.parameters() if p.requires_grad]  # each gradient has its parameter's size
     need = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
     if accelerator == "gpu":
         place, capacity = "the GPU", torch.cuda.get_device_properties(0).total_memory
@@ -75,7 +75,7 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
 
 
 def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems where model or normalizer differ from those of the weights that `init_from` names: both values, and what to do."""
+    """Problems where model or normalizer differ from those of the model that `init_from` names: both values, and what to do."""
     models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source_model.decoder.config))
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
@@ -101,15 +101,15 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems where the normalizer, initial values aside, is not the weights' own, or its constants differ at this training length."""
+    """Problems if the normalizer's options, initial values aside, or its constants at this training length are not the source's."""
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for normalizer, source_normalizer in zip(*(model.normalizers() for model in models), strict=False):
         excluded_keys = {"init", *normalizer.constants()}  # initial values are replaced; constants are compared by their values below
         options = [
-            {key: value for key, value in to_plain(side.options).items() if key not in excluded_keys}
-            for side in (normalizer, source_normalizer)
+            {key: value for key, value in to_plain(layer_normalizer.options).items() if key not in excluded_keys}
+            for layer_normalizer in (normalizer, source_normalizer)
         ]
         if options[0] != options[1]:
             arguments = config.plan[0].normalizer.swap_arguments()
@@ -127,7 +127,7 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded)
 
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Raises ConfigError if a phase has nothing to train, or if options name a group without a trained parameter."""
+    """Raises ConfigError if a phase has nothing to train, or if optimizer or `optim.groups` name a group without a trained parameter."""
     shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):

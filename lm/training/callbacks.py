@@ -35,7 +35,7 @@ from lm.training.starting import Best
 
 
 class Clock:
-    """Seconds of training, without evaluations and checkpoints."""
+    """Measures the seconds of training, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self._begin = self._paused = 0.0
@@ -52,11 +52,11 @@ class Clock:
         self._paused += time.perf_counter() - begin
 
 
-# ---------------------------------------------------------------- how much of the device's arithmetic a run uses
+# ---------------------------------------------------------------- FLOPs a second, of a device and of a run
 
 
-# TFLOP/s of cards in bf16 (tensor cores, dense, sums in fp32) and in fp32, by their makers' data sheets. Lightning's table differs in bf16:
-# it has a fourth of an A40's figure, half of an RTX 4090's, and an H200's for sparse matrices. It also takes an L40 for an L4.
+# TFLOP/s of GPUs in bf16 (tensor cores, dense, fp32 accumulation) and in fp32, by their makers' data sheets. Lightning's table differs in
+# bf16: an A40 has a fourth of its figure, an RTX 4090 half, an H200 the figure for sparse matrices. It also takes an L40 for an L4.
 GPUS = {
     "A10": (125, 31.2),
     "A40": (149.7, 37.4),
@@ -74,7 +74,7 @@ GPUS = {
     "RTX 3090": (71, 35.6),
     "RTX 4090": (165.2, 82.6),
 }
-SIZE, SECONDS = 1024, 0.1  # most rows of the matrices that are multiplied to measure a CPU, and for how many seconds
+SIZE, SECONDS = 1024, 0.1  # most rows of the square matrices that are multiplied to measure a CPU, and seconds of measuring
 
 
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
@@ -107,9 +107,9 @@ def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
 
 
 def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
-    """MFU by the metrics' names, at a speed on devices of `peak` FLOPs a second in all; {} if the peak is not known.
+    """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the FLOPs a second of all devices together, is not known.
 
-    `mfu/causal` counts what causal attention needs; `mfu/palm` counts all of the T x T scores, as PaLM and nanoGPT do.
+    `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts all T x T scores, as PaLM and nanoGPT do.
     """
     if not peak:
         return {}
@@ -121,13 +121,13 @@ def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, 
 
 
 class StepCallback(L.Callback):
-    """A callback with one hook, `on_step`, called after each optimizer step (Lightning's are per micro-batch)."""
+    """A callback with one hook, `on_step`, called after each optimizer step (Lightning calls its hooks for each micro-batch)."""
 
     def __init__(self, run: RunContext, clock: Clock):
         self.config, self.record, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
-        """Pass on the micro-batch that ended an optimizer step."""
+        """Call `on_step` if the micro-batch ended an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.on_step(trainer, module, trainer.global_step)
 
@@ -139,34 +139,34 @@ class StepCallback(L.Callback):
 
 
 class StopOnSignal(StepCallback):
-    """SIGINT, SIGTERM, SIGUSR1 and SIGHUP end training after the current step, on all ranks, with a checkpoint.
+    """Ends training at SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the current step, on all ranks, with a checkpoint.
 
-    A context manager around the phases of a run: between two of them a signal is recorded, too, in
-    `signal`. The same signal again ends the process at once, except SIGHUP, which a closed terminal sends more than once; another one does
-    not, as it may follow from the first: a parent that ends sends SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    A context manager around the phases of a run: a signal between two phases is recorded in `signal`, too. The same signal again ends the
+    process at once, except SIGHUP, which a closed terminal sends more than once. Another signal does not, as it may follow from the
+    first: a parent that ends sends SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.signal = 0  # the number of the last one; 0: none yet
-        self._before: dict[int, object] = {}
+        self.signal = 0  # the number of the last signal; 0: none yet
+        self._old_handlers: dict[int, object] = {}
         self._terminals: list[int] = []
 
     def __enter__(self) -> "StopOnSignal":
         numbers = [number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._old_handlers = {number: signal.signal(number, self._record_signal) for number in numbers}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-        if number == signal.SIGHUP:  # what is written to a closed terminal would be an error
+        if number == signal.SIGHUP:  # writing to a closed terminal would raise an error
             null_device = os.open(os.devnull, os.O_WRONLY)
             for output in self._terminals:
                 os.dup2(null_device, output)
@@ -182,8 +182,8 @@ class StopOnSignal(StepCallback):
 class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last step.
 
-    They are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and the peak of memory.
-    The normalizers' parameters and what `log.dynamics` names follow.
+    These are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and peak memory. The
+    normalizers' parameters and the metrics that `log.dynamics` names follow.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -228,7 +228,7 @@ class Metrics(StepCallback):
         self.progress.advance(step, loss, speed)
 
     def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[Named]:
-        """The metrics of the weights after the step; the largest scores are measured on the first of the step's sequences."""
+        """The metrics of the weights after `step`; the largest scores are measured on the first sequences of the step."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
@@ -240,9 +240,9 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Makes the measurements that are due, on all ranks, and keeps each result: a file in evaluations/, a line in metrics.jsonl.
 
-    A picture is drawn if wandb is sent pictures, and at the last step of a run outside of experiments: drawing takes as long as a short
-    run's start. Training time excludes all of it. A measurement that fails, or exceeds its time limit, is logged, and training continues
-    unless `eval.on_error` is stop.
+    A picture is drawn only if a mirror of the log takes pictures, or at the last step of a run outside experiments. Drawing takes as long
+    as a short run's start. Training time excludes measurements and pictures. If a measurement fails or exceeds its time limit, this is
+    logged, and training continues unless `eval.on_error` is stop.
     """
 
     def __init__(self, run: RunContext, clock: Clock, measurements: list[Measurement]):
@@ -257,7 +257,7 @@ class Evaluations(StepCallback):
             self.run(trainer, module, measurement, module.decoder)
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """Measure `decoder` now, and keep the result for `lm eval`, too; None if that failed. Collective."""
+        """Measure `decoder` now, record the result, and keep it for `lm eval`; return None if measuring failed. All ranks call it."""
         begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
         device = self.device(trainer, module).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
@@ -265,7 +265,7 @@ class Evaluations(StepCallback):
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
             module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
-                scores = logged(result)  # before the file, which says that nothing of it is missing
+                scores = logged(result)  # logged before its file is written: where a file is, nothing is missing
                 self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
                 draws_picture = self.record.pictures or (step == self.max_steps and not self.config.experiment.name)
                 path = measurement.write(self.config.run_folder, result, draws_picture)
@@ -283,14 +283,14 @@ class Evaluations(StepCallback):
             self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
             self.clock.exclude_since(begin)
-        return result  # the same on all ranks: where only writing it failed, on the first, there is one
+        return result  # the same on all ranks, also where the first one measured it and failed to write it
 
 
 class Validate(Evaluations):
-    """Loss at the training length, every `eval.every` steps and at the end."""
+    """Measures the loss at the training length, every `eval.every` steps and at the end."""
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """Validate, and note the lowest loss on the documents that select."""
+        """Validate, and record the lowest loss so far on the selecting documents."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
             other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
@@ -301,7 +301,7 @@ class Validate(Evaluations):
 
 
 class Evaluate(Evaluations):
-    """All other measurements, at their own intervals, and what a swap did."""
+    """Makes all other measurements, at their own intervals, and measures the effect of a swap."""
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make the evaluations that are missing at the step from which training continues, and measure a new swap, as `lm swap` does."""
@@ -310,10 +310,10 @@ class Evaluate(Evaluations):
         failures = {name: reason for line in lines for name, reason in line.items()}
         for measurement in self.due(step) if step else []:
             failure = failures.get(f"{measurement.kind}/failed")
-            has_failed = failure and (old_decoder or failure == OUT_OF_TIME)  # before the swap; else what it failed of may be mended
+            has_failed = failure and (old_decoder or failure == OUT_OF_TIME)  # other causes may be mended, except before a swap
             is_missing = not has_failed and not evaluation_path(folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
-                self.run(trainer, module, measurement, old_decoder or module.decoder)  # at a phase's start: of the phase before
+                self.run(trainer, module, measurement, old_decoder or module.decoder)  # after a swap: the model of the phase before
         if old_decoder and self.config.eval.swap_lengths:
             self.run(trainer, module, SwapMeasurement(self.config, module.store, old_decoder), module.decoder)
         module.start.replaced_decoder = None
@@ -326,14 +326,14 @@ class Checkpoints(StepCallback):
     """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
     training ends; links `last.ckpt` and `best.ckpt` to them.
 
-    Lightning saves none of them. Its own saving goes through $TMPDIR: where that is another file system, a process that dies leaves a
-    truncated file. It also stores counters that a resumed run would have to correct.
+    Lightning saves no checkpoint itself: it would write through $TMPDIR, and where that is another file system, a process that dies
+    leaves a truncated file. It also stores counters that a resumed run would have to correct.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
         self.wandb_id, self.every = run.wandb_id, self.config.checkpoint_every
-        self.yaml = to_yaml(replace(self.config, resume=""))  # as config.yaml; once: it takes longer than to save a small model
+        self.yaml = to_yaml(replace(self.config, resume=""))  # as in config.yaml; made once: it takes longer than saving a small model
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved_step = -1
 
@@ -342,11 +342,11 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:
-        """True for the steps of which the last `keep_checkpoints` are kept."""
+        """Whether the checkpoint of `step` is a regular one, of which the last `keep_checkpoints` are kept."""
         return step % self.every == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save where a signal stopped training."""
+        """Save the step at which a signal stopped training."""
         if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
@@ -364,11 +364,11 @@ class Checkpoints(StepCallback):
                 self.prune()
             return torch.zeros(1)
 
-        all_reduce_sum(self.device(trainer, module), write)  # where the first rank can't save, no other waits for it
+        all_reduce_sum(self.device(trainer, module), write)  # where the first rank can't save, the others raise an error, too
         self.clock.exclude_since(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
-        """Weights, the optimizer's state by name, and metadata: enough to rebuild the model, to resume, and to refuse a mismatch."""
+        """A checkpoint: weights, optimizer state by parameter name, and metadata to rebuild the model, resume, and refuse a mismatch."""
         start, step = module.start, module.global_step
         start.state.elapsed_s = self.clock.seconds()
         metadata = {
@@ -388,7 +388,7 @@ class Checkpoints(StepCallback):
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Delete all checkpoints but the one just saved, the last regular ones and the ends of phases; the link `best.ckpt` stays, too."""
+        """Delete all checkpoints but the one just saved, the last regular ones and those at phases' ends; the link `best.ckpt` stays."""
         paths = steps_saved(self.folder)
         regular = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
@@ -408,10 +408,10 @@ ROWS = 40  # rows of the table of operations
 
 
 class ProfileSteps(StepCallback):
-    """Records the steps of `trainer.profile` on the first process, or as many of them as are made.
+    """Profiles the steps of `trainer.profile` on the first process, as far as they are made.
 
-    In the run's folder profile/: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and as .txt the operations that
-    took most time.
+    Writes to profile/ in the run folder: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and
+    steps-FIRST-LAST.txt, a table of the operations that took most time.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -419,7 +419,7 @@ class ProfileSteps(StepCallback):
         self.window, self.profiler, self.first = run.config.trainer.profile, None, 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Warn if training goes on after a window of which nothing was recorded."""
+        """Warn if training goes on after the last step to profile, and no profile was written."""
         window_passed = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
         if window_passed and not (self.config.run_folder / PROFILE).exists():
             self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
@@ -431,7 +431,7 @@ class ProfileSteps(StepCallback):
         on_gpu = self.machine.accelerator == "gpu"
         self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
         self.first, begin = step, time.perf_counter()
-        self.profiler.start()  # which loads libraries first
+        self.profiler.start()  # loads libraries first
         self.clock.exclude_since(begin)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
@@ -439,7 +439,7 @@ class ProfileSteps(StepCallback):
             self._write(step)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write what was recorded when training stops or a phase ends."""
+        """Write the profile so far when training stops or a phase ends."""
         if self.profiler and trainer.global_step >= self.first:
             self._write(trainer.global_step)
 

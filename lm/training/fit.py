@@ -1,4 +1,4 @@
-"""A new or resumed run: its start is checked and recorded, then each phase is trained with Lightning's Trainer."""
+"""Check and record the start of a new or resumed run, then train each of its phases with Lightning's Trainer."""
 
 import logging
 import os
@@ -51,7 +51,7 @@ from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
 from lm.training.module import L, RunContext, TrainModule
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
 
-# How Lightning finds the other processes, by the launcher that started them: it would guess otherwise.
+# Lightning's class that finds the other processes, by the launcher that started them: Lightning would guess otherwise.
 LAUNCHERS = {
     "torchrun": L.fabric.plugins.environments.TorchElasticEnvironment,
     "srun": L.fabric.plugins.environments.SLURMEnvironment,
@@ -60,11 +60,11 @@ LAUNCHERS = {
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
-    """Train from the start, or from a checkpoint of this run or of the run that it branches from; returns the process's exit status.
+    """Train from step 0, or from a checkpoint of this run or of the run that it branches from; return the process's exit status.
 
-    source: the weights that `init_from` names, for a new run; they fit its model (`lm.training.before_training`).
+    source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights fit.
 
-    Raises LMError: whatever keeps the run from going on, most of it before anything is written.
+    Raises LMError: the run can't start or go on; most checks come before anything is written.
     """
     quiet_lightning()
     main = process.rank == 0  # the process that writes files
@@ -73,7 +73,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     mode = wandb_mode(config.log, bool(config.experiment.name))
     torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
     if accelerator == "cpu":
-        if config.world_size > 1:  # or Lightning would set another number, here and in the processes that it starts
+        if config.world_size > 1:  # or Lightning would set another number of threads, in the processes that it starts, too
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
@@ -84,7 +84,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         content = load_checkpoint(checkpoint)
         notes = check_resume(config, store, content, checkpoint)
         old_facts = check_environment(config.run_folder / ENVIRONMENT, content["lm"], checkpoint)
-        old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log differs
+        old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log counts as an empty one
         check_log(config.run_folder, old_log, content["lm"], checkpoint)
         if (step := content["lm"]["step"]) >= config.trainer.max_steps:
             if later_paths := [path for path in steps_saved(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
@@ -108,7 +108,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     mirrors: list[Mirror] = []
     if main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        with without_collection():  # wandb imports much as it starts; what can't be started leaves the run as it was
+        with without_collection():  # wandb imports much as it starts; a mirror that can't start leaves the run as it was
             mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
         _write_run_files(config, store, start, checkpoint, facts)
     log = MetricLog(config.run_folder / METRICS, mirrors, main)
@@ -116,11 +116,11 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     progress.start(start.step)
     try:
         run = RunContext(config, store, plan, machine, facts["wandb_id"], log, progress)
-        status = _phases(run, start)
-        return 0 if process.is_child else status  # Lightning kills the first process, which may still write, if a child fails
+        status = _train_phases(run, start)
+        return 0 if process.is_child else status  # if a child fails, Lightning kills the first process, which may still write
     except Diverged as error:
         log.write({"step": error.step, DIVERGED: str(error)})
-        if process.is_child:  # the first process says so
+        if process.is_child:  # the first process reports it
             return 0
         raise
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
 
 
 def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]) -> None:
-    """Write configuration, environment and tokenizer to the run folder, and delete what it holds of later steps than `start`."""
+    """Write configuration, environment and tokenizer to the run folder, link its checkpoints, and delete its results of later steps."""
     folder = config.run_folder
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
     write_json(folder / ENVIRONMENT, facts)
@@ -148,12 +148,12 @@ def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint
 
 
 def truncate_after(run: Path, step: int) -> list[str]:
-    """Delete what a run folder holds of later steps than `step`, which a resumed run makes again: lines of metrics.jsonl,
-    evaluations, checkpoints, and a swap at `step` itself; and temporary files that a kill left. Returns notes on unreadable lines.
+    """Delete from a run folder the results of steps after `step`, which a resumed run makes again: log lines, evaluations, checkpoints.
+    Delete also the evaluation of a swap at `step` itself, and temporary files that a kill left. Return notes on unreadable log lines.
     """
     names, links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
     for leftover in [*run.glob(names), *(run / CHECKPOINTS).glob(names), *(run / EVALUATIONS).rglob(names), *links]:
-        leftover.unlink(missing_ok=True)  # no process has it: the folder is this one's
+        leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
     for path in steps_saved(run / CHECKPOINTS):
         if step_of(path) > step:
             path.unlink()
@@ -166,8 +166,8 @@ def truncate_after(run: Path, step: int) -> list[str]:
     return truncate_metrics(run / METRICS, step)
 
 
-def _phases(run: RunContext, start: PhaseStart) -> int:
-    """Train each remaining phase; each begins with the checkpoint at which the previous one ended."""
+def _train_phases(run: RunContext, start: PhaseStart) -> int:
+    """Train the remaining phases, each from the checkpoint at the end of the phase before; return the process's exit status."""
     config, folder = run.config, run.config.run_folder
     with StopOnSignal() as stop:
         while True:
@@ -185,7 +185,7 @@ def _phases(run: RunContext, start: PhaseStart) -> int:
 
 
 def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
-    """Lightning's Trainer for one phase: saving, logging and progress are the callbacks' alone, in the order they are given here."""
+    """Lightning's Trainer for one phase. The callbacks alone save, log and show progress; they run in the order given here."""
     config, start, clock = run.config, module.start, Clock()
     trainer = L.Trainer(
         accelerator=run.machine.accelerator,
@@ -200,11 +200,11 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         plugins=[LAUNCHERS[run.machine.launcher]()],
         callbacks=[
             stop,
-            Metrics(run, clock),  # starts the clock; what follows pauses it
+            Metrics(run, clock),  # starts the clock, which the callbacks below pause
             ProfileSteps(run, clock),
             Validate(run, clock, run.measurements[:1]),  # before Checkpoints, which saves the best
             Checkpoints(run, clock),
-            Evaluate(run, clock, run.measurements[1:]),  # takes long: a kill meanwhile loses no step
+            Evaluate(run, clock, run.measurements[1:]),  # last, as it takes long: a kill meanwhile loses no step
         ],
         default_root_dir=config.run_folder,
         logger=False,
@@ -212,7 +212,7 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Both are private, and set nowhere else. Lightning's handler of SIGTERM would end the run without a checkpoint, and with status 0.
+    # The two attributes set below are private. Lightning's handler of SIGTERM would end the run without a checkpoint, and with status 0.
     trainer._signal_connector.register_signal_handlers = lambda: None
     # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based. Its other counters restart with each phase.
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
@@ -220,23 +220,23 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 
 
 def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
-    """Make the evaluations of a complete run that a kill after its last step prevented, and log those that its log lacks. One that took too
-    long (`max_seconds`) is not made, and one that was made with other options is left as it is."""
+    """Make the evaluations of a complete run that a kill after its last step prevented, and log results that its log lacks. An evaluation
+    that exceeded its time limit (`max_seconds`) is not made again, and a result with other options stays as it is."""
     folder = config.run_folder
-    due, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
+    due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
     limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
-    for kind in [kind for kind in due if not evaluation_path(folder, kind, step).exists()]:
+    for kind in [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
         options = config.eval.kinds.get(kind)
         if options and options.max_seconds == limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
             print(f"{kind}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
         else:
             missing_kinds.append(kind)
     evaluations, _ = last_evaluations(folder, to_plain(config))
-    results = {result.kind: result for result in evaluations if result.kind in due and result.step == step}
+    results = {result.kind: result for result in evaluations if result.kind in due_kinds and result.step == step}
     if missing_kinds:
         new_results = evaluate(config, folder, checkpoint, missing_kinds)
-        results |= {result.evaluation.kind: result.evaluation for result in new_results}  # to more digits than in its file
+        results |= {result.evaluation.kind: result.evaluation for result in new_results}  # with more digits than in its file
         print_results(new_results, folder / EVALUATIONS)
     logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged(result).keys() <= logged_names]:

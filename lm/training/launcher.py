@@ -1,4 +1,4 @@
-"""This process among those of a run, from the environment that its launcher sets: torchrun, SLURM's srun, or Lightning itself."""
+"""This process's rank in its run, by the environment variables of its launcher: torchrun, SLURM's srun, or Lightning itself."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ COUNTS = (
     "MASTER_PORT",
 )
 Launcher = Literal["torchrun", "srun", "lightning"]
-STARTER = "LM_STARTED_BY"  # process id of the process of the run that starts others
+STARTER = "LM_STARTED_BY"  # environment variable: id of the process that starts the run's other processes
 UNSET = "unset it, or start with torchrun or srun (docs/running.md)"
 
 
@@ -32,16 +32,16 @@ class Process:
     rank: int
     launcher: Launcher
     note: str = ""
-    is_child: bool = False  # Lightning, in another process of the run, started it
+    is_child: bool = False  # whether Lightning, in another process of the run, started it
 
 
 def this_process(config: Config) -> Process:
-    """This process among those of the run: rank 0, and `lightning`, without a launcher.
+    """Rank and launcher of this process: rank 0, and `lightning`, if no launcher started it.
 
-    SLURM's variables count only within a step of several tasks, which srun starts: a batch script inherits those of its allocation.
-    Whoever started the processes is told to Lightning, too, which would guess otherwise.
+    SLURM's variables count only within a step of several tasks, which srun starts: a batch script inherits the variables of its
+    allocation. `lm.training.fit` tells Lightning the launcher, which Lightning would guess otherwise.
 
-    Raises ConfigError: another number of processes than the configuration says, or ranks that no launcher of so many gives.
+    Raises ConfigError: another number of processes than the configuration says, or a rank that no launcher of so many processes gives.
     """
     values = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
     is_srun = "WORLD_SIZE" not in values and values.get("SLURM_STEP_NUM_TASKS", 1) > 1
@@ -52,14 +52,14 @@ def this_process(config: Config) -> Process:
         reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {n_processes}"
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
     if is_srun:
-        return _srun(config, values)
-    return _torchrun(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _by_lightning(config, values)
+        return _srun_process(config, values)
+    return _torchrun_process(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _lightning_process(config, values)
 
 
 def end_with_parent(process: Process) -> None:
-    """End a process that another one of the run started (Lightning's children) soon after its parent has ended, however that happened.
+    """If Lightning started this process from another one of the run, end it soon after that parent has ended, for whatever reason.
 
-    A killed parent can't tell its children, which would wait for minutes to meet it.
+    A killed parent can't tell its children, which would wait for minutes for its tensors.
 
     Raises RunError: the parent has ended already.
     """
@@ -80,32 +80,32 @@ def _end_after(parent: int) -> None:
     os._exit(1)
 
 
-def _torchrun(config: Config, values: dict[str, int]) -> Process:
-    rank, local_rank = _required(values, "RANK"), _required(values, "LOCAL_RANK")
+def _torchrun_process(config: Config, values: dict[str, int]) -> Process:
+    rank, local_rank = _required_number(values, "RANK"), _required_number(values, "LOCAL_RANK")
     if rank >= values["WORLD_SIZE"]:
-        raise _refused("RANK", rank, f"torchrun started {values['WORLD_SIZE']} processes")
+        raise _variable_error("RANK", rank, f"torchrun started {values['WORLD_SIZE']} processes")
     if local_rank != rank % config.trainer.devices:
-        raise _refused("LOCAL_RANK", local_rank, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
+        raise _variable_error("LOCAL_RANK", local_rank, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
     return Process(rank, "torchrun")
 
 
-def _by_lightning(config: Config, values: dict[str, int]) -> Process:
-    """A process that Lightning has started, or that was started by hand as Lightning would."""
+def _lightning_process(config: Config, values: dict[str, int]) -> Process:
+    """The process that Lightning started, or a user by hand with the variables that Lightning sets."""
     node = "GROUP_RANK" if "GROUP_RANK" in values and "NODE_RANK" not in values else "NODE_RANK"
     for name, count in (("LOCAL_RANK", config.trainer.devices), (node, config.trainer.num_nodes)):
         if values.get(name, 0) >= count:
-            raise _refused(name, values[name], f"no launcher gave this rank of {count}")
+            raise _variable_error(name, values[name], f"no launcher gave this rank of {count}")
     rank = values.get(node, 0) * config.trainer.devices + values.get("LOCAL_RANK", 0)
     if values.get("RANK", rank) != rank:
-        raise _refused("RANK", values["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
+        raise _variable_error("RANK", values["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
     return Process(rank, "lightning", is_child=values.get("LOCAL_RANK", 0) > 0)
 
 
-def _srun(config: Config, values: dict[str, int]) -> Process:
+def _srun_process(config: Config, values: dict[str, int]) -> Process:
     tasks = values["SLURM_STEP_NUM_TASKS"]
-    rank, *_ = (_required(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads the others
+    rank, *_ = (_required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads all three
     if rank >= tasks:
-        raise _refused("SLURM_PROCID", rank, f"srun started {tasks} processes")
+        raise _variable_error("SLURM_PROCID", rank, f"srun started {tasks} processes")
     expected_counts = {"SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
     for name, count in expected_counts.items():
         if values.get(name) != count:
@@ -118,7 +118,7 @@ def _without_launcher(config: Config, values: dict[str, int]) -> Process:
     """The process without a launcher. Raises ConfigError: a rank other than 0, or one that would keep Lightning from starting processes."""
     strays = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
     if strays:
-        raise _refused(strays[0], values[strays[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
+        raise _variable_error(strays[0], values[strays[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
@@ -129,18 +129,18 @@ def _without_launcher(config: Config, values: dict[str, int]) -> Process:
     return Process(0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=...")
 
 
-def _required(values: dict[str, int], name: str) -> int:
+def _required_number(values: dict[str, int], name: str) -> int:
     if name not in values:
-        raise _refused(name, None, "is missing, although the launcher's other variables are set")
+        raise _variable_error(name, None, "is missing, although the launcher's other variables are set")
     return values[name]
 
 
-def _refused(name: str, value: object, reason: str) -> ConfigError:
+def _variable_error(name: str, value: object, reason: str) -> ConfigError:
     return ConfigError([Problem(name, value, reason, UNSET)])
 
 
 def _number(name: str) -> int:
     value = os.environ[name]
     if not (value.isascii() and value.isdigit() and len(value) < 10) or (name == "MASTER_PORT" and int(value) > 65535):
-        raise _refused(name, value, "must be a whole number, as a launcher sets it")
+        raise _variable_error(name, value, "must be a whole number, as a launcher sets it")
     return int(value)

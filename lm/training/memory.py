@@ -1,4 +1,4 @@
-"""The memory that a run will need: the tensors of its training steps, counted as they are made, without their numbers."""
+"""Estimate the memory that a run will need: make the tensors of a training step without their values, and count their bytes."""
 
 import weakref
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from lm.training.optimizers import implied_state
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made within it, each storage once, until they are freed."""
+    """A context that counts the bytes of all tensors made within it, each storage once, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0  # bytes at this moment, and the most so far
-        self._known = WeakIdKeyDictionary()
+        self.now = self.peak = 0  # bytes held now, and the most bytes so far
+        self._storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         results = func(*args, **(kwargs or {}))
         for storage in (tensor.untyped_storage() for tensor in tree_leaves(results) if isinstance(tensor, Tensor)):
-            if storage not in self._known:
-                self._known[storage] = None
+            if storage not in self._storages:
+                self._storages[storage] = None
                 self._add(storage.nbytes())
                 weakref.finalize(storage, self._add, -storage.nbytes())
         return results
@@ -40,53 +40,53 @@ class TensorMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-_KNOWN: dict[str, int] = {}  # estimates by all that they depend on
+_KNOWN: dict[str, int] = {}  # estimated bytes, by the repr of all values that they depend on
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
-    """Bytes of all tensors of a process at the peak of a training step of a phase or a later one: weights, gradients, optimizer state,
-    activations, logits.
+    """Estimated bytes of a process's tensors at the peak of a training step, in phase `phase` or a later one: weights, gradients,
+    optimizer state, activations, logits.
 
-    Not considered are `torch.compile`, which keeps less, isolated documents, evaluations, and what Muon takes during its step, when the
-    activations are gone: 12 to 22 bytes x `lm.training.optimizers.BATCH_ELEMENTS`, or x the entries of the largest matrix.
+    Not considered are `torch.compile`, which keeps less, isolated documents, and evaluations. Nor is the memory that Muon takes once the
+    activations are freed: 12 to 22 bytes x `lm.training.optimizers.BATCH_ELEMENTS`, or x the entries of the largest matrix.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
     models_by_key = {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}
     for key, model in models_by_key.items():
-        _KNOWN[key] = _KNOWN.get(key) or _estimated(config, model, vocab_size, bf16, accelerator)
+        _KNOWN[key] = _KNOWN.get(key) or _step_bytes(config, model, vocab_size, bf16, accelerator)
     return max(_KNOWN[key] for key in models_by_key)
 
 
-def _estimated(config: Config, model: ModelConfig, vocab_size: int, bf16: bool, accelerator: str) -> int:
+def _step_bytes(config: Config, model: ModelConfig, vocab_size: int, bf16: bool, accelerator: str) -> int:
     device = "cuda" if accelerator == "gpu" else "cpu"
     with torch.device("meta"):
         decoder = Decoder(model, vocab_size, config.data.seq_len, seed=None)
     decoder.recomputes = config.trainer.activation_checkpointing
-    state = [value for entries in implied_state(decoder, config).values() for value in entries.values()]  # this freezes what is not trained
+    state = [value for entries in implied_state(decoder, config).values() for value in entries.values()]  # freezes untrained parameters
     tensors = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained_bytes = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
     with FakeTensorMode(allow_non_fake_inputs=True), counted_on(torch.device(device)), TensorMemory() as memory:
         decoder.to_empty(device="cpu")
         if model.tied:
             decoder.head.weight = decoder.embedding.weight
-        weights = memory.now  # bytes that follow from their shapes
-        gradients = torch.empty(trained_bytes, dtype=torch.uint8)  # of the step before
+        weight_bytes = memory.now  # subtracted below, as `tensors` has the weights
+        gradients = torch.empty(trained_bytes, dtype=torch.uint8)  # gradients of the step before
         tokens = torch.zeros(config.micro_batch, config.data.seq_len, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hidden = decoder(tokens)
         loss_gradients = _gradients_of_loss(hidden, decoder.head, bf16, device)
-        if config.rank_sequences > config.micro_batch:  # what each micro-batch adds does not stay
+        if config.rank_sequences > config.micro_batch:  # the gradients of a micro-batch are freed once they are added
             for parameter in filter(lambda p: p.requires_grad, decoder.parameters()):
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         else:
-            del gradients  # Lightning drops them after the forward pass
+            del gradients  # Lightning frees them after the forward pass
         scaled_gradients = [torch.empty_like(tensor) for tensor in loss_gradients]
         del loss_gradients
         hidden.backward(scaled_gradients[0])
         del scaled_gradients
     sent_bytes = trained_bytes if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
-    return memory.peak - weights + sum(tensor.nbytes for tensor in tensors) + sent_bytes
+    return memory.peak - weight_bytes + sum(tensor.nbytes for tensor in tensors) + sent_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -94,8 +94,8 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> list[Tensor]:
-    """The gradients of hidden states (B, T, C) and, if it is trained, of the head's weights (V, C), as the loss forms them chunk by chunk
-    (`lm.model.cross_entropy`). The memory that the loss takes meanwhile is taken and freed, too."""
+    """Make empty gradients of hidden states (B, T, C) and, if they are trained, of the head's weights (V, C). Take and free the memory that
+    the loss needs as it forms these gradients chunk by chunk (`lm.model.cross_entropy`)."""
     weight, (n_tokens, width), n_bytes = head.weight, hidden.flatten(0, -2).shape, 2 if bf16 else 4
     vocab_size = len(weight)
     n_chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // vocab_size))

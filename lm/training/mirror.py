@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     import wandb
 
 WANDB_MODES = ("online", "offline", "disabled")
-WANDB_SECONDS = 60.0  # to wait for wandb's process, for its server before a run is logged offline, and at the end for what is not sent yet
+WANDB_SECONDS = 60.0  # longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
 WITHOUT_WANDB = "to train without it: log.wandb=disabled"
-FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # of environment.json, beside the configuration
+FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # of environment.json, for wandb, beside the configuration
 
 
 class Mirror:
-    """A log elsewhere that is sent what metrics.jsonl gets."""
+    """A log of another program that gets a copy of each line of metrics.jsonl."""
 
     name: str  # the log's name for the user
-    pictures: ClassVar[bool] = False  # whether it is sent the pictures of evaluations, which are then drawn
+    pictures: ClassVar[bool] = False  # whether it gets the pictures of evaluations, which are then drawn
 
     def log(self, metrics: dict[str, Plain]) -> None:
         """Send a line of metrics.jsonl."""
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Send what an evaluation gives beside its line, if a mirror can show it. `picture`: its file, if it was drawn."""
+        """Send charts and picture of an evaluation, if the log can show them. `picture`: the picture's path, which need not exist."""
 
     def summarize(self, values: dict[str, Plain]) -> None:
         """Send facts of the whole run, such as its best step, where the log has a place for them."""
 
     def finish(self) -> None:
-        """Send what is left, and end the log there."""
+        """Send everything that is not sent yet, and close the log."""
 
 
 class RunMirror(Mirror):
-    """A run of trackio, in trackio's folder (TRACKIO_DIR), or of wandb, whose interface trackio has."""
+    """Logs to a run of trackio, which is stored in trackio's folder (TRACKIO_DIR), or of wandb, whose interface trackio has."""
 
     name = "trackio"
 
@@ -64,7 +64,7 @@ class RunMirror(Mirror):
 
 
 class WandbMirror(RunMirror):
-    """A wandb run; tokens are the x axis of all of it."""
+    """Logs to a wandb run, which draws each metric over the number of tokens."""
 
     name = "wandb"
     pictures = True
@@ -95,11 +95,11 @@ class WandbMirror(RunMirror):
         self.run.summary.update(values)
 
     def finish(self) -> None:
-        _finish(self.run)
+        _finish_wandb_run(self.run)
 
 
 class LightningMirror(Mirror):
-    """One of Lightning's loggers: TensorBoard's event files, or a CSV file."""
+    """Logs with one of Lightning's loggers, to TensorBoard's event files or a CSV file."""
 
     def __init__(self, logger: Any):
         self.logger, self.name = logger, type(logger).__name__
@@ -113,11 +113,11 @@ class LightningMirror(Mirror):
 
 
 def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
-    """The logs that `log.to` names, wandb in a mode of `wandb_mode`.
+    """Start the logs that `log.to` names; `mode`: the mode of wandb, a result of `wandb_mode`.
 
     Args:
         environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
-        step: the step from which the run goes on. CSV has a folder for each start, as its logger begins its file anew.
+        step: the step from which the run goes on. CSV has a folder for each start, as the CSV logger deletes a file that is there.
         loggers: Lightning's module `loggers`.
 
     Raises:
@@ -129,8 +129,8 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
         try:
             if name == "wandb":
                 facts = to_plain(config) | {fact: environment[fact] for fact in FACTS}
-                place = {"name": config.name, "dir": str(config.run_folder), **_in_experiment(config)}
-                run = _wandb_run(mode, config.log, environment["wandb_id"], config=facts, **place)
+                arguments = {"name": config.name, "dir": str(config.run_folder), **_experiment_labels(config)}
+                run = _wandb_run(mode, config.log, environment["wandb_id"], config=facts, **arguments)
                 mirrors += [WandbMirror(run)] if run else []
             elif name == "tensorboard":
                 mirrors.append(LightningMirror(loggers.TensorBoardLogger(config.run_folder, name, "", max_queue=100)))
@@ -155,7 +155,7 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     `auto` follows WANDB_MODE, else is online only with credentials. Without credentials a run of an experiment is disabled, as an
     experiment has many runs and a report, and any other run is offline.
 
-    Raises ConfigError: a WANDB_MODE that is none of these; wandb itself reads it whatever `log.wandb` says.
+    Raises ConfigError: WANDB_MODE is none of these modes; wandb itself reads it whatever `log.wandb` says.
     """
     mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled" or "wandb" not in log.to:
@@ -176,14 +176,14 @@ def _netrc_has_key() -> bool:
 
 
 def project_of(log: LogConfig) -> str:
-    """The wandb project: as set, else WANDB_PROJECT, else `lm`."""
+    """The wandb project: `log.project`, else WANDB_PROJECT, else `lm`."""
     return log.project or os.environ.get("WANDB_PROJECT") or "lm"
 
 
-def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **place: Plain) -> "wandb.Run | None":
-    """The wandb run in a mode of `wandb_mode`, with the tags and notes of `log`; None if disabled.
+def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
+    """Start a wandb run in a mode of `wandb_mode`, with the tags and notes of `log`; None if wandb is disabled.
 
-    If the entity is null, wandb chooses it by WANDB_ENTITY. Never prompts; if online fails, a line says so and the run is logged offline.
+    If `log.entity` is null, wandb chooses it by WANDB_ENTITY. Never prompts. If mode online fails, prints a note and logs offline.
 
     Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """
@@ -196,7 +196,7 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
     try:
         time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
-        if not _ends_in_time(partial(wandb.setup, settings)):  # else it says which credentials it found
+        if not _ends_in_time(partial(wandb.setup, settings)):  # without the settings it prints which credentials it found
             raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {WITHOUT_WANDB}")
         return wandb.init(
             project=project_of(log),
@@ -209,21 +209,21 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
             resume="allow",
             allow_val_change=True,  # a resumed run may have other labels, or more steps
             settings=settings,
-            **place,
+            **arguments,
         )
     except RunError:
         raise
-    except Exception as error:  # wandb raises its own kinds for no network, a bad key, a time-out
+    except Exception as error:  # wandb raises errors of its own for no network, a bad key, a time-out
         reason = one_line(error, 120)
         if mode != "online":
             raise RunError(f"wandb: can't start {mode}: {reason}; {WITHOUT_WANDB}") from None
         print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
-        _ends_in_time(wandb.teardown)  # the run that failed would hold its id
-        return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **place)
+        _ends_in_time(wandb.teardown)  # or the online run that failed would keep the id
+        return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **arguments)
 
 
 def _ends_in_time(function: Callable[[], object]) -> bool:
-    """Call a function of wandb that may wait for wandb's process without a limit; whether it has ended after `WANDB_SECONDS`.
+    """Call a function of wandb that may wait for wandb's process without a limit; return whether it ended within `WANDB_SECONDS`.
 
     Raises whatever the function raises.
     """
@@ -242,8 +242,8 @@ def _ends_in_time(function: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def _finish(run: "wandb.Run") -> None:
-    """End a wandb run; what its server has not taken within `WANDB_SECONDS` stays on disk, and a line says how it is sent later."""
+def _finish_wandb_run(run: "wandb.Run") -> None:
+    """End a wandb run. Data that the server has not taken within `WANDB_SECONDS` stay on disk, and a note says how to send them later."""
     try:
         run.finish()
     except TimeoutError:
@@ -252,10 +252,10 @@ def _finish(run: "wandb.Run") -> None:
 
 
 def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
-    """Send an experiment's verdicts and report to wandb, if it is on, as a run `NAME report` of its group.
+    """Send an experiment's verdicts and report to wandb, unless wandb is disabled, as the run `NAME report` of the experiment's group.
 
-    Name and folder of the experiment give the id of the run, the same each time that the experiment is judged. `verdicts` are the lines of
-    verdicts.csv.
+    The run's id is a hash of the experiment's name and folder: each judging of the experiment goes to the same run. `verdicts` are the
+    lines of verdicts.csv.
 
     Raises:
         ConfigError: an unknown WANDB_MODE.
@@ -275,19 +275,19 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
     try:
         run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
         run.summary.update(words)
-        _finish(run)
-    except Exception as error:  # whatever wandb raises, as for a process of it that was killed
+        _finish_wandb_run(run)
+    except Exception as error:  # any error of wandb, such as for a process of wandb that was killed
         raise RunError(f"wandb: the report was not sent: {one_line(error, 120)}; it is {report}") from None
 
 
-def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
-    """Group, job type and tags of a run of an experiment; empty for any other run."""
-    place = config.experiment
-    labels = {"arm": place.arm, "size": place.size, "seed": config.seed, "rate": None if place.rate is None else rate_words(place.rate)}
+def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
+    """The wandb group, job type and tags of a run of an experiment; None or empty for any other run."""
+    run = config.experiment
+    labels = {"arm": run.arm, "size": run.size, "seed": config.seed, "rate": None if run.rate is None else rate_words(run.rate)}
     return {
-        "group": "/".join(filter(None, (place.name, place.size))) or None,
-        "job_type": place.stage,
-        "tags": [f"{name} {value}" for name, value in labels.items() if value is not None] if place.name else [],
+        "group": "/".join(filter(None, (run.name, run.size))) or None,
+        "job_type": run.stage,
+        "tags": [f"{name} {value}" for name, value in labels.items() if value is not None] if run.name else [],
     }
 
 
@@ -295,7 +295,7 @@ def _in_experiment(config: Config) -> dict[str, str | list[str] | None]:
 
 
 class MetricLog:
-    """Appends one JSON object a line to `metrics.jsonl` and sends it to the mirrors. Does nothing on other ranks."""
+    """Appends lines, each a JSON object, to `metrics.jsonl` and sends them to the mirrors. Does nothing on ranks other than the first."""
 
     def __init__(self, path: Path, mirrors: Sequence[Mirror], main: bool):
         self.path, self.mirrors, self.main = path, [*mirrors], main
@@ -305,7 +305,7 @@ class MetricLog:
         return any(mirror.pictures for mirror in self.mirrors)
 
     def write(self, metrics: dict[str, Plain]) -> None:
-        """`metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
+        """Append a line. `metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
         if not self.main:
             return
         finite_metrics = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
@@ -317,7 +317,7 @@ class MetricLog:
         self._send(lambda mirror: mirror.log(metrics))
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Mirror what an evaluation gave beside its lines here: curves, and its picture, if there is one at `picture`."""
+        """Send charts of an evaluation to the mirrors, and its picture, if there is one at `picture`."""
         self._send(lambda mirror: mirror.evaluation(result, picture))
 
     def summarize(self, values: dict[str, Plain]) -> None:
@@ -327,10 +327,10 @@ class MetricLog:
         self._send(lambda mirror: mirror.finish())
 
     def _send(self, send: Callable[[Mirror], None]) -> None:
-        """Call `send` for each mirror. A mirror that fails is left out from then on, as a line says: it must not end a run."""
+        """Call `send` for each mirror. A mirror that fails must not end a run: it gets nothing more, and a note says so."""
         for mirror in [*self.mirrors]:
             try:
                 send(mirror)
-            except Exception as error:  # a process of wandb that was killed, a full disk: whatever a logger raises
+            except Exception as error:  # any error of a logger, such as for a killed process of wandb or a full disk
                 self.mirrors.remove(mirror)
                 print(f"note: {mirror.name} failed and gets nothing more ({one_line(error, 120)}); {self.path} has all numbers", flush=True)

@@ -1,8 +1,8 @@
-"""The LightningModule: loss and gradient of one optimizer step, whose sequences are a pure function of the step; and what is logged of it.
+"""The LightningModule that computes loss and gradient of each optimizer step, and functions that compute metrics of its decoder.
 
-Beside loss and speed these are numbers of its normalizers and what `log.dynamics` names. Metrics are named `WHAT/layerL/headH`, or
-`WHAT/layerL` of what has no heads; layers and heads count from 0. Values stay on the device until `transferred` brings all of them to the
-host at once.
+The functions give values of the normalizers' parameters, and the metrics that `log.dynamics` names. Metrics are named
+`METRIC/layerL/headH`, or `METRIC/layerL` if they have one value a layer; layers and heads count from 0. Values stay on the device until
+`transferred` copies all of them to the host at once.
 """
 
 import math
@@ -34,16 +34,16 @@ from lm.training.starting import PhaseStart, RunState
 
 @contextmanager
 def _without_torchmetrics() -> Iterator[None]:
-    """Give Lightning stand-ins for the classes of torchmetrics that it tests values for: nothing here is logged through it.
+    """Put an empty stand-in in place of torchmetrics while Lightning is imported, as lm logs nothing through torchmetrics.
 
-    torchmetrics brings scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Whoever imports it before
-    or afterwards has the package itself.
+    torchmetrics imports scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Code that imports
+    torchmetrics before or afterwards gets the package itself.
     """
     if "torchmetrics" in sys.modules:
         yield
         return
     stand_in = ModuleType("torchmetrics")
-    stand_in.__version__ = "1.0.0"  # the newest that Lightning tells from others
+    stand_in.__version__ = "1.0.0"  # the newest version that Lightning tells from older ones
     stand_in.Metric, stand_in.MetricCollection = type("Metric", (), {}), type("MetricCollection", (), {})
     sys.modules["torchmetrics"] = stand_in
     try:
@@ -55,19 +55,19 @@ def _without_torchmetrics() -> Iterator[None]:
 with _without_torchmetrics():
     import lightning as L
 
-Named = tuple[list[str], Tensor]  # names of metrics and their values, (names,)
+Named = tuple[list[str], Tensor]  # names of metrics, and their values (names,)
 
 
 def transferred(metrics: Iterable[Named]) -> dict[str, float]:
-    """Values by name, in one transfer from the device."""
+    """The metrics' values by name, copied from the device in one transfer."""
     metrics = list(metrics)
     names = [name for group, _ in metrics for name in group]
     return dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
 
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
-    """Values of the normalizers' parameters: `normalizer/NAME/layerL/headH` of a parameter with one value a head,
-    `normalizer/NAME/layerL/rms`, the root mean square, of any other. Parameters that layers share are logged for the first."""
+    """Yield values of the normalizers' parameters: `normalizer/NAME/layerL/headH` for a parameter with one value a head, for any other
+    `normalizer/NAME/layerL/rms`, its root mean square. A parameter that layers share is logged for the first of them."""
     logged_parameters: set[nn.Parameter] = set()
     for layer, normalizer in enumerate(decoder.normalizers()):
         for name, parameter in normalizer.named_parameters():
@@ -75,39 +75,39 @@ def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
                 continue
             logged_parameters.add(parameter)
             prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
-            if "." not in name and values.shape == (normalizer.layer.n_head,):  # a module's bias has no value a head
-                yield _by_head(prefix, values)
+            if "." not in name and values.shape == (normalizer.layer.n_head,):  # a submodule's bias may have this shape by chance
+                yield _head_metrics(prefix, values)
             else:
                 yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
 
 
 def logit_scales(decoder: Decoder) -> Iterator[Named]:
-    """c(n), the factor on q.k / sqrt(D) that a query which sees n keys has in a sequence of the training length L.
+    """Yield c(n), the factor on q.k / sqrt(D) of a query that sees n keys, in a sequence of the training length L; D: head size.
 
-    `logit_scale/nN/layerL/headH` at n = 2, sqrt(L) and L; `logit_scale/slope/...` and `logit_scale/intercept/...`, a and b of the
-    least-squares fit a ln n + b over n = 2 ... L. The weight of a single key is 1 whatever its score, which leaves out n = 1.
-    Normalizers whose scores are no multiple of q.k are left out (`Normalizer.scale_by_position`).
+    `logit_scale/nN/layerL/headH` is c(n) at n = 2, sqrt(L) and L. `logit_scale/slope/...` and `logit_scale/intercept/...` are a and b of
+    the least-squares fit a ln n + b over n = 2 ... L. n = 1 is left out: the weight of a single key is 1 whatever its score.
+    Normalizers whose scores are no multiple of q.k are left out, too (`Normalizer.scale_by_position`).
     """
     for layer, normalizer in enumerate(decoder.normalizers()):
         scale, length = normalizer.scale_by_position(), normalizer.layer.train_length
         if scale is None:
             continue
-        scale = scale.to(decoder.embedding.weight.device)  # of a normalizer without parameters it is elsewhere
+        scale = scale.to(decoder.embedding.weight.device)  # a normalizer without parameters makes it on the CPU
         for n in sorted({min(2, length), round(math.sqrt(length)), length}):
-            yield _by_head(f"logit_scale/n{n}/layer{layer}", scale[:, n - 1])
+            yield _head_metrics(f"logit_scale/n{n}/layer{layer}", scale[:, n - 1])
         if length > 2:
             log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
             centred_log_n = log_n - log_n.mean()
             mean = scale[:, 1:].mean(-1)
-            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()  # 0 of a constant, to the bit
-            yield _by_head(f"logit_scale/slope/layer{layer}", slope)
-            yield _by_head(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
+            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()  # exactly 0 for a constant scale
+            yield _head_metrics(f"logit_scale/slope/layer{layer}", slope)
+            yield _head_metrics(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
 
 
 def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[Named]:
-    """`largest_score/layerL/headH`: the largest score before normalization (fp32) of any query and key that it sees, in a batch.
+    """Yield `largest_score/layerL/headH`: the largest score (fp32, before normalization) of a query and a key that it sees, in a batch.
 
-    Scores of some queries of a layer are held at a time (`lm.model.attention_stream`). The model and the random state stay as they are.
+    Holds scores of some queries of one layer at a time (`lm.model.attention_stream`). The model and the random state stay as they are.
     """
     maxima: dict[int, Tensor] = {}
     with eval_mode(decoder), device.autocast():
@@ -115,29 +115,29 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
             values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))  # (H,)
             maxima[block.layer] = torch.maximum(maxima[block.layer], values) if block.layer in maxima else values
     for layer, values in maxima.items():
-        yield _by_head(f"largest_score/layer{layer}", values)
+        yield _head_metrics(f"largest_score/layer{layer}", values)
 
 
 def gradient_norms(decoder: Decoder) -> Iterator[Named]:
-    """`train/grad_norm/layerL`: the norm of the present gradient of a block's parameters (`lm.model.transfer.gradients_to_norm`). Blocks
-    without gradients are left out."""
+    """Yield `train/grad_norm/layerL`: the norm of the gradients that a block's parameters hold (`lm.model.transfer.gradients_to_norm`).
+    Blocks without gradients are left out."""
     for layer, block in enumerate(decoder.blocks):
         if grads := gradients_to_norm(block, decoder.config):
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
 
 
-def _by_head(prefix: str, values: Tensor) -> Named:
+def _head_metrics(prefix: str, values: Tensor) -> Named:
     return [f"{prefix}/head{head}" for head in range(len(values))], values
 
 
-# ---------------------------------------------------------------- steps that are not finite
+# ---------------------------------------------------------------- steps whose loss or gradient is not finite
 
 
 MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
 def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
-    """Skip the update of step `step` (1-based), which is not finite (`optim.on_nonfinite: skip`), or stop the run.
+    """Skip the update of step `step` (1-based), whose loss or gradient is not finite (`optim.on_nonfinite: skip`), or stop the run.
 
     Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
@@ -155,7 +155,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
 
 
 def _gradients_in_words(decoder: Decoder) -> str:
-    """Words on the first parameter whose gradient isn't finite, and on the parameter whose finite gradient has the largest norm."""
+    """Describe the first parameter whose gradient isn't finite, and the parameter whose finite gradient has the largest norm."""
     norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
     bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
     finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
@@ -170,7 +170,7 @@ def _gradients_in_words(decoder: Decoder) -> str:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The context that all phases of a run have in common; `measurements`: what it measures, the validation first."""
+    """The objects that all phases of a run share; `measurements`: the run's evaluations, the validation first."""
 
     config: Config
     store: Store
@@ -183,21 +183,21 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, the same on all ranks."""
+    """Results of an optimizer step, the same on all ranks."""
 
-    grad_norm: float  # before clipping
+    grad_norm: float  # norm of the whole gradient, before clipping
     stop: bool  # whether a rank was asked to stop after the step
-    layers: dict[str, float]  # gradient norms of layers by their names in metrics.jsonl, if they are logged
+    layers: dict[str, float]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
 
 
 class TrainModule(L.LightningModule):
     """Trains a `Decoder` on the sequences of a token store.
 
-    The loss of a step is the sum of all its targets' losses over their number, however the step is split
-    into micro-batches and ranks. The only data state is the step: batches and dropout follow from
-    (data fingerprint, seed, step), so a checkpoint needs no position and no random state.
+    The loss of a step is the mean loss of all its targets, however the step is split into micro-batches and ranks.
+    The only data state is the step: batches and dropout follow from (data fingerprint, seed, step), so a
+    checkpoint needs no position in the data and no random state.
 
-    start: decoder, state and optimizer to go on from.
+    start: the decoder, run state and optimizer state from which training continues.
     """
 
     last_step: Step  # the step just made
@@ -216,7 +216,7 @@ class TrainModule(L.LightningModule):
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Micro-batches from the phase's first step on."""
+        """The loader of this rank's micro-batches, from the phase's first step on."""
         config = self.config
         return train_loader(
             train_sequences(self.store, config),
@@ -245,13 +245,13 @@ class TrainModule(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch, scaled so that the step has the gradient of the mean over its tokens."""
+        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean loss over the step's tokens."""
         (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
         targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
         sums = torch.cat((terms.double(), targets.double().unsqueeze(0)))
         self.sums = sums if self.sums is None else self.sums + sums
-        # Lightning divides by `accumulation`, DDP by the number of ranks.
+        # Lightning divides the loss by `accumulation`, DDP the gradients by the number of ranks.
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -261,9 +261,9 @@ class TrainModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by the global norm, or skip a step that is not finite; all ranks see the same loss and gradient. Collective.
+        """Clip gradients by their global norm, or skip a step whose loss or gradient is not finite, on all ranks alike. All ranks call it.
 
-        All that the host needs to know comes from the device in one transfer, the step's only synchronization.
+        All values that the host needs come from the device in one transfer, the step's only synchronization.
         """
         optim, state, log = self.config.optim, self.start.state, self.config.log
         logs_layers = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
@@ -287,7 +287,7 @@ class TrainModule(L.LightningModule):
             skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
 
     def _sums_over_ranks(self) -> Tensor:
-        """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, and ranks asked to stop. Resets this rank's sums."""
+        """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, number of ranks asked to stop. Resets this rank's sums."""
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.stop_requested())))), None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)

@@ -1,6 +1,6 @@
 """Optimizers: Muon, their builders, the groups of parameters, learning rates, and state by parameter name.
 
-A new optimizer is an options class and its row in `lm.config.training_config.OPTIMIZERS`, and a builder here in `BUILDERS`. One that
+A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`. An optimizer that
 treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
 """
 
@@ -19,25 +19,25 @@ from lm.model.transfer import Scaling, scalings
 from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's for the Newton-Schulz iteration
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
 EPS = 1e-7  # least norm that a matrix is divided by
-BATCH_ELEMENTS = 2**24  # entries of matrices that are orthogonalised at a time, the last matrix's beyond it included: a bound on memory
+BATCH_ELEMENTS = 2**24  # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the group `matrices`, each projection of a fused matrix apart, `torch.optim.AdamW` for the other groups.
+    """Muon for the group `matrices`, each projection of a fused matrix separately, `torch.optim.AdamW` for the other groups.
 
-    Updates are those of `torch.optim.Muon` on each projection, in tests/test_muon.py equal bit by bit on a CPU where products are in bf16.
-    That class makes one product at a time, at which threads wait for each other. Here projections of one shape are orthogonalised together.
-    Batches bound the memory that a step takes for itself, to 12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix.
-    The state of a matrix is one `momentum_buffer` of its shape, in fp32; that of other parameters is AdamW's.
+    A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). torch's class
+    makes one product at a time, at which threads wait for each other. This class orthogonalises projections of one shape together.
+    Batches bound the memory of a step itself to 12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix.
+    The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
 
-    Args: as those of `BUILDERS`; Muon's options have AdamW's among them.
+    Args: as for each of `BUILDERS`; Muon's options include AdamW's.
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
         self.options, self.projections = options, projections(decoder)
-        self.adamw = adamw(options, [torch.empty(0)], decoder)  # its groups and state are lent to it at each step
+        self.adamw = adamw(options, [torch.empty(0)], decoder)  # gets this optimizer's groups and state at each step
         super().__init__(groups, self.adamw.defaults)
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, object]) -> None:
-        """A step of Muon on the projections of the group's matrices. Their rows are looked up anew each time: weights may have moved."""
+        """Make a step of Muon on the projections of the group's matrices. Each step slices them anew, as the matrices may have moved."""
         momentum, batch, elements = self.options.momentum, [], 0
         for name, matrix in zip(group["param_names"], group["params"], strict=True):
             if matrix.grad is None:
@@ -75,7 +75,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._update_batch(batch, group["lr"])
 
     def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update projections by the means of their gradients, projections of one shape together."""
+        """Update projections, those of one shape together; `batch`: pairs of a projection and its mean gradient."""
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for projection, mean in batch:
             pairs_by_shape.setdefault(mean.shape, []).append((projection, mean))
@@ -89,13 +89,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: Tensor, steps: int, products: torch.dtype) -> Tensor:
-    """About the nearest orthogonal matrix of each: its singular values are brought to between 0.7 and 1.2, but for those near 0.
+    """Approximate the nearest orthogonal matrix of each matrix: singular values, unless near 0, are brought to between 0.7 and 1.2.
 
     Args:
         matrices: (N, rows, columns), bfloat16.
-        steps: how often the Newton-Schulz iteration of degree 5 is applied, https://kellerjordan.github.io/posts/muon.
-        products: the dtype of the factors of products, and of the result. All numbers are bfloat16's in any dtype: fp32, much faster
-            where bf16 is emulated, sums products in another order.
+        steps: number of Newton-Schulz iterations of degree 5, https://kellerjordan.github.io/posts/muon.
+        products: the dtype of the factors of products, and of the result. In fp32, much faster where bf16 is emulated, values are
+            rounded to bf16, too; only sums are made in another order.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -121,10 +121,10 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """The trained parameters with their names, as torch's groups; those without any parameter are left out. `eps` where a group has one.
+    """The trained parameters with their names, as torch's groups, without empty groups. A group has `eps` if it is not the optimizer's.
 
     `lr_factor`: the factor on the schedule's learning rate. Where the rate is transferred (`lm.model.transfer`), parameters of one group
-    that differ in their factors are groups of the same `name`. The fraction of a weight that a step's decay takes stays the base model's.
+    whose factors differ are several groups of the same `name`. A step's decay takes the same fraction of a weight as in the base model.
     """
     scalings_by_name = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
     parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
@@ -209,7 +209,7 @@ def state_after_swap(state: State) -> State:
 def implied_state(decoder: Decoder, config: Config) -> State:
     """The state of the configuration's optimizer after a step of a decoder on the meta device, where the step costs nothing.
 
-    What is not trained is frozen in `decoder`.
+    Freezes parameters of `decoder` that are not trained.
     """
     freeze(decoder, config.train_only)
     optimizer = make_optimizer(decoder, config.optim)

@@ -1,7 +1,7 @@
-"""The time that runs will take, from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
+"""Estimate the time of runs from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
 
-First comes `begun`, the time at which timing begins (POSIX seconds). Then comes `seconds` of each run: of the whole run with its
-evaluations, without the start of its process.
+The first object has `begun`, the time at which timing begins (POSIX seconds). Then each run has an object with `seconds`, the estimate for
+the whole run with its evaluations, without the start of its process.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from lm.training.before_training import check_before_data
 from lm.training.launcher import this_process
 from lm.training.train import find_checkpoint, train
 
-STEPS = 10  # optimizer steps that are made
+STEPS = 10  # optimizer steps that are made of each run, at most
 
 
 def pilot(config: Config) -> dict[str, float]:
-    """Time a run of this configuration: all that it does but most of its steps, in its run folder. Eager: compiling a few steps would take
-    most of the time."""
+    """Estimate the seconds of a whole run: train a few of its steps in its run folder, with its evaluations. The steps run eager, as
+    compiling a model for a few steps would take most of the time."""
     first_step = load_metadata(find_checkpoint(config))["step"] if config.first_step is None else config.first_step
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
@@ -48,16 +48,16 @@ def pilot(config: Config) -> dict[str, float]:
     duration = time.perf_counter() - begin
     elapsed_times = [line["elapsed_s"] for line in read_metrics(pilot_config.run_folder / METRICS).lines if "elapsed_s" in line]
     step_s = step_seconds(pilot_config.run_folder / METRICS)
-    forward_share = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # of a step, which has a backward pass, too
-    validations = step_s * forward_share * (-(-run_steps // config.validation_every) - 1)
-    return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validations}
+    steps_per_validation = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # a step has a backward pass, too
+    validation_s = step_s * steps_per_validation * (-(-run_steps // config.validation_every) - 1)
+    return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validation_s}
 
 
 def main(paths: list[str]) -> None:
     """Time each configuration, and print its seconds. Raises ConfigError where the run would, before any run is timed."""
-    importlib.import_module("lm.training.fit")  # takes seconds, in every run: they belong to the start of its process
+    importlib.import_module("lm.training.fit")  # imported now, as its seconds belong to the start of a run's process
     configs = [load([path]) for path in paths]
-    is_child = this_process(configs[0]).is_child  # of a run on several devices, whose first process prints
+    is_child = this_process(configs[0]).is_child  # a further process of a run on several devices, whose first process prints
     if not is_child:
         print(json.dumps({"begun": time.time()}), flush=True)
     for config in configs:
@@ -67,14 +67,14 @@ def main(paths: list[str]) -> None:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 times = pilot(config)
-        except ConfigError as error:  # of a few steps of it, not of the run
+        except ConfigError as error:  # the error is of the shortened run, not of the run itself
             raise RunError(str(error)) from None
         if not is_child:
             print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":
-    stop_with_parent(signal.SIGKILL)  # training would end after its step, and the evaluations, with SIGTERM
+    stop_with_parent(signal.SIGKILL)  # with SIGTERM training would finish its step and evaluations first
     try:
         main(sys.argv[1:])
     except LMError as error:

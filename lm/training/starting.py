@@ -1,4 +1,4 @@
-"""Starts of a phase of a run: random weights, those of another run, or a checkpoint with its run's state; and checks of a start."""
+"""The start of a phase of a run, from random weights, another run's weights, or a checkpoint with its run's state; and checks of it."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from lm.training.optimizers import State, freeze, optimizer_mismatch, state_afte
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss (nats per target) so far on the documents that select, its step, and its sequences."""
+    """The lowest validation loss (nats per target) so far on the selecting documents, its step, and the hash of its sequences."""
 
     step: int
     loss: float
@@ -50,28 +50,28 @@ class RunState:
 
     @classmethod
     def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """The state in a checkpoint's `metadata`. A best model that is no longer in `folder`, that of the run's checkpoints, is dropped.
+        """The state in a checkpoint's `metadata`. `best` becomes None if `folder`, the run's checkpoints, no longer holds its weights.
 
-        Raises RunError: something is missing, or of another type.
+        Raises RunError: an entry is missing, or of another type.
         """
-        metadata = {"weights_sha256": {}, "z_loss_since_line": 0.0, **metadata}  # an older version wrote none
+        metadata = {"weights_sha256": {}, "z_loss_since_line": 0.0, **metadata}  # older versions wrote neither
         path, types = step_path(folder, metadata["step"]), {spec.name: spec.type for spec in fields(cls)}
         check_fields(metadata, types | {"best": dict | None}, path)
         if best := metadata["best"]:
             types_of_best = {spec.name: spec.type for spec in fields(Best)}
             check_fields(best, types_of_best, path, "best.")
             best = Best(**{name: best[name] for name in types_of_best})
-            if not step_path(folder, best.step).exists() and best_step(folder) != best.step:  # a run that goes back deletes weights
+            if not step_path(folder, best.step).exists() and best_step(folder) != best.step:  # deleted as a run went back
                 best = None
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
 
     def note_weights(self, step: int, sha256: str) -> None:
-        """Remember weights that were measured or saved at a step."""
+        """Add the digest of weights that were measured or saved at a step."""
         digests = self.weights_sha256.setdefault(str(step), [])
         digests += [] if sha256 in digests else [sha256]
 
     def count_step(self, nll: float, z_loss: float, targets: int) -> None:
-        """Count a step with the sums `nll` and `z_loss` (nats) over `targets` targets."""
+        """Count a step that was not skipped, whose `targets` targets have the sums `nll` and `z_loss` (nats)."""
         self.skipped_in_a_row = 0
         self.nll_since_line += nll
         self.z_loss_since_line += z_loss
@@ -101,14 +101,14 @@ class PhaseStart:
 
 
 def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run, the facts that environment.json keeps of the weights behind it, {} for random ones, and notes.
+    """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
-    `started_from` has `path`, `step`, `tokens`, `tokens_before` of the weights that those started from, if any, `normalizer`, 12 digits of
-    the digest of the `weights`, and the `arm` and `seeds` of their run (lm/runs/record.py).
+    The facts are `started_from`: `path`, `step`, `tokens`, `normalizer`, 12 digits of the digest of the `weights`, and the `arm` and
+    `seeds` of their run (lm/runs/record.py). `tokens_before` counts tokens of earlier runs, whose weights that run started from.
 
-    source: the weights that `init_from` names. Its decoder is left without numbers.
+    source: the model that `init_from` names. Its decoder is moved to the meta device.
 
-    Raises ConfigError: another tokenizer than that of the weights, with what to do.
+    Raises ConfigError: the data's tokenizer is not the tokenizer of `source`.
     """
     if source and (problems := _tokenizer_problems(config, store, source)):
         raise ConfigError(problems)
@@ -119,7 +119,7 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
     if source is None:
         return start, {}, []
     decoder.load_state_dict(source.decoder.state_dict())
-    source.decoder.to("meta")  # the whole training would hold the weights twice
+    source.decoder.to("meta")  # or the weights would be held twice during training
     origin = {
         "path": str(source.path),
         "step": source.stamp["step"],
@@ -143,12 +143,12 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
-    """The parts of a tokenizer that decide the ids of a text."""
+    """The settings of a tokenizer that decide the token ids of a text."""
     return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
 
 
 def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> list[Problem]:
-    """Problems if the tokenizer is not that of the weights. The model may have room for more tokens than its tokenizer knows."""
+    """Problems if the store's tokenizer is not the model's. The model's vocabulary may be larger than its tokenizer's."""
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
@@ -161,17 +161,17 @@ def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> l
     return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
 
 
-# ---------------------------------------------------------------- a resumed run, or the next phase of one
+# ---------------------------------------------------------------- a resumed run, or its next phase
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
-    """The start from a checkpoint: within its phase, or at the start of the next one, with the normalizers swapped."""
+    """The start from a checkpoint: within its phase, or at the start of the next phase, whose normalizers are then swapped in."""
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
     decoder.load_state_dict(checkpoint["state_dict"])
     state = RunState.from_plain(metadata, config.run_folder / CHECKPOINTS)
-    if SHA256 in checkpoint:  # which the metadata that it holds could not know
+    if SHA256 in checkpoint:  # a checkpoint's metadata can't hold its own digest
         state.note_weights(metadata["step"], checkpoint[SHA256]["state_dict"])
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint["optimizer"])
     if phase != metadata["phase"]:
@@ -182,9 +182,9 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run at another run's checkpoint at `path`, the facts that environment.json keeps of that run, and notes.
+    """The start of a new run from another run's checkpoint at `path`, facts on that run for environment.json, and notes to print.
 
-    The checkpoint's configuration is the same but for length and schedule (`lm.training.before_training`).
+    `lm.training.before_training` has checked that both runs have the same configuration but for length and schedule.
 
     Raises ConfigError, RunError: as `check_resume`; or the files of the other run don't belong together.
     """
@@ -197,15 +197,15 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
     facts["branched_from"] = {"path": str(path), "step": metadata["step"], "tokens": metadata["tokens"], "arm": definition}
     branch_note = f"branches from {path} at step {metadata['step']:,}, with its optimizer state"
     start = start_from_checkpoint(config, checkpoint)
-    start.state.elapsed_s = 0.0  # of its own steps
+    start.state.elapsed_s = 0.0  # the new run counts its own steps alone
     return start, {**facts, "started_from": source.get("started_from")}, [branch_note, *notes]
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Check that a checkpoint, of the same configuration (`lm.training.before_training`), can be resumed; return notes on what has changed.
+    """Check that a run can go on from a checkpoint; return notes to print. `lm.training.before_training` has compared the configurations.
 
     Raises:
-        ConfigError: other data, or other code from outside, evaluations aside.
+        ConfigError: other data than the checkpoint's, or other code of a plugin that training uses.
         RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
     """
     metadata = checkpoint["lm"]

@@ -19,7 +19,7 @@ from lm.training.launcher import end_with_parent, this_process
 def train(config: Config) -> int:
     """Train as configured; returns the process's exit status (0, or 128 + the signal that stopped the run).
 
-    Raises LMError: whatever prevents the run; an incomplete new run folder, or one that was empty, is removed.
+    Raises LMError: the run can't be trained; a run folder that was absent or empty is then removed, if it holds no checkpoint or log.
     """
     process = this_process(config)
     end_with_parent(process)
@@ -36,12 +36,12 @@ def train(config: Config) -> int:
                 from lm.training.before_training import check_before_data
 
             config, source = check_before_data(config, checkpoint)
-            trained_on = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
-            store = prepare(config.data, progress=main, store_fingerprint=trained_on)
+            data_fingerprint = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
+            store = prepare(config.data, progress=main, store_fingerprint=data_fingerprint)
             check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
             with without_collection():
-                from lm.training.fit import fit  # so does Lightning
+                from lm.training.fit import fit  # Lightning takes seconds, too
 
             return fit(config, store, checkpoint, source, process)
         except BaseException:
@@ -52,7 +52,7 @@ def train(config: Config) -> int:
 
 def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint that `resume` names, or, for a new run, `branch_from`; None where the run starts at step 0."""
-    resumed_path = _resumed(config)
+    resumed_path = _resumed_checkpoint(config)
     if resumed_path or not config.branch_from:
         return resumed_path
     path = expanded(config.branch_from)
@@ -66,7 +66,7 @@ def find_checkpoint(config: Config) -> Path | None:
     return path
 
 
-def _resumed(config: Config) -> Path | None:
+def _resumed_checkpoint(config: Config) -> Path | None:
     """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
     if not config.resume:
         return None
@@ -80,7 +80,7 @@ def _resumed(config: Config) -> Path | None:
         return path
     files = steps_saved(config.run_folder / CHECKPOINTS)
     if config.resume == "auto":
-        if len(files) == 1:  # what a kill leaves between the first checkpoint and its link
+        if len(files) == 1:  # after a kill between the first checkpoint and its link
             return files[0]
         if files:
             raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={files[-1]}")
@@ -93,21 +93,21 @@ def _resumed(config: Config) -> Path | None:
 
 
 def had_checkpoint(folder: Path) -> bool:
-    """Whether a run folder holds steps after the first checkpoint of its run: a run that was killed before it may start again."""
+    """Whether a run folder has results of steps after its run's first checkpoint; a run that was killed before it may start again."""
     if not (folder / CONFIG).is_file():
         return False
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
     first_step = (environment.get("branched_from") or {}).get("step", 0)
     first_saved = min((first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps)
-    evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]  # that one comes before the checkpoint
+    evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]  # validation comes before a checkpoint
     return any(step >= first_saved for step in evaluated_steps) or any(line.get("step", 0) > first_saved for line in lines)
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
     """Make the run folder; returns whether it was absent or empty. Raises RunError if it holds something else, or can't be made.
 
-    resume: whether it may hold a run.
+    resume: whether the folder may hold a run.
     """
     try:
         with contextlib.suppress(FileExistsError):
