@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _usage(error: UsageError) -> str:
-    """A one-line message on a wrong command line, with a remedy: for a key that is written as an option (`--key`), `key=value`."""
+    """A one-line message on a wrong command line, with a remedy: a key that was given as an option (`--key`) is written `key=value`."""
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config

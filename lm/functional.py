@@ -53,7 +53,7 @@ def attention(
 
     Args:
         q: (B, H, T, D), after RoPE and norms.
-        k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document: S > T decodes.
+        k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document; in decoding S > T.
         v: (B, K, S, D).
         parameters: the parameters of this layer, by the names that the function `parameters` gives.
         positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and so must each sequence. Or an
@@ -82,13 +82,13 @@ def scaled(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, in their own dtypes, from which any softmax kernel (scores q.k / sqrt(D)) makes the normalizer's weights.
 
-    Queries are scaled in fp32 and rounded once. Arguments and errors as in `attention`; also ConfigError: no such queries give the weights.
+    Queries are scaled in fp32 and rounded once. Arguments and errors as in `attention`; also ConfigError if there are no such queries.
     """
     return _call(_scale, normalizer, q, k, parameters, positions, cu_seqlens, train_length, None)
 
 
 def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> dict[str, Tensor]:
-    """Initial values of one layer's parameters by name, fp32 on the CPU; {} if the normalizer has none. MLPs draw from torch's generator.
+    """Initial values of one layer's parameters by name, fp32 on the CPU; {} if there are none. MLPs' weights come from torch's generator.
 
     Args:
         train_length: tokens in a training sequence.
@@ -196,7 +196,7 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 
 
 def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
-    """Raises ValueError: names or shapes differ from `expected`, the shapes by name; a word in a shape stands for any size."""
+    """Raises ValueError: `parameters` have other names or shapes than `expected` (shapes by name), where a word stands for any size."""
     if set(expected) != set(parameters):
         raise ValueError(
             f"{kind} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"

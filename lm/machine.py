@@ -52,7 +52,7 @@ def cpu_flags() -> list[str]:
 
 
 def cpp_compiler() -> str | None:
-    """The path of a C++ compiler: of $CXX, or g++ if that is not set, else of clang++; None if neither is found."""
+    """The path of the C++ compiler that $CXX names (g++ if it is not set), else of clang++; None if neither is found."""
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
@@ -118,7 +118,8 @@ def this_machine() -> str:
 
 
 def born(pid: int) -> str:
-    """The start time of process `pid` (without /proc: `alive`), which a later process of this id doesn't share; empty if it isn't alive."""
+    """The start time of process `pid`, by which it differs from a later process of the same id; empty if it isn't alive. Without
+    /proc it is the word `alive`."""
     try:
         state, *values = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if state in "ZX" else values[18]  # field 22 of /proc/PID/stat, starttime
@@ -146,7 +147,7 @@ def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Request signal `number` for the end of the parent that set `child_environment`; exit if the parent has ended already. Linux only.
+    """Have Linux send this process the signal `number` when the parent that set `child_environment` ends; exit if it has ended already.
 
     The child requests the signal itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
     """

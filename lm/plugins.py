@@ -39,7 +39,7 @@ class Kind:
         return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
 
     def options(self, code: type) -> type:
-        """The dataclass of options of the imported class `code`, here `code` itself. Raises Unavailable: it is not of this kind."""
+        """The dataclass of options of a plugin's class `code`; for most kinds it is `code`. Raises Unavailable: it is not of this kind."""
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
             base_name = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
@@ -103,7 +103,7 @@ class Plugins:
         return self._plugins[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
-        """Print once to stderr, if an entry point has the built-in `name` that the user gave, that `name` selects lm's own class."""
+        """Print once to stderr that the user's `name` selects lm's own class, if an installed entry point has this name, too."""
         if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
         self._noted_names.add((kind.group, name))

@@ -57,7 +57,7 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a key. A key has the effect of the block that contains it, except for values that the key itself declares."""
+    """What a key affects, whether a resumed run may change it, and the commands it acts in; values left undeclared are its block's."""
 
     # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
     # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
@@ -121,7 +121,7 @@ def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_de
 def effect(schema: type, path: str) -> Effect | None:
     """The effect of the key at `path` (dotted, items of lists by index or not); None if `schema` has no such key.
 
-    A path into the plain data of a key has that key's effect. An option that is in no schema of its table (a plugin's) has its block's.
+    A path into the plain data of a key has that key's effect. A plugin's option, which no schema of the table has, has its block's effect.
     """
     specs = _fields_at(schema, path)
     return functools.reduce(effect_within, specs, Effect()) if specs else None
@@ -146,7 +146,8 @@ def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
 
 
 def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
-    """The effect of a field in a block of effect `block`; a declared `affects` implies `on_resume: free`, but for model, training, seed."""
+    """The effect of a field in a block of effect `block`. If a field declares `affects` but not `on_resume`, the latter is `same`
+    for model, training and seed, else `free`."""
     changes = dict(spec.metadata["effect"] or {})
     if "affects" in changes:
         changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
@@ -331,7 +332,7 @@ def type_name(hint: type) -> str:
 
 
 def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
-    """The remedy for a value of the wrong type; `meaning`: the key's help, the remedy if a text is needed and YAML reads true or false."""
+    """The remedy for a value of the wrong type; `meaning`: the key's help, which is the remedy for true or false in place of a text."""
     literals = _literals(hint)
     unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
     if (unknown_texts or isinstance(value, dict)) and convert(hint, _with_numbers(value)) is not MISSING:
@@ -408,7 +409,7 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 
 def reference(schema: type, path: str = "", described_options: set[type] | None = None) -> list[tuple[str, str, str, str]]:
-    """A row (key path, type, default, description) for every key of `schema`, in order; a block of several tables is listed once."""
+    """A row (key path, type, default, description) for every key of `schema`, in order; a dataclass in several tables is listed once."""
     rows = []
     described_options = set() if described_options is None else described_options
     for spec in fields(schema):

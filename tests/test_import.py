@@ -363,6 +363,7 @@ def _odd_start(folder: Path) -> None:
 
 
 EMBEDDING, NORM, Q = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+K = Q.replace("q_proj", "k_proj")
 MALFORMED = {
     "missing shard": (_missing_shard, r"1\.safetensors: no such file, which model\.safetensors\.index\.json lists"),
     "shard elsewhere": (_outside, r"index\.json: its weight_map must name a file of the folder for each tensor"),
@@ -395,6 +396,7 @@ MALFORMED = {
     "another shape": (_weights(lambda w: w.update({NORM: torch.ones(7)})), rf"{NORM} has shape \(7,\), config\.json implies \(48,\)"),
     "another type": (_weights(lambda w: w.update({NORM: torch.ones(48, dtype=torch.int32)})), rf"{NORM} has type I32; only F32, F16, BF16"),
     "not finite": (_weights(lambda w: w[NORM].fill_(float("nan"))), rf"{NORM} holds numbers that are not finite"),
+    "not finite, of several": (_weights(lambda w: w[K].fill_(float("inf"))), rf": {K} holds numbers that are not finite"),
     "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})), "lm_head.weight differs from"),
     "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999), r"config\.json: not readable as JSON: maximum rec"),
     "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json: its tokenizer is not a tok"),

@@ -74,6 +74,13 @@ def test_an_arm_may_be_left_out(tmp_path, table):
     assert scalable["rate"] == BEST["ssmax"]
 
 
+def test_rates_in_a_table_of_an_arm_that_is_not_tuned_are_left_out(tmp_path, table):
+    table.write_text("".join(line for line in table.read_text().splitlines(True) if not ("log_n" in line and ",102," in line)))
+    arms = FILE["arms"] | {"log_n": {"from": "softmax", "swap": {"to": "log_n"}, "train": False}}
+    lines = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), lambda run: 5 + 1e-3 * run.seed))
+    assert [len(line["differences_by_rate"]) for line in lines[1:]] == [4, 0]
+
+
 def test_a_table_of_another_configuration_is_said(tmp_path, table):
     table = experiment(
         tmp_path, "model.n_embd=64", "trainer.max_steps=12", "trainer.precision=auto", "log.every=5", tune={"table": "rates.csv"}

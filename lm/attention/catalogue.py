@@ -1,7 +1,7 @@
 """The catalogue of normalizers: their options by name, and how a normalizer is made for a layer.
 
-An entry is two classes in one module: its options, with formula, source and published figures, and the normalizer that has them as its
-`schema`. To add an entry, write both classes and list the options in `ENTRIES`. Importing this module does not import torch.
+An entry is two classes in one module: a class of options, with the formula, its source and published figures, and a normalizer whose
+`schema` is that class. To add an entry, write both classes and list the options in `ENTRIES`. Importing this module does not import torch.
 """
 
 import inspect
@@ -33,7 +33,7 @@ ENTRIES: dict[str, type[Options]] = {
 
 
 class _NormalizerKind(Kind):
-    """The kind `normalizer` of plugins: the imported class is a `Normalizer`, whose class attribute `schema` is its options."""
+    """The kind of plugins that are normalizers: the imported class is a `Normalizer`, whose attribute `schema` is its class of options."""
 
     def options(self, code: type) -> type:
         schema = getattr(code, "schema", None)
@@ -102,7 +102,7 @@ _OF_NORMALIZERS = ("score_map", "initialise", "define_scores", "normalize", "sca
 
 
 def undefined_by_forward(normalizer: type) -> str:
-    """The name of an overridden method of the definition that the inherited `forward` of lm ignores; empty: there is no such method."""
+    """The name of an overridden method, such as `normalize`, that the class's `forward`, inherited from lm, ignores; empty: none."""
     definition = (*_DEFINITION, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION
     depths = {name: normalizer.__mro__.index(_owner(normalizer, name)) for name in ("forward", "fused_inputs", *definition)}
     forward_class = _owner(normalizer, "forward")

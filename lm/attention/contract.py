@@ -51,7 +51,7 @@ def inputs(
 
 
 def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of `leaves` given the gradient `grad` of `output`; zeros for parameters that only make features, which are inputs here."""
+    """Gradients of `leaves` given the gradient `grad` of `output`; zeros for parameters that only make features, as features are inputs."""
     return torch.autograd.grad(output, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
@@ -89,7 +89,7 @@ def assert_is_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raises AssertionError unless `route` has the output of `weights(...) @ v`, and its gradients of q, k, v (`leaves`) and parameters."""
+    """Raises AssertionError unless `route` gives `weights(...) @ v`, and the same gradients of q, k, v (`leaves`) and of the parameters."""
     results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -404,7 +404,7 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
     """Yields the promise of each check, and the problem with `options` that the check finds, with a hint; no problem is an empty text.
 
-    If the first check ends in an error that is not its own, later checks are left out: they would repeat the reason.
+    If the first check ends in an exception other than an AssertionError of its own, later checks are left out: they would fail alike.
     """
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")

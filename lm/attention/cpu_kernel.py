@@ -1,7 +1,7 @@
 """Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: calls `causal_softmax.cpp`.
 
-PyTorch's fused kernel takes over twice the time there (docs/speed.md). A C++ compiler builds lm's kernel at the first use on a machine,
-in two seconds; where it can't be built or used, PyTorch's takes its place.
+On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). A C++ compiler builds lm's kernel at the first use on
+a machine, in two seconds; where lm's can't be built or used, PyTorch's takes its place.
 
 Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width of the values.
 """
@@ -73,7 +73,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 @cache
 def _unusable() -> str:
-    """The reason why this machine can't run the kernel, empty if it can; also a warning if the kernel fails its trial."""
+    """The reason why this machine can't run the kernel, empty if it can. Warns if the kernel was tried and failed."""
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"

@@ -116,10 +116,10 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """Made to keep the total attention to each octave of the distance t the same (arXiv 2505.17083).
+    """Softmax of a_t z + m_t for keys t tokens back, made to give every octave of t the same total attention (arXiv 2505.17083).
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so that a_0 = 1 and
-    m_0 = 0. The paper adds `model.qk_norm` and p-RoPE.
+    m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its lowest frequencies.
     """
 
     schema = ScaleInvariant
@@ -141,7 +141,8 @@ class Forget(Options):
 
 
 class ForgetNormalizer(SoftmaxNormalizer):
-    """Sums of ln sigmoid are in fp32. w starts at 0, b at 5 (our choice): a weight then falls by 0.7 % with each token back."""
+    """Softmax of z plus the sum of ln sigmoid(w.x + b), in fp32, over the tokens after the key up to the query; x is the layer's input.
+    w starts at 0, b at 5 (our choice): a weight then falls by 0.7 % with each token back."""
 
     schema = Forget
     depends_on_distance = True

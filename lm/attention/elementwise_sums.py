@@ -28,7 +28,7 @@ OLDEST_TRITON = (3, 4)
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of a score; tiles use the two members that overwrite their arguments."""
+    """A function f of a score, in three forms: the tiles of this module use the two that overwrite their arguments."""
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
@@ -173,7 +173,7 @@ def _unusable(device: torch.device) -> str:
 
 
 def _trial(device: torch.device) -> str:
-    """Compare the Triton kernel with the tiles on a device; returns the problem, which is also a warning, or an empty text.
+    """Compare the Triton kernel with the tiles on a device: warns of a problem and returns it, or returns an empty text.
 
     Triton compiles at the first use, for which the machine may lack a C compiler or Python's headers.
     """

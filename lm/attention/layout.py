@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Keep `function` out of compiled graphs, like `torch.compiler.disable`, but import the compiler (seconds) for the first graph only."""
+    """Keep `function` out of compiled graphs, like `torch.compiler.disable`, which would import the compiler (seconds) at once."""
     excluded_function = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
     @wraps(function)
@@ -106,8 +106,8 @@ def by_documents(
 ) -> Tensor:
     """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document as it would be alone.
 
-    Documents of similar size (up to a factor of 2) are batched and padded at their ends, which their queries don't see. There is no
-    T x T mask, time grows with the documents' lengths, and `attend` is called log2(T) times at most.
+    Documents of similar size (up to a factor of 2) are batched, and padded at their ends with tokens that their queries don't see. There
+    is no T x T mask, time grows with the documents' lengths, and `attend` is called log2(T) times at most.
     """
     b, _, t, _ = q.shape
     if b not in layout.document_groups:  # once for all layers

@@ -39,7 +39,8 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """Linear attention. Dividing q and k by D^(1/4) each is our choice; so is the bound of exp, which keeps sums finite."""
+    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t over their sum or n: phi a feature map, g a head's decay, t the distance to the key.
+    Dividing q and k by D^(1/4) is our choice. So is the bound of 20 on the exponents of phi = exp, which keeps sums finite."""
 
     schema = Linear
     kernel = "chunks, O(T)"

@@ -1,7 +1,8 @@
 """Normalizers turn attention scores into weights; here are their base classes.
 
 Each class computes the same function twice: by the definition, `define_scores` and `normalize` on dense scores, and by `forward`,
-the fastest exact computation. Shapes: B sequences, H heads, T queries, S keys, D head size.
+the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T queries, S keys. D is the head
+size, E the width of the values, F a number of features, L the training length. Logits are z = q.k / sqrt(D).
 
 Commands that must not wait for torch read options, which stand in the modules of their normalizers. So these modules import not torch but
 `lm.attention.lazy`, and a class gets `torch.nn.Module` as a base when its first normalizer is made.
@@ -91,7 +92,7 @@ class Normalizer(ABC, Module):
         return reference.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
-        """Constants that may come from the training length and are no parameters, by the option that sets them."""
+        """Constants of the formula that are not learned, such as the training length, by the name of the option that sets each."""
         return {}
 
     def scale_by_position(self) -> Tensor | None:

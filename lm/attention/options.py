@@ -39,7 +39,7 @@ class Options:
         return self.full_formula
 
     def problems(self) -> list[Problem]:
-        """Problems that the types of the options can't express: an unknown row length, contradictory options."""
+        """Problems that the types of the options can't express: an unknown value of the option `n`, options that contradict each other."""
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
@@ -58,7 +58,7 @@ class Options:
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """A trained normalizer's options with the `changes` that name some of them; problems, at `path`, are appended to `problems`."""
+        """A trained normalizer's options, with new values of those that `changes` names; problems, at or below `path`, go to `problems`."""
         overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)

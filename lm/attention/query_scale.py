@@ -138,10 +138,10 @@ class SSMaxNormalizer(QueryScale):
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:
-        """If `init` is `match`, fit s and b to the factor c(n) of `source` over a training sequence, head by head.
+        """If `init` is `match`, fit the factor s ln n + b to the factor c(n) of `source` over a training sequence, head by head.
 
-        s or b alone keeps the mean of the factor: s = mean c / mean ln n, after softmax 1 / mean ln n. s and b together are
-        the least-squares line of c on ln n: after softmax s = 0, b = 1, which is softmax to the bit.
+        If s or b alone is learned, it keeps the mean factor: s = mean c / mean ln n, which is 1 / mean ln n if `source` is softmax.
+        If both are, they are the least-squares line of c on ln n: for softmax s = 0, b = 1, which is softmax to the bit.
         """
         c, log_n = source.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
@@ -209,7 +209,7 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """The factor grows as the largest of n Gaussian logits, sqrt(2 ln n). c starts so that the mean factor in training is 1."""
+    """The factor c sqrt(2 ln n) grows as the largest of n Gaussian logits. The learned c starts where the mean factor in training is 1."""
 
     schema = SqrtLogN
 
@@ -295,7 +295,7 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """Softmax of g cos(q, k). The gain g starts so that the mean factor of cosines is QK-norm's, sqrt(D) (our choice)."""
+    """Softmax of g cos(q, k) or g ln n cos(q, k). g starts where the mean factor on cosines is sqrt(D), as with QK-norm (our choice)."""
 
     schema = Cosine
 
@@ -335,7 +335,7 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """The factor is s p_n + b, at first 1: softmax (our choice). p is identifiable only up to scale and offset, which s and b absorb."""
+    """The factor is s p_n + b, at first 1 (our choice). p_n, learned for each n, has no unique scale and offset: s and b absorb both."""
 
     schema = PN
 

@@ -55,9 +55,9 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows (B, H, T, X) times `factor`, broadcastable to (B, H, T), or, if it is None, divided by `total` (B, H, T, 1); fp32 or wider.
+    """Rows (B, H, T, X) of weights or outputs times `factor`, expandable to (B, H, T), or, if it is None, divided by `total` (B, H, T, 1).
 
-    Rows whose total is below `SMALLEST_SUM` become 0, such as weights relu(z)^2 where all z are negative, or below 1e-12.
+    The result is in fp32 or wider. Divided rows are 0 if their total is below `SMALLEST_SUM`, as where relu(z)^2 is 0 for all keys.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -217,8 +217,8 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 class _ByQueryBlocks(torch.autograd.Function):
     """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each block again.
 
-    Both passes run without autocast, which would be off in the backward pass alone: so dtypes of inputs decide, and both compute the
-    same function.
+    Both passes turn autocast off, which would otherwise change the forward pass alone: the inputs' dtypes decide the precision, and both
+    passes compute the same function.
     """
 
     @staticmethod

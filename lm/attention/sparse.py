@@ -25,7 +25,7 @@ class Sparsemax(Options):
 
 
 class SparsemaxNormalizer(Normalizer):
-    """The projection of logits onto the simplex: tau is such that a query's weights sum to one."""
+    """relu(z - tau), the projection of logits z onto the simplex: tau is such that a query's weights sum to one."""
 
     schema = Sparsemax
 
@@ -46,7 +46,7 @@ class Entmax15(Options):
 
 
 class Entmax15Normalizer(Normalizer):
-    """1.5-entmax, between softmax and sparsemax: tau is such that a query's weights sum to one."""
+    """1.5-entmax, relu(z / 2 - tau)^2, between softmax and sparsemax: tau is such that a query's weights sum to one."""
 
     schema = Entmax15
 
@@ -88,7 +88,8 @@ class ASEntmax(Options):
 
 
 class ASEntmaxNormalizer(Entmax15Normalizer):
-    """w_b and w_g start at 0 (our choice): the factor on logits is then 1 + ln 2 at every n."""
+    """1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input.
+    w_b and w_g start at 0 (our choice): the factor on logits is then 1 + ln 2 at every n."""
 
     schema = ASEntmax
 
@@ -119,7 +120,7 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """No attention sink; weights sum to 1 at most. The 1e-8 of its source lowers weights where all scores are within about 1e-8 of 0."""
+    """relu(e^z - 1) / (sum |e^z - 1| + 1e-8): weights sum to 1 at most. 1e-8 lowers weights where all scores are within about 1e-8 of 0."""
 
     schema = Softpick
 

@@ -174,8 +174,8 @@ def _backward_keys(
 def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool) -> dict[str, int | str | bool]:
     """The constants of a kernel launch for inputs of `dtype`, head size `size`, values `width` wide.
 
-    Fixed, not tuned: chosen so that compiled kernels spill few registers and, on GPUs that have no more, fit into
-    99 KiB of shared memory.
+    They are fixed, not tuned. With them compiled kernels spill few registers, and on GPUs with no more than 99 KiB of shared memory
+    they fit into it.
     """
     least = NARROWEST if dtype == torch.bfloat16 else 16
     block_d, block_e = (max(least, triton.next_power_of_2(x)) for x in (size, min(width, PIECE)))

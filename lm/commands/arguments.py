@@ -29,7 +29,7 @@ AllowPlugin = Annotated[
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Call `lm.runs.loading.with_shape_of`, imported only for a run from weights: it imports torch, which takes seconds."""
+    """A run's keys, with the shape of the model `init_from`. Imports `lm.runs.loading`, and with it torch, only when called."""
     with without_collection():
         from lm.runs.loading import with_shape_of
 

@@ -207,7 +207,7 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
 
 
 def _measure_twice(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
-    """Yield twice the decoder, and the series that the evaluation measures on made-up text."""
+    """Yield, for each of two measurements of a decoder on made-up text, the decoder and the series that the evaluation gives."""
     with _made_up_text([options]) as (config, store):
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])

@@ -99,7 +99,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
         verbose: whether progress is printed.
 
     Returns:
-        The measured values, with the columns of `lm.results`; of a run's columns a model folder has name and path alone.
+        The measured values, with the columns of `lm.results`; a model folder has only `run` and `folder` of those that describe a run.
 
     Raises LMError: `lm eval` would end with this error.
     """
@@ -156,7 +156,7 @@ def judge(
         by: a column or columns by whose values runs are judged apart, in one family; by default `size`.
 
     Returns:
-        One line a size and arm, with the columns of `Compared.verdicts`.
+        One line for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of `by` as text.
 
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
@@ -171,14 +171,14 @@ def _verdict_frame(text: Path | io.StringIO) -> pd.DataFrame:
 
 
 def _folder_columns(folder: Path) -> dict[str, object]:
-    """The run's columns of `lm.results` for a run folder; for a model folder its name and path alone."""
+    """Columns of `lm.results` that describe the run in a run folder, by name; for a model folder `run` and `folder` alone."""
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder))
     return {"run": folder.resolve().name, "folder": str(folder)}
 
 
 def _arguments(values: Sequence[Given]) -> list[str]:
-    """The arguments of a command in place of these values: mappings become overrides."""
+    """Command-line arguments for `values`: files and overrides as text, each key of a mapping as an override."""
     texts = []
     for value in values:
         if isinstance(value, Mapping):

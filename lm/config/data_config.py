@@ -129,9 +129,9 @@ class Curriculum(SequenceLengths):
 class DocumentLengths(SequenceLengths):
     """Pieces of single documents as sequences, whose lengths are powers of two from 16 to `data.seq_len`.
 
-    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len` tokens, and
-    the rest one piece for each binary digit 1 of its length, from 16 tokens up. Up to 15 tokens of a document are left out, different
-    tokens in each epoch. Documents of fewer than 16 tokens are left out whole.
+    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len` tokens. The
+    number of its other tokens is a sum of different powers of two, each of which gives a piece of so many tokens if it is at least 16.
+    Up to 15 tokens of a document are left out, different ones in each epoch. Documents of fewer than 16 tokens are left out whole.
     """
 
     name: ClassVar[str] = "documents"
@@ -463,6 +463,6 @@ class DataConfig:
 
     @property
     def text_weight(self) -> float:
-        """Fraction of the training sequences that are text without a task; exactly 0 where rounding errors leave a little."""
+        """Fraction of the training sequences that are text without a task; up to 1e-6, a rounding error of tasks' weights, counts as 0."""
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

@@ -65,7 +65,7 @@ class EvaluationConfig(Timing):
         return None
 
     def misspelt(self, normalizers: list[Options]) -> Iterator[Problem]:
-        """Problems of normalizer options in inference settings, also of an evaluation that is off, for a model with these `normalizers`."""
+        """Problems of the options for `normalizers` in this block's inference settings; they count even if the evaluation is off."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         for index, setting in enumerate(settings):
             yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
@@ -84,9 +84,10 @@ class EvaluationConfig(Timing):
 def out_of_reach(
     path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool, beyond: int = 0
 ) -> Iterator[Problem]:
-    """Problems of the key `path` if `sequences` sequences of `longest_factor` training lengths have too many tokens or positions.
+    """Problems of the key `path`: more than `MOST_TOKENS` tokens in all sequences, or a sequence beyond the model's last position.
 
-    has_last: the model has no position beyond the training length. beyond: tokens after a sequence's end that may be read, too.
+    longest_factor: the length of each of the `sequences` sequences, in training lengths. has_last: whether the model has no
+    positions beyond the training length. beyond: the number of tokens after a sequence's end that are read, too.
     """
     tokens = longest_factor * data.seq_len
     if sequences * tokens > MOST_TOKENS:

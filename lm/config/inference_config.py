@@ -119,7 +119,7 @@ class InferenceSetting:
         return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """The options of a model's normalizers under this setting, and the setting's problems; `path`: the key path of its `normalizer`."""
+        """A model's normalizer options under this setting, and the setting's problems; `path`: key path of the setting's `normalizer`."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
         problems += [
@@ -129,7 +129,7 @@ class InferenceSetting:
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def undone_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
-        """A problem if YaRN's temperature, a factor on queries, is no factor on a normalizer's scores; `path`: the setting's key path."""
+        """A problem if YaRN's temperature multiplies queries, but not the scores of some normalizer; `path`: the setting's key path."""
         layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
         if not layers or not getattr(self.rope, "temperature", False):
             return []

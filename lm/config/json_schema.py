@@ -28,7 +28,7 @@ def configuration_schema() -> Schema:
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The JSON Schema of a block; `name`: the value that the block's key `name` must have, for a block of a table."""
+    """The JSON Schema of a block with the keys of `schema`; `name`: the value that its key `name` must have, or None without such a key."""
     properties = {
         spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)} for spec in fields(schema)
     }
@@ -73,7 +73,7 @@ def _interpolable(value: Schema) -> Schema:
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
-    """The JSON Schema of a block of `table` or its bare name; the block of the default needs no `name`."""
+    """The JSON Schema of a block that `table` describes, or of its name alone; the block called `default` needs no key `name`."""
     options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)

@@ -162,7 +162,8 @@ ALTERNATIVES = {
 def load(arguments: list[str], with_weights: WithWeights | None = None) -> Config:
     """The user's configuration from YAML files and `key=value` overrides, later ones winning; plugins that it names are imported.
 
-    with_weights: called as (`init_from`, keys of the files, overrides) if weights are named; returns all keys, with keys from the weights.
+    with_weights: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns all of these keys, merged
+    with the keys that the model in `init_from` determines, such as its shape.
 
     Raises ConfigError: all problems, in one message.
     """
@@ -375,10 +376,10 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
 def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
     """`base` overridden by `changes`; both are keys of the block `prefix` (such as `optim.`).
 
-    A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. Of two
-    ALTERNATIVES the key in `changes` stays.
+    A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. A key
+    that `changes` sets removes its alternative (`ALTERNATIVES`) from `base`: `max_steps` removes `tokens_per_parameter`, for example.
 
-    Raises ConfigError: a mistake that would go unnoticed: null in place of a block that has keys, or keys of a block laid on a number.
+    Raises ConfigError: `changes` has null in place of a block that has keys, or a block in place of a number: probably a mistake.
     """
     result = dict(base)
     for name, value in changes.items():

@@ -45,7 +45,7 @@ class LinearScaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(TrainedScaling):
-    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged; between, linear in the number of periods.
+    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged; between, linear in periods per `original` tokens.
 
     Source: `apply_scaling` of github.com/meta-llama/llama-models.
     """
@@ -99,7 +99,8 @@ class YarnScaling(TrainedScaling):
 
 
 def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
-    """Frequencies divided by `factor` for at most `slow` periods, unchanged from `fast` periods on; between, linear in `periods`."""
+    """The `frequencies` of pairs, divided by `factor` for at most `slow` periods and unchanged from `fast` periods on; between, linear in
+    `periods`: how many full turns each pair makes in the context length before scaling."""
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 

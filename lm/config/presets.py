@@ -59,7 +59,7 @@ def suggestion(path: Path) -> str:
 
 
 def copy(parent: Path) -> Path:
-    """Copy all presets, with the tuning tables that they name, into the new folder `parent`/configs and return it.
+    """Copy all presets, with the .csv tables of tuning runs that experiments name, into the new folder `parent`/configs and return it.
 
     Raises ConfigError: the folder exists already, or can't be written.
     """

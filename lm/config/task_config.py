@@ -82,13 +82,13 @@ def _log_arrangements(n: int, k: int) -> float:
 class MQAR(Task):
     """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys, each followed by its value.
 
-    Symbols: keys, then values, then filler, then, if `joined`, one for each pair of key and value, by key. The queries are the
-    sequence's last 2 `queries` tokens, key and value by turns. Keys and values of a sequence are all different, no key is asked for
+    Symbols: keys, then values, then filler; if `joined`, then a symbol for each pair of key and value, ordered by key. A sequence ends
+    with its queries, of two tokens each: a key and its value. Keys and values of a sequence are all different, no key is asked for
     twice, and filler has other symbols. So a value stands in its pair and in its answer, and nowhere else.
 
-    Disjoint: lists of (key, value), by their hash; single pairs may be in sequences of both kinds. With `held_out: pairs` a pair whose
-    key and value sum to a multiple of 8 is in test sequences only, any other pair in training sequences only. A model that has learned
-    the pairs of training is then wrong in test sequences more often than chance.
+    Disjoint: lists of (key, value), by their hash; a single pair may be in training and in test sequences. With `held_out: pairs` a pair
+    whose key and value, each counted from 0, sum to a multiple of 8 is in test sequences only, any other in training sequences only.
+    A model that has learned the pairs of training is then wrong in test sequences more often than chance.
     """
 
     name: ClassVar[str] = "mqar"

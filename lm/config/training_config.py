@@ -23,7 +23,7 @@ class Constant:
     name: ClassVar[str] = "constant"
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """Learning rate of optimizer step `step` (0-based, after warm-up), as a fraction of the peak."""
+        """Learning rate of an optimizer step after warm-up, as a fraction of the peak; `step` counts from 0 at the run's start."""
         return 1.0
 
 

@@ -34,7 +34,7 @@ def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """The draws of block or epoch `number`, made by `draw` if not cached. The draws of `number` - 1 stay, as a step may straddle two."""
+    """The draws of block or epoch `number`, from the cache `draws` or made by `draw`; those of `number` - 1 stay: a step may need both."""
     if number not in draws:
         for old_number in [old_number for old_number in draws if old_number != number - 1]:
             del draws[old_number]
@@ -43,10 +43,11 @@ def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
 
 
 class StratifiedSampler:
-    """Assigns slots 0, 1, ... to streams by weight: a stream of weight w is due once in every 1 / w slots, at a random place among these.
+    """Assigns slots 0, 1, ... to streams by weight: a stream with a fraction w of all weights is due once, at random, in every 1 / w slots.
 
-    A slot holds `seq_len` tokens of a source or task; for `DrawnLengths` it is a step. Slots go to streams in the order in which streams
-    are due. Of the first t slots a stream has t x w, to within 1 + w x number of streams. No period, such as 10 slots, favours a stream.
+    A slot holds `seq_len` tokens of a source or task (`DrawnLengths` has steps as slots, and lengths as streams). Slots go to streams in
+    the order in which streams are due. Of the first t slots a stream has t x w, to within 1 + w x number of streams. As streams are due
+    at random, no stream always has the same slots of a step, such as every tenth.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -141,11 +142,11 @@ class DrawnLengths(Lengths):
 
 
 class DocumentPieces(Lengths):
-    """Pieces of single documents as sequences, cut as `DocumentLengths` says; pieces below 16 tokens would give next to no context.
+    """Sequences that are pieces of single documents, cut as `DocumentLengths` says; none is below 16 tokens, which give next to no context.
 
     Tokens that fit in no piece are left out at a document's beginning and end; each epoch draws how many at the beginning. The target of
-    the whole text's last token is its first. All pieces of a step have one length, and steps come in a random order. Pieces that don't
-    fill a step are left out of an epoch: random pieces of a length, or all of them.
+    the text's last token is the text's first token. All pieces of a step have one length, and steps come in a random order. An epoch
+    reads, of each length, as many pieces as fill whole steps, chosen at random; lengths with too few pieces for a step are left out.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
@@ -197,7 +198,7 @@ class DocumentPieces(Lengths):
         return int(self._order[epoch_step])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """The fractions of a whole epoch's tokens, whatever `steps` is: these need no draws, and draws for an epoch are large."""
+        """{length: fraction of the tokens that an epoch reads}, whatever `steps` is: to count `steps` steps would need large draws."""
         return _fractions(self.steps)
 
     def note(self) -> str:
@@ -313,9 +314,9 @@ class TextStream:
 
 
 class TaskStream:
-    """Sequences of a synthetic task, in which predictions of answers alone count. Draws are independent, and may repeat (`Task.distinct`).
+    """Sequences of a synthetic task, in which only predictions of answers count. They are drawn independently, so some may be equal.
 
-    Raises TaskError: the task doesn't fit into sequences of `shortest` tokens, or has too few contents for training sequences.
+    Raises TaskError: the task doesn't fit into `shortest` tokens, or has no contents (such as keys) or too little filler for training.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
@@ -333,8 +334,8 @@ class TrainSequences:
 
     Args:
         batch_slots: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, the tasks, and the lengths of sequences. A step reads the same text for all lengths
-            (but for `documents`), and no token is padding.
+        data: the sources' weights, the tasks, and the lengths of sequences. A step's text does not depend on the lengths, unless
+            `data.lengths` is `documents`. No token is padding.
         max_steps: steps of the run: a curriculum's lengths begin at fractions of it.
     """
 

@@ -285,8 +285,8 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, min_answers: int) -> np.ndarray:
-    """The number of times that each of `size` symbols is an answer, (size,), in `SEQUENCES` sequences of each task, or in more, up to
-    `MOST_COUNTED`, until there are `min_answers` answers."""
+    """How often each of `size` symbols is an answer in `SEQUENCES` sequences of each task: (size,). With fewer than `min_answers` answers
+    in all, more sequences of each task are counted, up to `MOST_COUNTED`."""
     counts, sequences = np.zeros(size, np.int64), 0
     while sequences < SEQUENCES or (sequences < MOST_COUNTED and counts.sum() < min_answers):
         for task in tasks:
@@ -374,8 +374,8 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
     """The hashes of documents to hold out: each source's smallest, until their documents have `fraction` of its bytes; never all.
 
-    A document with more than `fraction` of a source's bytes, and more than half of them, stays in training. Then half of the bytes of the
-    source's other documents is enough, if that is less.
+    A document with more than half of a source's bytes, and more than `fraction` of them, stays in training. Of this source's other
+    documents, half of their bytes or `fraction` of all the source's bytes is held out, whichever is less.
 
     sources: the hashes and sizes in bytes of each source's documents.
     """

@@ -125,7 +125,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def short_words(text: str) -> Iterator[str]:
-    """Cut a text for training a tokenizer every `LONGEST_WORD` characters within words of this length or more, such as base64."""
+    """Yield a text in parts to train a tokenizer on: words of `LONGEST_WORD` characters or more, such as base64, are cut at this length."""
     begin = 0
     for word in re.finditer(rf"(?<!\S)\S{{{LONGEST_WORD},}}", text):
         for end in range(word.start() + LONGEST_WORD, word.end() + 1, LONGEST_WORD):
@@ -135,7 +135,7 @@ def short_words(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
-    """Encode the documents with `workers` threads, and yield them in batches, in order. The library encodes without Python's lock.
+    """Encode the documents with `workers` threads, and yield them in batches, in order. The `tokenizers` library releases Python's lock.
 
     Long documents are cut into pieces if the tokenizer allows it (`cuts_between_words`), so memory holds the tokens of a few pieces only.
     """

@@ -48,7 +48,7 @@ def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) -> np.ndarray:
-    """Hashes of the n-grams to look up, without an end-of-text token, among the `n_tokens` tokens from token `first` on."""
+    """Hashes of the n-grams to look up among the `n_tokens` tokens from token `first` on; those with an end-of-text token are left out."""
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)

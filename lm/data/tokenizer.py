@@ -31,8 +31,8 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 @contextmanager
 def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors and panics of the library into a DataError: `failure`, the library's words, `remedy`. Panics are no Exceptions; a pattern
-    that takes too long on a text causes one. LMError, OSError and MemoryError pass: reading the texts for training may raise them."""
+    """Turn errors and panics of the `tokenizers` library into a DataError of `failure`, its words and `remedy`. A panic is no Exception; a
+    pattern that takes too long on a text causes a panic. LMError, OSError and MemoryError pass: reading of texts may raise them."""
     try:
         yield
     except (LMError, OSError, MemoryError):

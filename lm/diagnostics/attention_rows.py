@@ -204,7 +204,7 @@ class Statistic:
 
     @property
     def without_first(self) -> "Statistic":
-        """The statistic of rows without the first token of the document; reports leave it out."""
+        """This statistic, under another name, of the rows `AttentionRows.without_first`; reports do not show it."""
         return replace(self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False)
 
 
@@ -311,7 +311,7 @@ class Measures:
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _add(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write values of rows over at least `LEAST_KEYS` keys into `parts` of a vector; `start`: index of the first row's query."""
+        """Write statistics of rows over at least `LEAST_KEYS` keys into a vector's `parts`; `start`: the first row's index in `queries`."""
         indices = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return

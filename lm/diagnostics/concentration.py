@@ -16,7 +16,7 @@ MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = n S^2, S the `sparsity` of a row (1 / sum a^2 if weights sum to one): 1 for weight on one key, n for equal weights."""
+    """N_eff = n S^2 of each row, S its `sparsity`: 1 for weight on one key, n for equal weights. If |a| sum to one, it is 1 / sum a^2."""
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
@@ -41,7 +41,7 @@ def keys_with_most(rows: AttentionRows) -> Tensor:
 
 
 def log_sum(rows: AttentionRows) -> Tensor | None:
-    """ln Z, Z a row's sum of unnormalized weights (`Normalizer.log_sum`): of e^score for softmax, of relu(z)^2 in a GAU.
+    """ln Z of each row, Z its sum of unnormalized weights (`Normalizer.log_sum`): of e^score for softmax, of relu(score)^2 for relu2.
 
     Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p is 1.
     """

@@ -1,9 +1,10 @@
 """Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: bounds on weights, and on the rate at which they
 change with the scores.
 
-Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is the largest F(score) of the row over the
-smallest, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. The norm of the Jacobian d weights / d scores of each row, and
-finite differences in one direction, work for every normalizer. They need its map of scores to weights alone (`Normalizer.normalize`).
+Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is max F / min F over [-a, a], a the
+largest |score| of the row, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. The norm of the Jacobian d weights / d scores
+of each row, and finite differences in one direction, work for every normalizer. They need only its map of scores to weights
+(`Normalizer.normalize`).
 
 The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the spectral norm this is
 wrong: its supremum is 1 / (2 T), at two equal leading logits. 1 / (4 T) bounds the largest entry of J, and sqrt 2 the distance of two rows
@@ -87,7 +88,7 @@ def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2 of Lemma 1 (arXiv 2508.17821) of each row: 2 a, for scores between -a and a. None where the lemma does not apply."""
+    """ln C2 of Lemma 1 (arXiv 2508.17821) of each row: 2 a, a the largest |score| of a visible key. None where the lemma does not apply."""
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
@@ -98,7 +99,7 @@ def lemma_1_applies(rows: AttentionRows) -> bool:
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Whether the scores of the sequence's last query change when as many tokens as the sequence has stand before its keys."""
+    """Whether the scores of the sequence's last query change when the whole sequence comes after other tokens, as many as its own."""
     x, q, k, _ = rows.inputs
     length = x.size(1)
     query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
@@ -125,8 +126,8 @@ def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
     """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a function F of each score.
 
-    For weights that are another function F of the score times a factor of the row, it is max |F'| times the factor. Where the factor is
-    1 over the row's sum of F, it is multiplied by max(1, sqrt(n) |weights|), |weights| the norm of the row.
+    For weights that are another function F of the score times a factor of the row, the bound is max |F'| times that factor. Where the
+    factor is 1 over the row's sum of F, the bound is multiplied by max(1, sqrt(n) |weights|), |weights| the norm of the row.
     """
     name = rows.normalizer.score_map
     if name == "exp":

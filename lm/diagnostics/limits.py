@@ -144,7 +144,7 @@ def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> T
 
 
 def _added_keys(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """For each N, the keys in each row's `order`, (R, largest N), that its first N add to the first keys of the N before: (R, keys)."""
+    """For each N, the keys in each row's `order`, (R, largest N), after those of the previous N and up to the N-th: (R, keys)."""
     return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
@@ -267,7 +267,7 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums of the quantities `SEPARABLE` at the numbers of keys `few_key_counts`; the last two are of all heads of a layer together."""
+        """Sums over queries of the quantities `SEPARABLE`, for each N of `few_key_counts`; the last two are quantities of a whole layer."""
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
             counts, heads = few_key_counts(length), len(part.weights)
@@ -379,10 +379,10 @@ def critical_count(p: np.ndarray, counts: Sequence[int], level: float) -> float:
 
 
 def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
-    """A sample of about `size` means by head, (size', G), so that models with any number of heads are tested with equal power.
+    """Up to `size` means of single heads, (means, G), so that models with any number of heads are tested with equal power.
 
-    With fewer heads than `size`, the sequences are dealt into as many groups as `size` needs, at most one group a sequence; each head
-    gives a mean for each group. With more heads, an evenly spread part of the heads is taken.
+    The sequences are dealt into size / heads groups, rounded up; if there are fewer sequences, each is a group. Each head gives a mean for
+    each group. If there are more than `size` means, an evenly spread part of them is taken.
 
     sums: (N, heads, G), sums over rows in N sequences; rows: (N, heads, G), number of these rows.
     """
@@ -460,7 +460,7 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
 
 
 def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """d~ (`TopKeys.distance`) and its expectations: over N in the last octave, and over numbers of visible keys for N = `OVER_LENGTH`."""
+    """d~ (`TopKeys.distance`) and its expectations: by N, in the last octave of visible keys; and by octave, for N = `OVER_LENGTH`."""
     counts = many_key_counts(values.length)
     distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
@@ -471,7 +471,7 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Critical numbers of keys over numbers of visible keys, and D of their Kolmogorov-Smirnov tests over N in the last octave."""
+    """Critical N as a fraction of visible keys, by octave of visible keys; D of the Kolmogorov-Smirnov tests by N, in the last octave."""
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
@@ -498,7 +498,7 @@ def _distance_samples(config: LimitsConfig, values: Values, octave: int, expecta
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """N_s / N (`TopKeys.separable`), its envelopes, d~ / its bound, and numbers of all heads of a layer, over N in the last octave."""
+    """N_s / N (`TopKeys.separable`), its envelopes, d~ / its bound, and quantities of layers: by N, in the last octave of visible keys."""
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)

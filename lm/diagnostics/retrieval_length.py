@@ -74,9 +74,9 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
     """The head that answers the questions of sequences of one length; None if the module's formula holds for no layer.
 
     The formula holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. Keys of filler are
-    tokens whose ids are in `filler`, and which stand after another such token. With `any_map` other weights on all keys before the query
-    count as well. Where they are not e^score times a factor of the query, the log of a key's fraction of the query's weight stands for
-    its score, without a slope.
+    tokens whose ids are in `filler`, and which stand after another such token. With `any_map` heads whose weights on all keys before the
+    query have another form are searched as well. If these weights are not e^score times a factor of the query, the log of a key's fraction
+    of the query's weight stands for its score, and the slope is 0.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -106,8 +106,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
 
 
 def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, is_exp: bool) -> tuple[np.ndarray, ...]:
-    """For each question of a sequence: scores of the needle (Q, H) and of other keys (Q, H, L), filler (Q, L), n (Q,). Slope, weight on the
-    needle, N_eff and entropy: (Q, H) each."""
+    """For each question of a sequence of L tokens: the needle's score (Q, H), scores of other keys (Q, H, L), a mask of filler (Q, L),
+    n (Q,). Slope, weight on the needle, N_eff and entropy: (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
     weights = rows.weights if is_exp else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()

@@ -189,7 +189,7 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
     """S in closed form at the moments of each query's scores, (H, T); None for weights without a closed form.
 
     For non-negative features the closed form supposes independent components, with the moments of all features of the keys that a query
-    sees. With the mean and variance of the query's own products it would hold for any keys, whether the supposition is true or not.
+    sees. Moments of the query's products with keys are not used: with these the formula would hold even for dependent components.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if rows.is_shuffled and (log_decay.any() or name == "features"):

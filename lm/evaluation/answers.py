@@ -142,7 +142,7 @@ class AnswerMeasurement(Measurement):
         return lengths_of(self.asked.length_factors, self.config.data)
 
     def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, a sample for each; higher fractions are better, lower values of other units. `fields`: other fields."""
+        """A series over `lengths`, a sample for each. Higher is better in fractions, lower in other units. `fields`: other fields."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
@@ -330,8 +330,8 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
     """A copy of the decoder, fine-tuned on the loss of answers in training sequences of needles, of the training length.
 
     AdamW with betas 0.9 and 0.999, without weight decay, gradients clipped to norm 1. The learning rate rises in the first third of the
-    steps, is constant in the second, and falls to 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` it is the base
-    model's, as in training. The decoder itself stays as it is. Every rank does the same work.
+    steps, is constant in the second, and falls to 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` the configured
+    rate is the base model's, as in training. `decoder` itself stays as it is. Every rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)

@@ -125,7 +125,7 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Labels of an axis: the texts of up to `LABELLED` tokens, else five tokens' indices, with their first characters' in brackets."""
+    """Labels of an axis: the texts of up to `LABELLED` tokens; of more, five tokens' indices, each with its first character's index."""
     count, size = len(model.tokens), model.maps.size
     if count <= LABELLED:
         return [token_label(token) for token in model.tokens]
@@ -144,7 +144,7 @@ def token_label(token: str) -> str:
 
 CELLS = 128  # along each side of a map
 MOST_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
-MOST_TOKENS = 2**16  # the longest text, for models without learned positions
+MOST_TEXT_TOKENS = 2**16  # the longest text, for models without learned positions
 Indices = list[int] | None  # of layers or heads; None: all
 
 
@@ -182,7 +182,7 @@ def show_attention(
 
 
 def read_text(text_or_path: str) -> str:
-    """The text of a file, or `text_or_path` itself. Raises RunError: an empty text, a file that is not UTF-8, or no file of such a name."""
+    """The text of a file, or `text_or_path` itself. Raises RunError: an empty text, a file that is not UTF-8, a path without a file."""
     try:
         is_file = Path(text_or_path).is_file()
     except (OSError, ValueError):  # a name that is too long, or has a null byte
@@ -200,7 +200,7 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last
-    most_tokens = model.spec.seq_len if has_end else MOST_TOKENS
+    most_tokens = model.spec.seq_len if has_end else MOST_TEXT_TOKENS
     if len(ids) > most_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"
         raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {most_tokens:,}; give a shorter one")

@@ -234,9 +234,9 @@ def statistics_of(
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
     """The length at which a model trained on recall of pairs is predicted to fail (docs/half-length.md), under each inference setting.
 
-    Other series have, by sequence length, the predicted weight of the retrieving head on the key asked for. Models with positions, and
-    models of other tasks, have no series: the prediction was not tested on them. The length is left out if the weight is below 1/2 at
-    the training length already, or at no length.
+    Other series have, by sequence length, the predicted weight of the retrieving head on the key asked for. Models with RoPE or
+    learned positions, and models of other tasks, have no series: the prediction was not tested on them. The length is left out if the
+    weight is below 1/2 at the training length already, or at no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
@@ -277,7 +277,7 @@ class _ModelSeries:
                 yield from ((statistic, setting, values) for setting, values in self.models.items())
 
     def numbers(self) -> Iterator[Series]:
-        """Each statistic's mean over queries, heads and layers, with its interval over documents; each exponent's mean over all heads."""
+        """Mean of each statistic over queries, heads and layers, with its interval over documents; mean exponents (`_fits`) over heads."""
         for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED, *self.measures.accumulated]):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first else ()
             samples, numbers = (), values.by_head.get(statistic.name)

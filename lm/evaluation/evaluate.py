@@ -78,7 +78,7 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 
 
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate the checkpoint at `path` of the run in `folder` by `config`, only `kinds` if given; otherwise as `evaluate_runs`."""
+    """Evaluate the checkpoint at `path` of the run in `folder` by `config`, as `evaluate_runs` does; `kinds`: only these evaluations."""
     model = load(path)
     facts = model.metadata
     environment = check_environment(folder / ENVIRONMENT, facts, path)
@@ -87,7 +87,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 
 def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate a model folder by `config`, made by `text_config`, only `kinds` if given; otherwise as `evaluate_runs`."""
+    """Evaluate a model folder by `config`, made by `text_config`, as `evaluate_runs` does; `kinds`: only these evaluations."""
     return _measure(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
 
 

@@ -88,7 +88,7 @@ class Measurement(ABC):
         return device.precision
 
     def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
-        """A series of this kind of evaluation and the run's training length; `fields`: other fields of `Series`."""
+        """A series with this evaluation's kind and the run's training length filled in; `fields`: other fields of `Series`."""
         return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **fields)
 
     @property

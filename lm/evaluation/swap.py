@@ -273,9 +273,10 @@ def _mean_and_range(values: Tensor) -> str:
 
 
 def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
-    """Lines with the factor on q.k / sqrt(D) before and after, at short lengths and at the training length; a warning if far apart.
+    """Lines with the factor on q.k / sqrt(D) before and after a swap, at short lengths and the training length, and a warning.
 
-    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; there are no lines if all are.
+    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; there are no lines if all are. The warning is empty
+    unless a factor grew or fell by more than `FAR` times.
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
     old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
@@ -306,7 +307,7 @@ def _layers_of_other_keys(old: Decoder, new: Decoder) -> list[int]:
 
 
 def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
-    """The configuration, from `files` and `overrides` of their keys, of the text that a swap of a model folder is measured on."""
+    """The configuration by which a swapped model folder is measured: `files` name the text, `overrides` change keys, but not `model`."""
     if (model.folder / CONFIG).is_file():
         raise RunError(f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}

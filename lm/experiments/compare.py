@@ -191,7 +191,7 @@ def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: 
 
 def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write them, the results of tuning, and the report into the experiment's folder: all files or none. Returns the
-    entries of `summary_lines`. Raises LMError: no run has ended, or a run's file that the report shows can't be read."""
+    entries of `summary_lines`. Raises LMError: no run has ended, or the report can't read a run's file."""
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         has_measured_runs = is_measured(experiment)

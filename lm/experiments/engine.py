@@ -128,13 +128,13 @@ class Failure:
 
     @property
     def crashed(self) -> bool:
-        """Whether a signal killed the run that the run itself may have caused."""
+        """Whether the run was killed by a signal that it may have caused itself, such as SIGSEGV."""
         return -self.status in _CRASHES
 
 
 def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> Failure:
-    """Return the failure of a run, whose reason is by default the last line of its log. Write the failure to a file for `read_failure`,
-    unless the run was interrupted without a crash."""
+    """Return the failure of a run with the exit status `status`, and write it to a file for `read_failure`. It is not written if the run
+    was interrupted without a crash. `reason`: why the run failed; empty: the signal that killed it, else the last line of its log."""
     log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILED), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
@@ -291,7 +291,7 @@ class Cluster:
         return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._errors.FailedJobError) else self.result(job)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Stop waiting for jobs, which go on."""
+        """Stop waiting for jobs, which go on. `number`: a signal, as in `Children.stop`; no job gets it."""
         self._stopping.set()
 
     def _is_alive(self, job: "Job", birth: Plain) -> bool:

@@ -223,7 +223,7 @@ class Experiment:
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
-        """A tuning run's value of the metric that chooses rates. Infinite: it diverged, or did not reach its level; None: not known."""
+        """A tuning run's value of the metric that chooses rates; None: unknown. Infinite: it diverged or never reached `primary.reach`."""
         return run.selection if self.tune.metric == SELECTION else run.primary
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:

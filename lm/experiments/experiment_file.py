@@ -387,8 +387,8 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that an arm's source keeps the checkpoint at which the arm branches off, and that steps remain after this checkpoint. Only
-    settings that may change during a run may differ."""
+    """Check that an arm's source keeps the checkpoint at which the arm branches off, and that steps remain after this checkpoint. Arm and
+    source may differ only in settings that may change during a run."""
     interval, steps = source.checkpoint_every, source.trainer.max_steps
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
@@ -437,7 +437,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
 
 
 def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
-    """The tasks on which the primary metric is measured, if the training tasks in `config` may decide them; else []."""
+    """The tasks on which the primary metric is measured: recall tasks, or training tasks for a validation loss; [] for other metrics."""
     metric, data, recall = experiment.primary.metric, config.data, experiment.evaluated(config).eval.recall
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
@@ -475,7 +475,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
 
 
 def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
-    """Check that `primary.better` is lower for a loss and higher for an accuracy, whose levels are at most 1. Raises ConfigError."""
+    """Check that `better` is lower for a loss, higher for an accuracy, and no accuracy in `primary` is above 1. Raises ConfigError."""
     problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:
         problems.append(Problem("primary.better", primary.better, f"of {primary.metric}, {better} is better", f"write `better: {better}`"))

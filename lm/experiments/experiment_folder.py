@@ -125,7 +125,7 @@ def _check_parts(experiment: Experiment, store: Store) -> None:
 
 
 def _documents(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """The label, (sequences,), of the held-out document in which each sequence of a metric begins; None: it has no such sequences."""
+    """The label of the document in which each held-out sequence of a metric begins, (sequences,). None: the metric has no documents."""
     from lm.evaluation.held_out import ByLength, LongContext, Validation
 
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
@@ -173,8 +173,8 @@ def other_runs(procedure: Procedure) -> str:
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """The experiment's overrides, changed to give the differing keys the values of the runs in its folder. Without differing keys, the
-    overrides of its first start; None if these are unknown, or are its present overrides."""
+    """The overrides that continue the runs in the experiment's folder: its present ones, but with the runs' values (first of each pair) for
+    the differing keys. Without differing keys: the overrides of its first start, or None if they are unknown or the present ones."""
     if not differing_values:
         settings_file = experiment.folder / RESOLVED
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING

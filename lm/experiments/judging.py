@@ -153,8 +153,8 @@ class Judgement:
         return LearnedCounts(pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
-        """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, the baseline has one
-        rate, as the arm's runs continue its runs at that rate. For an arm from random weights, shared rates come first."""
+        """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, the baseline has
+        one rate: the judged rate, whose runs the arm's runs continue. For an arm from random weights, shared rates come first."""
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
@@ -169,8 +169,8 @@ class Judgement:
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
     def _unreached_words(self, runs: Iterable[JudgedRun]) -> str:
-        """The number of runs of each arm that never reached the level, or had reached it at the first evaluation, in words; empty if there
-        are none."""
+        """The number of runs of each arm that never reached `primary.reach`, or had reached it at the first evaluation, in words; empty if
+        there are none."""
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
@@ -267,14 +267,14 @@ class Judgement:
 
 
 def _decisive_runs(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
-    """The runs of an arm and the baseline that every claim needs: at the judged rates (`pair`), and at the rates that tuning chose."""
+    """The runs of an arm and the baseline whose divergence counts: at the judged rates (`pair`), and at the rates that tuning chose."""
     chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
     return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
 
 def _usable_runs(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:
-    """The runs of an arm, without rates at which a run diverged or never reached the level: these rates can't be the arm's best. The judged
-    rate and the rate that tuning chose stay."""
+    """The runs of an arm, without rates at which a run diverged or, with `counts_tokens`, never reached `primary.reach`: these rates can't
+    be the arm's best. The judged rate and the rate that tuning chose stay."""
 
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)

@@ -189,7 +189,7 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
         measured_times, source = _pilot(procedure, run_costs, slots, budget)
     if not measured_times:
         raise RunError(
-            f"no arm was timed within {PILOT_SECONDS:g} s: plan again on an idle machine, one experiment at a time, or let a run end"
+            f"no arm was timed within {max(0.0, budget):.3g} s: plan again on an idle machine, one experiment at a time, or let a run end"
         )
     default_place = next(place for place in measured_times if run_costs[place].flops)  # arms that are not trained take no FLOPs
     seconds = {}
@@ -275,8 +275,8 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
 
 def _timing_hash(config: Config, slots: Slots) -> str:
     """A hash of all that decides the time of a run, in these slots on this machine. Names, seeds and compilation do not count. Of a
-    float of model, optimizer or phases, such as a learning rate, only whether it is 0 counts. Floats of `optim.groups` count in full, as
-    a run without such parameters refuses them."""
+    float of model, optimizer or phases, such as a learning rate, only whether it is 0 counts. Floats of `optim.groups` count in full:
+    if a model has no parameters in the group, all but the defaults are refused."""
     settings = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
     settings.pop("trainer.compile", None)  # pilots are eager
     for path, value in settings.items():
@@ -292,9 +292,9 @@ def _time_configurations(
     """Time a run of each configuration. Returns the seconds of whole runs, with the start of their process; and the seconds of steps alone,
     for runs whose evaluations did not end within `budget` seconds.
 
-    One process for each of `lanes` works on that lane's GPUs, all processes at the same time, as in training. Each process times all of its
-    configurations that run on one device, or else one that runs on several. With fewer configurations than processes, several
-    processes time the same one. The run folders lie beside `file` until timing ends.
+    The configurations are shared out among processes, which work at the same time, as in training, each on one entry of `lanes`. A process
+    times those of its share that run on one device. If there are none, it times one that runs on several. With fewer configurations
+    than processes, several processes time the same one. The run folders lie beside `file` until timing ends.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     names, start_time, jobs = list(configs), time.time(), len(lanes)
@@ -339,7 +339,7 @@ def _time_configurations(
 
 
 def _wait(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots have ended, or until `budget` seconds after the last pilot began timing. They must begin within 2 `budget`."""
+    """Wait until all pilots have ended, or until `budget` seconds after the last began timing. All must begin within twice `budget`."""
     while any(process.poll() is None for process in pilots):
         first_times = [lines[0]["begun"] for folder in folders if (lines := _lines(folder))]
         if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):

@@ -329,7 +329,7 @@ class Procedure:
         return {place: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for place, runs_by_rate in runs.items()}
 
     def _judged_run(self, whole_run: bool, run: Run) -> JudgedRun:
-        """A run with the values that are judged: one for each unit of reporting documents; one without such units, or with `whole_run`."""
+        """A run with its judged values: one for each unit of reporting documents; a single one without such units, or with `whole_run`."""
         outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""

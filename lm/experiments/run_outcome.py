@@ -55,8 +55,8 @@ class Outcome:
 
     @cached_property
     def state(self) -> RunStatus:
-        """How far the run came: `finished` once its last checkpoint, SELECTION, `metric` and all evaluations of the last step are there,
-        unless it has diverged."""
+        """How far the run came: `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of the last
+        step are there, unless it has diverged."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
@@ -88,7 +88,7 @@ class Outcome:
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the last checkpoint is there, and SELECTION was measured at its step."""
+        """Whether the last checkpoint is there, and the validation loss (SELECTION) was measured at its step."""
         return self.checkpoint.exists() and self.series(SELECTION) is not None
 
     @cached_property
@@ -115,7 +115,7 @@ class Outcome:
 
     @property
     def names(self) -> list[str]:
-        """The metrics that were measured by unit at the last step."""
+        """The metrics that evaluations of the last step hold by unit (such as a sequence), not as a mean alone."""
         return [name for evaluation in self.evaluations for series in evaluation.series if series.samples for name in series.logged]
 
     def series(self, metric: str) -> Series | None:
@@ -184,8 +184,8 @@ class Outcome:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on differences between finished runs that are no differences between arms, by environment.json and evaluations. `outcomes`:
-    pairs of an arm's name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
+    """Sentences on what finished runs differ in besides their arms, such as device or code, or do not record. `outcomes`: pairs of an arm's
+    name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
     sentences = []

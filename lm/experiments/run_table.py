@@ -185,7 +185,7 @@ def _lines_to_judge(table: pd.DataFrame, source: str, metric: str, condition: st
 
 
 def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The lines; a line whose rate lacks a tuned key is repeated at each rate that its rate stands for (`full_cells`). Wrong rates stay."""
+    """The lines; a line whose rate lacks a tuned key is repeated at each rate that it stands for (`full_cells`). Invalid rates are kept."""
     places = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
     is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY, "1") if isinstance(cell, str) else cell)).notna()
     cells = runs["rate"].where(is_rate)

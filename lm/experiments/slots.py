@@ -57,7 +57,7 @@ class Slots:
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def lanes(self) -> list[Devices]:
-        """The GPUs of each run that trains at the same time, if every run takes as many GPUs as the largest run."""
+        """The GPUs of each of the runs that fill the slots at one time, if every run takes as many GPUs as the largest run."""
         place, lanes = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
         while (devices := self.devices(*place, lanes)) is not None:
             lanes.append(devices)
@@ -188,7 +188,7 @@ class Children:
         return status, time.monotonic() - start
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Let all processes save a checkpoint and end, and start no others."""
+        """Send all processes the signal `number`, and start no others. At SIGTERM they save a checkpoint and end."""
         self._stopping.set()
         for process in list(self._running.values()):
             process.send_signal(number)

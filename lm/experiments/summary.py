@@ -36,12 +36,13 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """Differences of tuning runs, arm minus baseline, at every rate that both have: a list over seeds. They are of the primary metric on
-    selecting documents; with `primary.learned` of 1 (learned) or 0, with `primary.reach` of the logarithm of tokens. Infinite where one of
-    the two runs diverged, or did not reach its level; seeds at which both did so are left out."""
+    """Differences of tuning runs, arm minus baseline, at every rate that both have: a list over seeds; {} before rates are chosen. A
+    run's value is the primary metric on selecting documents; with `primary.learned` it is 1 if the run has learned, else 0. With
+    `primary.reach` it is the logarithm of the tokens. A difference is infinite where one of the two runs has an infinite value, as it
+    diverged or never reached `primary.reach`. Seeds at which both have one are left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
-    if not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
+    if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
         return {}
     primary = experiment.primary
 
@@ -110,7 +111,7 @@ def print_verdicts(judgement: Judgement, lines: list[dict[str, Plain]], title: s
 
 
 def has_reached(tokens: float | None) -> bool:
-    """Whether `tokens` say when a run reached its level: not infinite (never), and not 0 (before its first evaluation)."""
+    """Whether `tokens` say when a run reached `primary.reach`: not infinite (never), and not 0 (before its first evaluation)."""
     return tokens is not None and 0 < tokens < math.inf
 
 
@@ -122,8 +123,8 @@ def amount(primary: Primary, value: float | None) -> str | None:
 
 
 def measured_words(procedure: Procedure) -> str:
-    """Words for the primary metric, by the runs that have finished: what is measured, at which point of an axis, such as a length, and in
-    which unit."""
+    """Words for the primary metric, as finished runs record it: what is measured, at which point of its axis, such as which length, and in
+    which unit. Before a run has finished: its name."""
     experiment = procedure.experiment
     metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
@@ -146,7 +147,8 @@ def measured_words(procedure: Procedure) -> str:
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """The trend over sizes of each arm's difference to the baseline, at the judged rates, over the seeds that both have finished in every
     size. It is the change with each doubling of parameters, or of tokens if all sizes have equally many parameters. With `primary.reach` it
-    is the number by which each doubling multiplies the factor. Each interval holds alone. Empty with one size or `primary.learned`."""
+    is the number by which each doubling multiplies the ratio of tokens, arm to baseline. Each interval holds alone. Empty with one size or
+    `primary.learned`."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:

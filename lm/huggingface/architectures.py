@@ -34,7 +34,7 @@ class Part:
 
 
 class Architecture(ABC):
-    """One `model_type` of transformers. Its tensors have the names below; in models with a head the names have the prefix `base`."""
+    """One `model_type` of transformers and its tensors' names; in a model with a head all names but the head's start with `base`."""
 
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]  # transformers' classes of models with such weights; the first is the language model
@@ -46,7 +46,7 @@ class Architecture(ABC):
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The spec of a model from its fields, but for the tokenizer. Raises RunError: a field is missing, unknown or can't be used."""
+        """The spec that `fields` describe, with default special tokens. Raises RunError: a field is missing, unknown or can't be used."""
         allowed = (*([name] for name in self.classes), [])
         fields.fixed("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in FIXED.items():
@@ -57,7 +57,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """The spec that `fields` describe; takes each field of this architecture. `read` checks the fields that all architectures have."""
+        """The spec, from this architecture's own fields, which then count as used; `read` checks the fields that all of them share."""
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
@@ -128,7 +128,7 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """The factor if scores are not divided by sqrt(D), or also divided by the layer's number, counted from 1."""
+        """The factor on queries: sqrt(D) if scores aren't divided by it, else 1; divided by the layer's number, from 1, if scores are."""
         scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
 
@@ -186,7 +186,7 @@ class Llama(Architecture):
         }  # fmt: skip
 
     def write_own(self, model: ModelConfig) -> dict[str, Plain]:
-        """The configuration's fields that `own` takes."""
+        """The configuration's fields from which `own` would read the options of `model`."""
         return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
 
 
@@ -239,7 +239,7 @@ def _read_windows(fields: Fields) -> Options:
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Plain]:
-    """The configuration's fields that `_read_windows` takes."""
+    """The configuration's fields from which `_read_windows` would read the normalizer of `model`."""
     layers = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
     sizes = [options.size for options in layers if options.name == Window.name]
     if not sizes:

@@ -104,7 +104,7 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _line(*cells: object) -> str:
-    """A line of a table in Markdown; a bar in a cell, as in <|endoftext|>, would end the cell."""
+    """The row of a Markdown table with these cells; bars in a cell, as in <|endoftext|>, are escaped, since a bare one would end it."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -161,7 +161,10 @@ def _architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dic
 
 
 def _cuts_text_as_qwen2(loaded_model: Loaded) -> bool:
-    """Whether the tokenizer normalizes and cuts text as Qwen 2's, which AutoTokenizer makes for such a model whatever the file says."""
+    """Whether the tokenizer normalizes and cuts text as Qwen 2's does; true if there is none.
+
+    For every model of type qwen2 AutoTokenizer makes Qwen 2's tokenizer, whatever tokenizer.json says.
+    """
     if loaded_model.tokenizer is None:
         return True
     fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))

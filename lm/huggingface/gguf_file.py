@@ -122,7 +122,7 @@ class GGUF:
         shapes: shapes of the tensors, by transformers' names.
         types: the number of tensors of each type, e.g. {"Q4_1": 210}.
 
-    Raises RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used, by name.
+    Raises RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used (the error names it).
     """
 
     def __init__(self, path: Path):

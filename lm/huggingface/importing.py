@@ -147,13 +147,13 @@ def import_model(
     Args:
         source: a folder in the format of transformers (safetensors, also in shards), a GGUF file, or a name on the hub.
         length: training length in tokens; None: `max_position_embeddings`.
-        revision: of a model on the hub: commit, tag or branch.
+        revision: commit, tag or branch of a model on the hub.
         tokenizer: a tokenizer.json or a tokenizer's folder; None: the model's own.
         end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
 
     Raises:
         RunError: not a model, or one that can't be used (it names the field or tensor at fault); nothing is written.
-        ConfigError: a length that learned positions don't have, or that no data has; an argument that doesn't apply to `source`.
+        ConfigError: a training length above `LONGEST`, or other than the number of learned positions; an argument not meant for `source`.
     """
     check_new(target)
     model = open_source(source, revision, tokenizer)
@@ -268,7 +268,7 @@ def _checked_tokenizer(model: Source, start: str, vocabulary: int) -> Tokenizer:
 
 
 def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
-    """Parameters and their tensors, by name. Raises RunError: a tensor is missing, unknown or of another shape, or a tied head differs."""
+    """Parts, sorted by name. Raises RunError: a tensor is missing, unknown or of another shape, or a tied head isn't the embedding."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parts = list(architecture.placed(spec, fields, base))
     expected_shapes = {name: size for part in parts for name, size in part.tensors}
@@ -290,12 +290,14 @@ def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors:
 def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
     """Yield lm's parameters, (name, value), each read when asked for. Raises RunError: a tensor holds numbers that are not finite."""
     for part in parts:
-        pieces = [tensors.read(name) for name, _ in part.tensors]
+        pieces = []
+        for name, _ in part.tensors:
+            pieces.append(tensors.read(name))
+            if not pieces[-1].isfinite().all():
+                raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
         pieces = [piece.t() for piece in pieces] if part.transposed and pieces[0].dim() == 2 else pieces
         value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
         del pieces
-        if not value.isfinite().all():
-            raise RunError(f"{tensors.path}: {part.tensors[0][0]} holds numbers that are not finite")
         if part.scaled:
             rows, factor = part.scaled
             value = torch.cat((value[:rows] * factor, value[rows:]))

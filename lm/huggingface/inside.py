@@ -58,13 +58,13 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
 def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
     """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
 
-    They are `lm_normalizer` of the attention module: optimizers see them, `save_pretrained` saves them. A model that was read from a
-    folder or the hub with such parameters gets those, others initial values.
+    An attention module holds them as `lm_normalizer`: optimizers see them, `save_pretrained` saves them. If the folder or hub model that
+    `model` was read from has such parameters, their values are read from there; else they get initial values.
 
     train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
 
-    Raises ValueError: no normalizer of lm is named, the model's code takes none, it has the parameters already, or its folder has
-    parameters of another normalizer.
+    Raises ValueError: no normalizer of lm is named, the model's code takes no attention function, the model has the parameters already, or
+    it was saved with another normalizer.
     """
     config = model.config
     function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
@@ -108,7 +108,7 @@ def _read_saved(model: PreTrainedModel) -> None:
 
 
 def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: object) -> Tensor | None:
-    """The mask of `sdpa_mask`. Raises ValueError: models of this configuration compute attention by themselves, with other masks."""
+    """The mask that `sdpa_mask` makes of these arguments. Raises ValueError: a model that computes attention itself, with other masks."""
     model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type and not model_type.is_backend_compatible():
         raise ValueError(OWN_ATTENTION.format(model_type.__name__))

@@ -187,7 +187,7 @@ class Normalizer(nn.Module):
         return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, T, D) and keys (B, K, T, D) for scores q.k / sqrt(D)."""
+        """q (B, H, T, D) and k (B, K, T, D), changed such that softmax of q.k / sqrt(D) gives the weights; as they are if `elementwise`."""
         if self.unit:
             q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
         if self.factor is None:

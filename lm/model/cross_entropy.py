@@ -47,11 +47,11 @@ def chunk_tokens(weight: Tensor) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the negative log-likelihoods and of the z-loss, and these two terms, (2,); gradients are computed in the forward pass.
+    """The total of two terms, the summed negative log-likelihood and the z-loss, and both terms as one tensor (2,).
 
-    There each chunk's logits are at hand, so none are kept or computed twice; the backward pass only multiplies by the
-    incoming scalar. The two terms are one tensor: without a z-loss a scalar of the first term would equal the sum, and
-    torch.compile would make one tensor of this term and the sum, which then has no gradient (pytorch/pytorch#195357).
+    The forward pass computes gradients, too: it has each chunk's logits at hand, so none are kept or computed twice. The backward pass only
+    multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first would equal the total. torch.compile would
+    then make one tensor of these two, and the total would have no gradient (pytorch/pytorch#195357).
     """
 
     @staticmethod

@@ -64,10 +64,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Draw matrices ~ N(0, init_std^2), projections into the residual stream / sqrt(2 n_layer), or 0 (`out_init`); set biases to 0.
+        """Draw matrices from N(0, init_std^2), and set biases to 0; of normalizers draw only `hidden` matrices, from N(0, 1 / inputs).
 
-        With a base model (`model.transfer`) matrices are times `initial_scale`, and the last norm's gain is 1/m, a factor on the logits.
-        Normalizers keep their initial values but for `hidden` matrices, drawn ~ N(0, 1 / inputs); `normalizers_only`: draw only these.
+        Standard deviations are init_std / sqrt(2 n_layer) or 0 (`out_init`) in projections into the residual stream, init_std sqrt(n_embd)
+        in value embeddings. With `model.transfer` all of these are multiplied by `initial_scale`, and the last norm's gain is 1/m, with m
+        the width over the base model's. normalizers_only: draw only the normalizers' `hidden` matrices.
         """
         for name, parameter in self.named_parameters():
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
         self.run_block = torch.compile(_run_block, dynamic=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` does without all B x T x V."""
+        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all of them."""
         return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
@@ -213,7 +214,7 @@ def group_of(name: str, parameter: Tensor) -> str:
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
     """The rows of each projection in each fused matrix, by the matrix's name: {"q": rows, "k": rows, "v": rows} of `attention.qkv.weight`.
 
-    For optimizers that treat projections apart. A module with fused matrices has `fused`, {layer: {projection: number of rows}}, in order.
+    For optimizers that treat projections apart. A module's `fused` is {name of a linear layer: {projection: its number of rows}}, in order.
     """
     rows = {}
     for name, module in decoder.named_modules():

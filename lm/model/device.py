@@ -119,7 +119,7 @@ def resolve_compile(
 ) -> ResolvedSetting:
     """Whether to compile, `true` or `false`. `auto` takes the resumed run's choice, else compiles if there is a C++ compiler and it pays.
 
-    On a CPU `auto` does not compile training on tasks alone, whose eager steps leave out the queries before the first answer.
+    On a CPU, `auto` compiles no run that trains on tasks alone: only eager steps leave out the queries before the first answer.
 
     Args:
         flops: the FLOPs of the whole run.
@@ -206,7 +206,7 @@ class Device:
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
     """The sum over ranks of the tensors that `compute` gives, on the CPU. All ranks call it.
 
-    An error of `compute` on one rank is raised there, and a RunError, or OutOfTime if it is one, on the others: no rank is left waiting.
+    If `compute` fails on a rank, that rank raises the error and the others OutOfTime if it is that, else RunError: none is left waiting.
     """
     if device.world == 1:
         return compute().cpu()

@@ -40,7 +40,7 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """The spec that plain data (`lm.schema.to_plain`) describe; imports code that they name only if allowed. Raises ConfigError."""
+        """The spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: no spec, or one with a plugin not allowed."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = [Problem(name, None, "is missing") for name in sorted(names - plain.keys())] if isinstance(plain, Mapping) else []
         spec = build(cls, plain, "", problems)
@@ -58,7 +58,7 @@ class ModelSpec:
         ]
 
     def decoder(self) -> Decoder:
-        """A decoder for weights that are loaded: its parameters are not set."""
+        """A decoder whose parameters are not set, for weights to be loaded into."""
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)
 
 
@@ -72,10 +72,10 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
-    """Training FLOPs per token: 6 per matrix entry (embedding look-ups are free), 3 seq_len per dimension of keys and values in attention.
+    """Training FLOPs per token: 6 per matrix entry (embedding look-ups are free), 3 seq_len per dimension of each head's keys and values.
 
-    masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do: 6 N + 12 L H Q T, for N
-    parameters and L layers of H heads of size Q.
+    masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do. That makes 6 N + 12 L H Q T
+    for N parameters, L layers of H heads of size Q, and T = seq_len.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()

@@ -111,7 +111,7 @@ def applicable(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[I
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """A copy of `decoder` with the inference setting, in the same mode (training or evaluation), that shares its parameters.
 
-    Raises ConfigError: options that none of its normalizers has, or that training has fixed, or a temperature of RoPE that one undoes.
+    Raises ConfigError: options that no normalizer has or that training fixed; or RoPE's temperature, where scores don't scale with queries.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems := problems + setting.undone_temperature([decoder.config.normalizer], "inference"):

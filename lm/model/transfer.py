@@ -46,10 +46,10 @@ class Scaling:
 
 
 def initial_scale(config: ModelConfig, name: str) -> float:
-    """The factor on the initial standard deviation that a parameter of the decoder, by its name, has without `model.transfer`.
+    """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1 without it.
 
-    A hidden matrix has the base model's standard deviation times m^-1/2, a projection into the residual stream times m^-1/2 / l. Of 1/l,
-    l^-1/2 is in 1 / sqrt(2 n_layer), which stands without `model.transfer`, too; this factor has the rest.
+    A hidden matrix has the base model's standard deviation times m^-1/2, a projection into the residual stream times m^-1/2 / l. Of this
+    1/l, l^-1/2 comes from 1 / sqrt(2 n_layer), which all models have; the rest is in this factor.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):

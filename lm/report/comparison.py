@@ -41,7 +41,7 @@ class Line:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The subject and the inference setting, without those that are empty."""
+        """The subject (a task or source) and the inference setting, without those that are empty."""
         return tuple(filter(None, (self.subject, self.setting)))
 
 
@@ -75,7 +75,7 @@ class Section:
 
     @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
-        """The places on the axes of all series, (start, stop) by label, ascending: bins are sorted by their end in training lengths."""
+        """Places on the axes of all series, (start, stop) by label: ascending by `stop`; for bins by `stop` over the training length."""
         entries = [(series, *item) for series in self.series.values() for item in series.places.items()]
         order = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in entries}
         places = {label: place for _, label, place in entries}
@@ -102,7 +102,7 @@ class Section:
         return sums[0] if len(sums) == 1 else hashlib.sha256(", ".join(sums).encode()).hexdigest() if sums else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """The number of tokens, as text, that a run had seen when its series of the section were measured; None: it has none."""
+        """Number of tokens, as text, that a run had seen when its series in the section were measured; None if it has no such series."""
         run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
@@ -150,7 +150,7 @@ class RunComparison:
 
     @property
     def title(self) -> str:
-        """The labels of the arms; of a single arm with the names of its runs."""
+        """The labels of the arms, with `vs` between them; for a single arm its label and the names of its runs."""
         if len(self.arms) > 1:
             return " vs ".join(arm.label for arm in self.arms)
         return f"{self.arms[0].label}: {', '.join(printable(run.name) for run in self.arms[0].runs)}"
@@ -198,7 +198,7 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
 
 
 def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunComparison:
-    """The comparison of arms with the first of `names`, if the arm of that name has runs."""
+    """The comparison of arms that have runs with the baseline, the first of `names`; no differences if the baseline has no runs."""
     sections = _sections_of(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     mixed_arms = dict.fromkeys(

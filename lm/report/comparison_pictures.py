@@ -187,14 +187,14 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
 
 
 def _arm_traces(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
-    """The traces, given the number and the name of their arm."""
+    """Copies of the traces, with the arm's number (which decides the colour) and with the arm's name in their labels."""
     return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
 
 
 def _values(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
     """Traces of a line of an arm along the axis, where all runs of the arm have values.
 
-    Points have intervals; bins have them only if the arm has a single run. Controls have no intervals.
+    Points have intervals; bins have them only if the arm has a single run. Series that are controls (`Series.control`) have none.
     """
     by_seed, intervals = section.by_seed(arm, line), []
     run_series = [*by_seed.values()]

@@ -97,7 +97,7 @@ def _unit(unit: str) -> str:
 
 
 def _with_interval(unit: str, coverage: str) -> str:
-    """The unit, for a heading, of numbers with a 95 % interval over `coverage`."""
+    """The words for a column's heading: the unit, then `95% interval over` and the `coverage` of the intervals in the column."""
     return f"{unit}, 95% interval" + (f" over {coverage}" if coverage else "")
 
 
@@ -120,7 +120,7 @@ def _difference_table(comparison: RunComparison) -> Table:
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables, the warning and the notes on what runs lack."""
+    """Print the tables of a comparison (`comparison_tables`), then its `notes`."""
     print_tables(*comparison_tables(comparison), notes=notes(comparison), console=console)
 
 

@@ -82,7 +82,7 @@ def logged(evaluation: Evaluation) -> dict[str, float]:
 
 
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
-    """Print tables by kind of evaluation: few numbers in full; of many numbers the means over all places, and the ends of curves.
+    """Print tables for each kind of evaluation: of many metrics only the overall means, of long curves only the first and the last value.
 
     Runs with different data fingerprints are not comparable. `output`: the file or folder that holds all numbers.
     """

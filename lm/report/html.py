@@ -58,7 +58,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict on an arm (and size) as a card of the page shows it."""
+    """The verdict on an arm (at one of the `sizes`, if the experiment has several) as a card of the page shows it."""
 
     arm: str
     verdict: str

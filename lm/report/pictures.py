@@ -164,7 +164,7 @@ class Picture:
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """A picture of each panel, which a page arranges by its width; a picture with maps stays whole."""
+        """A picture of each panel, so that a page puts as many side by side as its width allows; a picture with maps stays whole."""
         if self.has_maps:
             return [self]
         single_panels = [panel and replace(self, panels=[panel], columns=1, names_arms=False) for panel in self.panels]
@@ -327,7 +327,7 @@ def _legend_lines(panel: Panel) -> int:
 
 
 def _trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
-    """Draw a trace. `is_alone`: it is its arm's only line, drawn as thick as a mean; `has_band`: a mean is drawn with its interval."""
+    """Draw a trace. `is_alone`: its arm has no other line, so that a seed is as thick as a mean; `has_band`: a mean has its interval."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     points = style | {"linestyle": "none"}

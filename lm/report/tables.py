@@ -181,7 +181,7 @@ def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """Lines (of `csv_text`) as the content of the file `path`: CSV or JSON by its suffix. Numbers that are not finite are null in JSON."""
+    """The content of the file `path`, CSV or JSON by its suffix: `lines`, maps of values by column name. JSON has null for NaN, inf."""
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 

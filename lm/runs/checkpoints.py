@@ -105,7 +105,7 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
 
 
 def link_checkpoint(name: str, path: Path) -> None:
-    """Make `name` (`last.ckpt`, `best.ckpt`) beside `path` the same file: a hard link, or a copy where hard links are unsupported."""
+    """Give the checkpoint `path` a second `name` in its folder (`last.ckpt`): a hard link, or a copy where hard links are unsupported."""
     link_path, temporary_path = path.parent / name, path.parent / f".{name}"
     try:
         temporary_path.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ Shape = Literal["number", "bins", "points"]
 class Axis:
     """The axis of a series, such as positions or sequence lengths.
 
-    `values` ascend. They are its points, one a column, or the edges of its `bins`: whole numbers from 0, one more than there are columns.
+    `values` ascend: points, one for each column of the series; or edges of `bins`, whole numbers from 0, one more than there are columns.
     """
 
     name: str  # such as `position in the sequence`
@@ -260,7 +260,7 @@ class Series:
     def reporting(self) -> "Series":
         """The series on the reporting documents of held-out text. Without such documents: the means over all of the text, no samples.
 
-        Curves of bins become as coarse as the bins are. A unit without a value is left out of the mean.
+        The `curve` over bins then has the mean of a bin at all places within it. A unit without a value is left out of the mean.
         """
         if not self.data_fingerprint or not self.samples:
             return self

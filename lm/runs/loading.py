@@ -78,7 +78,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
     """A run's configuration: the keys of its files, overridden by the shape and tokenizer of the model `init_from`, then by `overrides`.
 
     Only a model folder without a training run, or a swap of such a model, sets these keys: any other `init_from` changes nothing.
-    The folder's normalizer counts only where files and overrides name neither a normalizer nor phases (`lm swap`).
+    The folder's normalizer counts only where files and overrides name neither a normalizer nor phases. (`lm swap` puts another one in.)
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
@@ -106,8 +106,10 @@ def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys]:
 
 
 def _taken_keys(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys, Keys]:
-    """The keys that a run takes from a model of this description: the normalizer, if lm defines it; and shape, tokenizer, and number of
-    learned positions. In the run's text the token that starts a document ends the document before: it joins the `end_tokens`."""
+    """The keys that a run takes from a model: the normalizer, if lm defines it; and shape, tokenizer, and number of learned positions.
+
+    A model's `end_tokens`, if it has any, are joined by its start token, which in the run's text ends the document before.
+    """
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
     is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
@@ -330,7 +332,7 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
 def save_model(
     decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
 ) -> Path:
-    """Write a decoder, trained here or elsewhere, to the folder `out` as `lm export` does: for `load`, generation and the harness.
+    """Write a decoder, trained here or elsewhere, to the folder `out` as `lm export` does: for `load`, generation and `HarnessLM`.
 
     Args:
         decoder: the decoder with its weights, on any device.

@@ -26,7 +26,7 @@ from lm.schema import Plain, convert, flatten, yaml_scalar
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     """The settings, as dotted keys, of each start whose steps led to a run's weights; [] for a model without a training run.
 
-    A start at step s discards the steps after s of earlier starts.
+    A start is the first launch of a run or a resumption. A start at step s discards the steps after s of earlier starts.
 
     Raises ValueError: `starts` is no list of objects with a step.
     """
@@ -189,7 +189,7 @@ class RunRecord:
 
     @property
     def tokens_seen(self) -> int | None:
-        """Tokens trained on at the reported evaluation, else at the last logged step."""
+        """The number of tokens that the run had seen at the first of its `evaluations`; without evaluations, at the last logged step."""
         if self.evaluations:
             return self.evaluations[0].tokens_seen
         tokens = self.curve("train/loss").tokens

@@ -26,14 +26,14 @@ class LearnedCounts:
 
     @property
     def p(self) -> list[float]:
-        """The p of Fisher's test at each pair of rates; 1 where the difference has another direction than at the first pair."""
+        """The p of Fisher's test at each pair of learning rates; 1 where the difference has another direction than at the first pair."""
         arm_count, base_count = self.learned[0]
         tests = ((fisher_exact(a, self.ended, b, self.ended), np.sign(a - b)) for a, b in self.learned)
         return [p if sign == np.sign(arm_count - base_count) else 1.0 for p, sign in tests]
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
-    """The verdict on each arm (or pair of arm and size) by Fisher's exact test that arm and baseline are equally likely to learn.
+    """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test that arm and baseline are equally likely to learn.
 
     p is multiplied by the number of comparisons and by `looks` (as in `verdicts`). There is no verdict of equivalence: a handful of runs
     can't show that two probabilities are equal.

@@ -48,10 +48,11 @@ def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str |
 
 
 def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str | None]) -> dict[float | str, list[float | str | None]]:
-    """The cells without `ANY` that each rate's cell (`rate_cell`) stands for, by cell; {} if no cell has `ANY`.
+    """The cells without `ANY` that each cell of a rate (`rate_cell`) stands for, by this cell.
 
-    A cell with `ANY` stands for the cells that agree with it in all other keys, and for the middle value of this key in `grid`:
-    `best_rate` chooses it among equal rates. A key that has no value in the cells of `grid` is left out of all cells.
+    A run that lacks a tuned key has `ANY` in its cell. Such a cell stands for all `cells` with the same values of the other keys, and for
+    the cell with the missing key's middle value in `grid`: of equal rates `best_rate` chooses the middle one. A key that has no value in
+    the cells of `grid` is left out of all cells. Returns {} if no cell has `ANY`, or cells of `grid` have different numbers of keys.
     """
     cell_values, grid_values = ({cell: _texts(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
     if not any(ANY in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:

@@ -72,9 +72,9 @@ class Comparison:
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
-        """The interval of the difference between the arms at their best rates; `family` such intervals hold together with 95 %.
+        """The interval as in `interval`, but from any estimates, such as over seeds and documents; it contains `judged_pair`'s interval.
 
-        by_rates: (the arm's rates, the baseline's rates), the difference at each pair; ends of the interval that depend on a NaN are NaN.
+        by_rates: the estimate at each pair of rates, (the arm's, the baseline's). Ends of the interval that depend on a NaN are NaN.
         """
         if self.higher_is_better:
             mirror = replace(self, higher_is_better=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
@@ -134,7 +134,7 @@ class Verdict:
 
 
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1) -> dict[Name, Verdict]:
-    """The verdict on each arm (or pair of arm and size), all comparisons taken as one family.
+    """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one family.
 
     Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its verdict follows from
     this interval alone. With a probability of 95 % all intervals hold the true differences, and then no verdict of any kind is false. A
@@ -264,7 +264,7 @@ def p_exact(comparison: Comparison) -> float | None:
 def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
     """The two-sided p of no difference between the arms at their best rates.
 
-    p_below, p_above: (the arm's rates, the baseline's rates), one-sided p of a difference that is not below 0, and not above 0.
+    p_below, p_above: (arm's rates, baseline's rates), one-sided p of the hypotheses that the difference is not below 0, and not above 0.
     """
 
     def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:

@@ -144,7 +144,7 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups(config: Config, decoder: Decoder) -> str:
-    """Size, learning-rate factor, weight decay and epsilon, if set, of each group of parameters; its modules if several have its name."""
+    """Size, learning-rate factor, weight decay and any epsilon of each group of parameters. Groups that share a name list their modules."""
     groups, texts = parameter_groups(decoder, config.optim), []
     counts = Counter(group["name"] for group in groups)
     for group in groups:
@@ -172,9 +172,10 @@ def _epochs(store: Store, config: Config, sequences: TrainSequences) -> list[tup
 
 
 def _tasks(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
-    """The weight of each task; if the run draws more sequences than a task has different ones, both numbers.
+    """Name and weight of each task, and, if the run has to repeat a task's sequences, how many it draws and how many differ.
 
-    In a mixture with text also the fraction of targets that are answers, in the first sequences of each task at the first step's length.
+    With text in the mixture, the fraction of targets that are answers follows, in each task's first sequences at the first step's length.
+    fractions: the fraction of the run's tokens by sequence length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
     for weighted in config.data.tasks:

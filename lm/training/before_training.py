@@ -26,8 +26,8 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
     checkpoint: the checkpoint from which the run goes on, its own or the one that it branches from; None: the run starts at step 0.
 
-    Returns the configuration, with its number of steps if the run starts from weights, as their vocabulary is known. The second value is
-    the model that `init_from` names, for a new run; else None.
+    Returns the configuration and, for a new run, the model that `init_from` names, else None. The configuration has its number of steps
+    if a checkpoint or that model gives the vocabulary size, from which `tokens_per_parameter` is converted to steps.
 
     Raises:
         ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the configuration doesn't fit

@@ -228,7 +228,7 @@ class Metrics(StepCallback):
         self.progress.advance(step, loss, speed)
 
     def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[Named]:
-        """The metrics of the weights after `step`; the largest scores are measured on the first sequences of the step."""
+        """Yield the normalizers' parameters and, if configured, logit scales and largest attention scores on the step's first sequences."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
@@ -301,7 +301,7 @@ class Validate(Evaluations):
 
 
 class Evaluate(Evaluations):
-    """Makes all other measurements, at their own intervals, and measures the effect of a swap."""
+    """Makes all evaluations but the validation (`Validate`), at their own intervals, and measures the effect of a swap."""
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make the evaluations that are missing at the step from which training continues, and measure a new swap, as `lm swap` does."""
@@ -342,7 +342,7 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is a regular one, of which the last `keep_checkpoints` are kept."""
+        """Whether `step` is a multiple of `checkpoint_every` or the last step; of such checkpoints the last `keep_checkpoints` are kept."""
         return step % self.every == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:

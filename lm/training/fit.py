@@ -133,7 +133,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
 
 
 def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]) -> None:
-    """Write configuration, environment and tokenizer to the run folder, link its checkpoints, and delete its results of later steps."""
+    """Write configuration, environment and tokenizer, link `last.ckpt` and `best.ckpt`, and delete results of steps after `start.step`."""
     folder = config.run_folder
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
     write_json(folder / ENVIRONMENT, facts)

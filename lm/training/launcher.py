@@ -115,7 +115,10 @@ def _srun_process(config: Config, values: dict[str, int]) -> Process:
 
 
 def _without_launcher(config: Config, values: dict[str, int]) -> Process:
-    """The process without a launcher. Raises ConfigError: a rank other than 0, or one that would keep Lightning from starting processes."""
+    """The process of rank 0, which no launcher started; Lightning starts the run's other processes.
+
+    Raises ConfigError: a variable sets a rank other than 0, or any rank where Lightning starts others; or the run needs several machines.
+    """
     strays = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
     if strays:
         raise _variable_error(strays[0], values[strays[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")

@@ -29,7 +29,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). torch's class
     makes one product at a time, at which threads wait for each other. This class orthogonalises projections of one shape together.
-    Batches bound the memory of a step itself to 12 to 22 bytes x `BATCH_ELEMENTS`, or x the entries of the largest matrix.
+    It takes about `BATCH_ELEMENTS` entries at a time: a step's own memory is 12 to 22 bytes x these, or x the largest matrix's entries.
     The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
 
     Args: as for each of `BUILDERS`; Muon's options include AdamW's.
@@ -121,10 +121,10 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """The trained parameters with their names, as torch's groups, without empty groups. A group has `eps` if it is not the optimizer's.
+    """The trained parameters with their names, as torch's groups, none empty. `eps` is set only where it isn't the optimizer's epsilon.
 
-    `lr_factor`: the factor on the schedule's learning rate. Where the rate is transferred (`lm.model.transfer`), parameters of one group
-    whose factors differ are several groups of the same `name`. A step's decay takes the same fraction of a weight as in the base model.
+    `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose parameters have
+    different factors is split into groups of the same `name`. A step's decay takes the same fraction of a weight as in the base model.
     """
     scalings_by_name = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
     parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}

@@ -103,8 +103,9 @@ class PhaseStart:
 def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
-    The facts are `started_from`: `path`, `step`, `tokens`, `normalizer`, 12 digits of the digest of the `weights`, and the `arm` and
-    `seeds` of their run (lm/runs/record.py). `tokens_before` counts tokens of earlier runs, whose weights that run started from.
+    The facts are `started_from`: `path`, `step`, `tokens` and `normalizer` of the source, 12 digits of the digest of its `weights`.
+    `arm` and `seeds` are those of the run that trained it (lm/runs/record.py). If that run itself started from weights, `tokens_before`
+    counts the tokens on which these were trained.
 
     source: the model that `init_from` names. Its decoder is moved to the meta device.
 

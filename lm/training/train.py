@@ -93,7 +93,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
 
 
 def had_checkpoint(folder: Path) -> bool:
-    """Whether a run folder has results of steps after its run's first checkpoint; a run that was killed before it may start again."""
+    """Whether results in a run folder show that its run had saved a checkpoint; a run that was killed before its first may start again."""
     if not (folder / CONFIG).is_file():
         return False
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
