@@ -217,7 +217,7 @@ class Losses:
                     for line, baseline in pairs:
                         curves = self._curves(line, column) - self._curves(baseline, column)
                         estimate = over_seeds(curves.to_numpy())
-                        half, colour = estimate.half(), COLOURS[HUES[line.partition("_no")[0]]]
+                        half, colour = estimate.half_width(), COLOURS[HUES[line.partition("_no")[0]]]
                         axes.plot(curves.index, estimate.mean, color=colour, linewidth=2, label=self.labels[line].partition(", ")[0])
                         axes.fill_between(curves.index, estimate.mean - half, estimate.mean + half, color=colour, alpha=0.2, linewidth=0)
                     axes.set_xscale("log", base=2)

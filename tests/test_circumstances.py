@@ -19,7 +19,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.summary import summary_lines
 from lm.files import json_bytes, read_json, write_json
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
-from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED
+from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
 
 SEEDS = {"tune": None, "seeds": [1, 2, 3]}
 MORE = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}}
@@ -29,9 +29,9 @@ SETTLED = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "
 def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
     """An experiment all of whose runs have ended, as its first start settled it."""
     procedure = Procedure(read_experiment(written(folder, **SEEDS | changes), overrides))
-    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
     procedure = open_experiment(procedure.experiment.file, overrides)
-    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {PLAN: plan_of(procedure.experiment)})
+    write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: plan_of(procedure.experiment)})
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
@@ -103,7 +103,7 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
 def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):
     plan = {"tune": None, "seeds": [1, 2, 3], "more_seeds": [4, 5]}
     procedure = Procedure(read_experiment(written(tmp_path, **plan), overrides))
-    write_json(procedure.experiment.folder / RESOLVED, SETTLED | {"seeds": [1, 2, 3, 4, 5], PLAN: plan_of(procedure.experiment)})
+    write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {"seeds": [1, 2, 3, 4, 5], PLAN: plan_of(procedure.experiment)})
     for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **plan), overrides).notes())
@@ -154,13 +154,13 @@ def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrid
 
 def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_path, overrides):
     experiment = started(tmp_path, overrides).experiment
-    (experiment.folder / RESOLVED).unlink()
+    (experiment.folder / RESOLVED_FILE).unlink()
     for _ in range(2):
         procedure = open_experiment(experiment.file, overrides)
         assert exploratory(procedure) == ["ssmax"]
         assert any("what was planned before the first run is not known" in note for note in procedure.notes())
-        write_json(experiment.folder / RESOLVED, SETTLED | {PLAN: None})  # as a start after the loss leaves it
-    write_json(experiment.folder / RESOLVED, SETTLED)
+        write_json(experiment.folder / RESOLVED_FILE, SETTLED | {PLAN: None})  # as a start after the loss leaves it
+    write_json(experiment.folder / RESOLVED_FILE, SETTLED)
     procedure = open_experiment(experiment.file, overrides)
     assert exploratory(procedure) == []
     assert procedure.notes() == ["resolved.json is of an earlier version, which did not record primary metric and arms"]
@@ -171,7 +171,7 @@ def test_before_anything_is_measured_the_plan_may_change(arguments, tmp_path):
 
     folder = start(written(tmp_path, tune=None), arguments[1:]).experiment.folder
     start(written(tmp_path, tune=None, primary={"matters": 0.2}), arguments[1:])
-    assert read_json(folder / RESOLVED)[PLAN]["primary"]["matters"] == 0.2
+    assert read_json(folder / RESOLVED_FILE)[PLAN]["primary"]["matters"] == 0.2
 
 
 def test_so_may_the_seeds(arguments, tmp_path):
@@ -179,7 +179,7 @@ def test_so_may_the_seeds(arguments, tmp_path):
 
     start(written(tmp_path, tune=None), arguments[1:])
     assert start(written(tmp_path, tune=None, seeds=[2, 3, 5], more_seeds=[4]), arguments[1:]).notes()[1:] == []
-    assert read_json(tmp_path / "runs" / "trial" / RESOLVED)["seeds"] == [2, 3, 5, 4]
+    assert read_json(tmp_path / "runs" / "trial" / RESOLVED_FILE)["seeds"] == [2, 3, 5, 4]
 
 
 def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(arguments, tmp_path, monkeypatch):

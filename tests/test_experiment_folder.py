@@ -20,7 +20,7 @@ from lm.experiments.experiment_folder import open_experiment, other_runs
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.files import read_json, write_json
-from lm.runs.folder import CONFIG, RESOLVED
+from lm.runs.folder import CONFIG, RESOLVED_FILE
 
 pytestmark = pytest.mark.usefixtures("untimed")
 SHORT = ["trainer.max_steps=4", "optim.warmup_steps=1", "eval.every=2"]
@@ -124,13 +124,15 @@ def test_steps_that_follow_from_tokens_are_those_of_the_first_start(tmp_path, ru
     overrides = ["data.source.paths=[.]", runs]
     path = written(tmp_path, tune=None, sizes=SIZES)
     procedure = ended(path, overrides)
-    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": overrides})
+    write_json(procedure.experiment.folder / RESOLVED_FILE, {"precision": 32, "compile": False, "threads": 1, "overrides": overrides})
     longer = {name: {"trainer.max_steps": 2 * size["trainer.max_steps"]} for name, size in SIZES.items()}
     with pytest.raises(
         RunError, match=r"8 ended runs .*: trainer\.max_steps=4 \(asked for: 8\); to train what is asked for now, add --anew$"
     ):
         open_experiment(written(tmp_path, tune=None, sizes=longer), overrides)
-    write_json(procedure.experiment.folder / RESOLVED, {"precision": 32, "compile": False, "threads": 1, "overrides": [*overrides, "a=b"]})
+    write_json(
+        procedure.experiment.folder / RESOLVED_FILE, {"precision": 32, "compile": False, "threads": 1, "overrides": [*overrides, "a=b"]}
+    )
     with pytest.raises(RunError, match=r"goes on with them: .* a=b; to train"):
         open_experiment(written(tmp_path, tune=None, sizes=longer), overrides)
 
@@ -150,7 +152,7 @@ def test_the_first_start_keeps_its_overrides(tmp_path, arguments):
     path = written(tmp_path, tune=None)
     folder = start(path, arguments[1:]).experiment.folder
     start(path, [*arguments[1:], "log.progress=none"])
-    assert read_json(folder / RESOLVED)["overrides"] == json.loads(json.dumps(arguments[1:]))
+    assert read_json(folder / RESOLVED_FILE)["overrides"] == json.loads(json.dumps(arguments[1:]))
 
 
 @pytest.mark.parametrize("tune", [None, TUNED["tune"]], ids=["untuned", "tuned"])

@@ -35,13 +35,13 @@ def test_the_interval_over_seeds_and_documents_counts_the_interaction_once():
     assert of_seeds + of_documents - of_both > 1.2 * max(of_seeds, of_documents), "no floor holds it"
     degrees = (of_seeds + of_documents) ** 2 / (of_seeds**2 / (seeds - 1) + of_documents**2 / (documents - 1))  # Satterthwaite's
     half = student.ppf(0.975, degrees) * np.sqrt(of_seeds + of_documents - of_both)
-    assert float(estimate.half()) == pytest.approx(half, rel=0.02)
+    assert float(estimate.half_width()) == pytest.approx(half, rel=0.02)
     assert float(estimate.mean) == pytest.approx(3)
 
 
 def test_without_noise_of_documents_the_interval_is_students_over_seeds_and_without_that_of_seeds_over_documents():
     for count, estimate in ((8, crossed(8, 12, 1.0, 0.0, 0.0)), (12, crossed(8, 12, 0.0, 1.0, 0.0))):
-        assert float(estimate.half()) == pytest.approx(student.ppf(0.975, count - 1) / np.sqrt(count), rel=1e-6)
+        assert float(estimate.half_width()) == pytest.approx(student.ppf(0.975, count - 1) / np.sqrt(count), rel=1e-6)
 
 
 def test_a_paired_difference_is_the_first_minus_the_second():

@@ -162,8 +162,8 @@ class ForgetNormalizer(SoftmaxNormalizer):
         running_sum = log_f.cumsum(-1)  # (B, H, S), across documents: only differences within a document are used
         mask = visible.expand(*q.shape[:2], *visible.shape[-2:])
         first_key = mask.int().argmax(-1)  # (B, H, T), the first key of the query's document
-        query_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(-1, first_key)
-        return logits(q, k) + query_sum.unsqueeze(-1) - running_sum.unsqueeze(-2)
+        log_f_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(-1, first_key)
+        return logits(q, k) + log_f_sum.unsqueeze(-1) - running_sum.unsqueeze(-2)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from lm.experiments.summary import measured_words, print_verdicts, summary_lines
 from lm.files import json_bytes, write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, from_lines, print_tables
-from lm.runs.folder import RESOLVED
+from lm.runs.folder import RESOLVED_FILE
 from lm.schema import Plain
 from lm.statistics.tuning import rate_words
 from lm.training.mirror import send_report
@@ -127,7 +127,7 @@ def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
     experiment = open_experiment(path, overrides, 1, work.anew).experiment
     cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
-    if not (experiment.folder / RESOLVED).exists():
+    if not (experiment.folder / RESOLVED_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
         cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew)))
 

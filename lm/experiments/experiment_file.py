@@ -21,7 +21,7 @@ from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.experiments.experiment import KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
 from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
-from lm.runs.folder import CONFIG, DIVERGED, RESOLVED, SWAPPED
+from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
 from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
 from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_words, read_rate
 from lm.statistics.verdicts import FEWEST_SEEDS
@@ -39,7 +39,7 @@ class _File:
 
 TOKENS = "trainer.tokens_per_parameter"
 _REMEDY = "tuning.csv, which `lm compare` writes, has the form"
-_FILES = ("compare.lock", "pilot.json", RESOLVED, "tuning.csv", "verdicts.csv", "verdicts.json")
+_FILES = ("compare.lock", "pilot.json", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
 TAKEN = {
     "arms": (".", ".."),
     "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES),

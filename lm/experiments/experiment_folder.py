@@ -24,16 +24,16 @@ from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
 from lm.machine import threads_each
 from lm.plugins import PLUGINS, is_version
 from lm.runs.evaluations import selects
-from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED, step_path
+from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
 from lm.schema import Plain, build, convert, to_plain
 from lm.statistics.tuning import coordinates, rate_of
 
 if TYPE_CHECKING:
     from lm.model.device import ResolvedSetting
 
-PLAN = "plan"  # key in RESOLVED: the plan; null: unknown, as the file was written after final runs were measured
-_CODE = "code"  # key in RESOLVED: versions of the plugins (code from outside lm) that runs are trained with
-_OVERRIDES = "overrides"  # key in RESOLVED: the overrides of the first start
+PLAN = "plan"  # key in RESOLVED_FILE: the plan; null: unknown, as the file was written after final runs were measured
+_CODE = "code"  # key in RESOLVED_FILE: versions of the plugins (code from outside lm) that runs are trained with
+_OVERRIDES = "overrides"  # key in RESOLVED_FILE: the overrides of the first start
 
 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
@@ -46,12 +46,12 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
         jobs: the number of runs at a time, on which the number of threads depends.
         anew: open the experiment although its folder has none of its runs, but ended runs of another configuration (`other_runs`).
 
-    Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED is damaged, or `anew` is needed.
+    Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is needed.
     """
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
-    settings_file = experiment.folder / RESOLVED
+    settings_file = experiment.folder / RESOLVED_FILE
     settings = read_json(settings_file) if settings_file.exists() else _machine_settings(experiment, jobs)
     if problem := _first_problem(settings):
         raise RunError(f"{settings_file}: {problem}; bring it back, or delete it, and the next start writes it anew")
@@ -79,7 +79,7 @@ def start(
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
     experiment = procedure.experiment
     _check_parts(experiment, store)
-    trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED
+    trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED_FILE
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
     file_experiment = read_experiment(path, overrides)
     if timed and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
@@ -176,7 +176,7 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
     """The overrides that continue the runs in the experiment's folder: its present ones, but with the runs' values (first of each pair) for
     the differing keys. Without differing keys: the overrides of its first start, or None if they are unknown or the present ones."""
     if not differing_values:
-        settings_file = experiment.folder / RESOLVED
+        settings_file = experiment.folder / RESOLVED_FILE
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
         return None if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides else tuple(first_overrides)
     other_overrides = (text for text in experiment.overrides if text.partition("=")[0] not in differing_values)
@@ -266,7 +266,7 @@ def _baseline(arms: dict[str, dict[str, str]]) -> str:
 def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tuple[Departure, ...]:
     """Changes since the recorded plan; none before a final run was measured.
 
-    settings: the content of RESOLVED; None: there is no such file.
+    settings: the content of RESOLVED_FILE; None: there is no such file.
 
     Raises RunError: the recorded plan is damaged.
     """
@@ -275,9 +275,9 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
     if (plan and not is_another(plan, current_plan)) or not is_measured(experiment):
         return ()
     if settings is not None and PLAN not in settings:
-        return (Departure(f"{RESOLVED} is of an earlier version, which did not record primary metric and arms", exploratory=False),)
+        return (Departure(f"{RESOLVED_FILE} is of an earlier version, which did not record primary metric and arms", exploratory=False),)
     if plan is None:
-        return (Departure(f"what was planned before the first run is not known: {RESOLVED} was not there when final runs were"),)
+        return (Departure(f"what was planned before the first run is not known: {RESOLVED_FILE} was not there when final runs were"),)
     try:
         plan_time, changes = plan["at"], []
         for block, exploratory in (("primary", True), ("tune", False)):
@@ -297,7 +297,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
             changes.append(Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}"))
         return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms, plan_time))
     except (KeyError, TypeError, AttributeError):
-        raise RunError(f"{experiment.folder / RESOLVED}: its `{PLAN}` is damaged; bring it back") from None
+        raise RunError(f"{experiment.folder / RESOLVED_FILE}: its `{PLAN}` is damaged; bring it back") from None
 
 
 def _extends(value: Plain, planned_value: Plain) -> bool:

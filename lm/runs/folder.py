@@ -24,7 +24,7 @@ from lm.schema import Plain, convert, suggest, type_name
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
 SWAPPED = "swapped"  # name in an experiment's folder: swapped weights that runs start from
-RESOLVED = "resolved.json"  # name in an experiment's folder: settings that its first start fixed for all runs
+RESOLVED_FILE = "resolved.json"  # name in an experiment's folder: settings that its first start fixed for all runs
 TRAINING = "another process is training in this run folder; wait for it or stop it"  # the reason why a locked folder is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
 
@@ -60,7 +60,7 @@ def require_run(folder: Path, *files: str) -> None:
         neighbours = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         suggestion = suggest(folder.name, neighbours)
         raise RunError(f"{folder}: no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}")
-    if (folder / RESOLVED).is_file():
+    if (folder / RESOLVED_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
         raise RunError(f"{folder}: the folder of an experiment, not of a run; {advice}")
     if absent_names := [name for name in files if not (folder / name).is_file()]:

@@ -61,7 +61,7 @@ class Estimate:
         floors = tuple(floor[index] for floor in self.floors)
         return Estimate(self.mean[index], self.error[index], self.degrees[index], self.coverage, floors)
 
-    def half(self, family: int = 1) -> np.ndarray:
+    def half_width(self, family: int = 1) -> np.ndarray:
         """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
 
         For equal values it is 0, or infinite where they are too few for the sign-flip test to reach this level.
@@ -71,12 +71,12 @@ class Estimate:
         tail = ALPHA / 2 / family
         exact_half = np.where(0.5 ** (self.degrees + 1) <= tail, 0.0, np.inf)
         half = np.where(self.error == 0, exact_half, stdtrit(self.degrees, 1 - tail) * self.error)
-        return np.maximum.reduce([half, *(floor.half(family) for floor in self.floors)])
+        return np.maximum.reduce([half, *(floor.half_width(family) for floor in self.floors)])
 
     def p(self, sign: int) -> np.ndarray:
         """One-sided p, (...,), of the hypothesis that a mean is not below 0 (`sign` 1), or not above it (`sign` -1).
 
-        It is at most 0.025 / family where the interval by `half(family)` lies below 0 (`sign` 1) or above 0 (`sign` -1).
+        It is at most 0.025 / family where the interval by `half_width(family)` lies below 0 (`sign` 1) or above 0 (`sign` -1).
         """
         from scipy.special import stdtr
 
@@ -87,7 +87,7 @@ class Estimate:
 
     def interval(self, family: int = 1) -> Interval:
         """The interval of the mean of a single sample; `family` such intervals hold together with 95 %."""
-        mean, half = float(self.mean), float(self.half(family))
+        mean, half = float(self.mean), float(self.half_width(family))
         return Interval(mean, mean - half, mean + half, self.coverage)
 
 

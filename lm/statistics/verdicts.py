@@ -83,8 +83,8 @@ class Comparison:
         shared_estimate = by_rates[:, : self.n_shared_rates]
         all_pairs = self.all_pairs
         arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
-        high = hardest_claim(by_rates.mean + by_rates.half(arm_rates * family), all_pairs)
-        low = -hardest_claim((shared_estimate.half(base_rates * family) - shared_estimate.mean).T, all_pairs)
+        high = hardest_claim(by_rates.mean + by_rates.half_width(arm_rates * family), all_pairs)
+        low = -hardest_claim((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, all_pairs)
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
 
