@@ -143,7 +143,8 @@ def read(plain: Mapping[str, Plain]) -> Options | None:
 
 
 def label(plain: Mapping[str, Plain]) -> str:
-    """The label of the options that a run folder holds; options that this version of lm can't read are labelled with all values."""
+    """The label of a normalizer by its options in a run folder, such as `ssmax (n=sample)`: those that differ from the defaults; all if
+    this version of lm can't read them."""
     if plain["name"] == Layers.name:
         return _listed(map(label, plain["of"]))
     options = read(plain)

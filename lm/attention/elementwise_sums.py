@@ -28,7 +28,7 @@ OLDEST_TRITON = (3, 4)
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of a score, in three forms: the tiles of this module use the two that overwrite their arguments."""
+    """A function f of scores z: `value` gives f(z); `value_` and `derivative_`, which tiles use, overwrite their arguments."""
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z

@@ -103,7 +103,7 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
 
 
 def _parse_content(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
-    """The tokenizer of a tokenizer.json, which `content` reads; errors name its `source` and the configuration `key`."""
+    """The tokenizer of a tokenizer.json, whose text `content()` returns; errors name its `source` and the configuration `key`."""
     with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
         try:
             return parse_tokenizer(content(), end_of_text)

@@ -75,7 +75,7 @@ class RandomKeys:
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
-    """The quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys of the largest |weights|, for each N in `counts`.
+    """d~, N_s and their bounds (Theorems 1 and 2 of arXiv 2508.17821) for the N keys of the largest |weights|, for each N in `counts`.
 
     weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E).
     """

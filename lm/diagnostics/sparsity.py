@@ -70,7 +70,7 @@ def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of weights relu(score)^2, r, Phi and phi from `_ratio`; 1 / sqrt(6) at r = 0.
+    """S = E w / sqrt(E w^2) of weights w = relu(score)^2; 1 / sqrt(6) at r = 0. `_ratio` gives r, Phi and phi.
 
     ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi)
     """

@@ -232,11 +232,11 @@ def statistics_of(
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
-    """The length at which a model trained on recall of pairs is predicted to fail (docs/half-length.md), under each inference setting.
+    """Two series by inference setting: the length at which a model of recall is predicted to fail (docs/half-length.md), and by sequence
+    length the predicted weight of the retrieving head on the key asked for.
 
-    Other series have, by sequence length, the predicted weight of the retrieving head on the key asked for. Models with RoPE or
-    learned positions, and models of other tasks, have no series: the prediction was not tested on them. The length is left out if the
-    weight is below 1/2 at the training length already, or at no length.
+    Models with RoPE or learned positions, and models of other tasks, have no series: the prediction was not tested on them. The
+    length is left out if the weight is below 1/2 at the training length already, or at no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):

@@ -133,8 +133,8 @@ def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
 
 
 def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
-    """Train the runs of an experiment, and the runs of its second look if it needs one. Returns the procedure of its last look. Raises
-    RunsFailed."""
+    """Train the runs of an experiment, then the runs with `more_seeds` (the second look) if a comparison is undecided. Returns the
+    procedure of the last look. Raises RunsFailed."""
     experiment = procedure.experiment
     jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
     with live_table(jobs, times):

@@ -63,7 +63,7 @@ class Architecture(ABC):
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
         """The configuration of the model nearest to `spec` that this architecture has; `read` of it gives that model's spec."""
 
-    def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
+    def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
         """The factor on a layer's queries with which q.k / sqrt(D), D the head size, gives this architecture's scores."""
         return 1.0
 
@@ -79,7 +79,7 @@ class Architecture(ABC):
             rows = [part.stop - part.start for part in slices[f"{full_name.removesuffix(kind)}weight"].values()] if names[1:] else shape[:1]
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
-            factor = self.scaled_queries(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
+            factor = self.query_scale(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
             scaled_rows = (spec.model.n_embd, factor) if factor != 1 else None
             yield Part(full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows)
 
@@ -106,7 +106,7 @@ class GPT2(Architecture):
         if activation not in self.activations:
             raise fields.refused("activation_function", f"only {', '.join(self.activations)} are read")
         for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-            fields.take(name, bool, default)  # read again in `scaled_queries`
+            fields.take(name, bool, default)  # read again in `query_scale`
         model = ModelConfig(
             n_layer=fields.size("n_layer", 12, MOST_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
             n_mlp=fields.size("n_inner", 4 * width),
@@ -127,8 +127,8 @@ class GPT2(Architecture):
             "embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0,
         }  # fmt: skip
 
-    def scaled_queries(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """The factor on queries: sqrt(D) if scores aren't divided by it, else 1; divided by the layer's number, from 1, if scores are."""
+    def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
+        """sqrt(D) if the model doesn't divide scores by it, else 1; over the layer's number (from 1) if scores are divided by that."""
         scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
 
