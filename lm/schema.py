@@ -57,7 +57,7 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 
 @dataclass(frozen=True)
 class Effect:
-    """What a key affects, whether a resumed run may change it, and the commands it acts in; values left undeclared are its block's."""
+    """The effect of a key, whether a resumed run may change it, and the commands it acts in; values left undeclared are its block's."""
 
     # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
     # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
