@@ -228,7 +228,7 @@ class Losses:
                 row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
             handles, words = panels[0, 0].get_legend_handles_labels()
             figure.legend(
-                handles, words, loc="outside upper center", ncols=2 if len(max(words, key=len)) > 25 else 4, frameon=False, fontsize=9
+                handles, words, loc="outside upper center", ncols=2 if max(map(len, words)) > 25 else 4, frameon=False, fontsize=9
             )
             for axes, column in zip(panels[0], columns, strict=True):
                 axes.set_title(f"RoPE: {column}", fontsize=9)

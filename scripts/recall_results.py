@@ -167,14 +167,12 @@ class Recall:
             cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]" if margin.min() < MOST else f"more than {MOST}"]
             predicted = _tokens(float(run["predicted half-length"].median()), "never")
             cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
-            lines.append([self._row(row), self.labels[arm], *cells, self._half_length(arm, row)])
+            lines.append([self._row(row), self.labels[arm], *cells, self.half_length(arm, row)])
         return markdown(lines)
 
-    def half_length(self, arm: str) -> str:
-        """Words for the median length at which accuracy of a tuned arm falls below one half, at its best rate."""
-        return self._half_length(arm, self.rates(arm)[0])
-
-    def _half_length(self, arm: str, row: float) -> str:
+    def half_length(self, arm: str, row: float | None = None) -> str:
+        """Words for the median length at which an arm's accuracy falls below 1/2. `row`: rate or size; None: a tuned arm's best rate."""
+        row = self.rates(arm)[0] if row is None else row
         by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
         observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
         n_fallen, median = int(np.isfinite(observed).sum()), float(np.median(observed))
@@ -196,7 +194,7 @@ class Recall:
         cells = [_spread(self.accuracies[arm, rate, length]) for length in self.lengths]
         for length in self.deciding:
             verdict = self.verdicts.get((arm, rate, length))
-            cells.append(verdict_words(verdict) if verdict else "")
+            cells.append(self.words(verdict) if verdict else "")
         return cells
 
     def overview(self) -> bytes:

@@ -222,14 +222,14 @@ SHOWN = (
     ),
 )
 
-FIXED, THETA = "ssmax_fixed", "theta x 50"
-HEADLINES = (  # rows of the table at the top of docs/results.md: what was measured, the place in docs/, and keys of a result's verdicts
+FIXED, (_, THETA) = "ssmax_fixed", EXTENDED
+HEADLINES = (  # rows of the table at the top of docs/results.md: what was measured, its page, the result's place, the verdict's key
     ("recall at 256 times, exploratory", "retrieval.md#the-control-at-tuned-rates", "recall-tuned", ("ssmax", 3e-3, 16384)),
     ("", "", "recall-tuned", ("softmax", 6e-3, 16384)),
-    ("the same, 2,400 steps", "retrieval.md#a-temperature-put-in-after-training", "recall-after", ("ssmax", 2400, 16384)),
+    ("recall after 2,400 steps", "retrieval.md#a-temperature-put-in-after-training", "recall-after", ("ssmax", 2400, 16384)),
     ("", "", "recall-after", ("softmax", 2400, 16384)),
     ("", "", "recall-after", ("after_half", 2400, 16384)),
-    ("the same, after a swap", "when-to-swap.md", "when-to-swap", ("after", 3e-3, 16384)),
+    ("recall after a swap, 600 steps", "when-to-swap.md", "when-to-swap", ("after", 3e-3, 16384)),
     ("", "", "when-to-swap", ("at_90_b", 3e-3, 16384)),
     ("needles at 16 times, exploratory", "needle-in-text.md", "needle", ("ssmax", 1e-3, 4096)),
     ("", "", "needle", ("softmax", 2e-3, 4096)),
@@ -241,7 +241,7 @@ HEADLINES = (  # rows of the table at the top of docs/results.md: what was measu
     ("loss of code at 8 times", "length.md#on-code", "eight-times-code", ("ssmax", FIXED, THETA)),
     ("loss of speeches at 8 times, after a swap", "when-to-swap.md#on-text", "when-to-swap-text", ("after", "ssmax", THETA)),
     ("", "", "when-to-swap-text", ("softmax", "ssmax", THETA)),
-    ("the same by normalizer", "text-normalizers.md", "text-all", ("stick_breaking", "softmax", THETA)),
+    ("loss of speeches at 8 times, by normalizer", "text-normalizers.md", "text-all", ("stick_breaking", "softmax", THETA)),
     ("", "", "text-all", ("forget", "softmax", THETA)),
     ("", "", "text-all", ("ssmax", "softmax", THETA)),
     (
@@ -260,7 +260,7 @@ HEADLINES = (  # rows of the table at the top of docs/results.md: what was measu
 )
 
 
-def overview() -> str:
+def main_verdicts() -> str:
     """The verdicts of `HEADLINES` in Markdown: accuracies in points, losses in nats."""
     results, lines = {result.place: result for result in SHOWN}, [["measured", "arm", "minus", "difference", "over"]]
     for measured, page, place, key in HEADLINES:
@@ -291,7 +291,7 @@ def files() -> dict[Path, bytes]:
         if picture := result.drawn():
             pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
     page = ROOT / "docs" / "results.md"
-    pages[page] = filled(page.read_text(encoding="utf-8"), "overview", overview())
+    pages[page] = filled(page.read_text(encoding="utf-8"), "overview", main_verdicts())
     runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
     numbers = predictors.predictions(runs)
     pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, numbers))

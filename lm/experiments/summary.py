@@ -36,10 +36,10 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """Differences of tuning runs, arm minus baseline, at every rate that both have: a list over seeds; {} before rates are chosen. A
-    run's value is the primary metric on selecting documents; with `primary.learned` it is 1 if the run has learned, else 0. With
-    `primary.reach` it is the logarithm of the tokens. A difference is infinite where one of the two runs has an infinite value, as it
-    diverged or never reached `primary.reach`. Seeds at which both have one are left out."""
+    """Differences of tuning runs, arm minus baseline, at every rate that both have: a list over seeds; {} before rates are chosen, or if
+    the arm is not tuned. A run's value is the primary metric on selecting documents; with `primary.learned` it is 1 if the run has
+    learned, else 0. With `primary.reach` it is the logarithm of the tokens. A difference is infinite where one of the two runs has an
+    infinite value, as it diverged or never reached `primary.reach`. Seeds at which both have one are left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:

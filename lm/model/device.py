@@ -16,8 +16,8 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
 from lm.schema import Plain
 
-# FLOPs above which torch.compile saves more time than it takes (docs/speed.md): COMPILE_PAYS of all runs together that share its code,
-# LOADING_PAYS of each run, which must load that code.
+# FLOPs above which torch.compile saves more time than it takes (docs/speed.md): COMPILE_PAYS_FLOPS of all runs together that share its
+# code, LOADING_PAYS_FLOPS of each run, which must load that code.
 COMPILE_PAYS_FLOPS = {"cpu": 1e14, "gpu": 2e16}
 LOADING_PAYS_FLOPS = {"cpu": 3e13, "gpu": 4e15}
 # The same in seconds of eager runs, where these are measured: compiling takes 20, loading 4, and compiled code saves about a twentieth.

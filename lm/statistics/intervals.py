@@ -29,7 +29,7 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether the interval has finite ends and a length above 0; equal values give length 0 or infinite ends (`Estimate.half`)."""
+        """Whether the interval has finite ends and a length above 0. Equal values give length 0 or infinite ends (`half_width`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def picture_values(self) -> list[float]:
