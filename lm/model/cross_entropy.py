@@ -41,9 +41,14 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def chunk_tokens(weight: Tensor) -> int:
-    """The number of tokens whose logits are held at a time, for a head with the matrix `weight` (V, C)."""
-    return max(64, CHUNK_LOGITS[weight.device.type] // weight.size(0))
+def chunk_tokens(vocab_size: int, device_type: str) -> int:
+    """The number of tokens whose logits are held at a time."""
+    return max(64, CHUNK_LOGITS[device_type] // vocab_size)
+
+
+def cached_tokens(vocab_size: int, device_type: str) -> int:
+    """The number of tokens whose logits' exponentials are computed together."""
+    return max(1, CACHED_LOGITS[device_type] // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -60,10 +65,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         terms = hidden.new_zeros(2, dtype=torch.float32)
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        matrix, size = weight.to(dtype), chunk_tokens(weight)
+        vocab_size, device_type = weight.size(0), weight.device.type
+        matrix, size, rows = weight.to(dtype), chunk_tokens(vocab_size, device_type), cached_tokens(vocab_size, device_type)
         grad_hidden = torch.empty_like(hidden) if train else None  # filled in place, as in `_over_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        rows = max(1, CACHED_LOGITS[weight.device.type] // weight.size(0))
         for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
             h_low = h.to(dtype)
             logits = h_low @ matrix.t()  # (n, V), which `_chunk_sums` overwrites with their gradient
@@ -151,7 +156,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     divergences = torch.empty(len(p), device=p.device)
-    size = max(64, chunk_tokens(p_head.weight) // 4)  # the log-softmax and the sum's terms are held, too
+    size = max(64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4)  # the log-softmax and the sum's terms are held, too
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
@@ -180,7 +185,7 @@ def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, h
 
     Results are written in place: a tensor allocated between the logits of two chunks may keep glibc from reusing the logits' memory.
     """
-    results, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight)
+    results, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight.size(0), hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
         for result, h, *part in zip(*(x.split(size) for x in (results, hidden, *tensors)), strict=True):

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lm.attention.routes import counted_on
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
-from lm.model.cross_entropy import CACHED_LOGITS, CHUNK_LOGITS, Head
+from lm.model.cross_entropy import Head, cached_tokens, chunk_tokens
 from lm.model.decoder import Decoder
 from lm.training.optimizers import implied_state
 
@@ -98,8 +98,8 @@ def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> l
     the loss needs as it forms these gradients chunk by chunk (`lm.model.cross_entropy`)."""
     weight, (n_tokens, width), n_bytes = head.weight, hidden.flatten(0, -2).shape, 2 if bf16 else 4
     vocab_size = len(weight)
-    n_chunk = min(n_tokens, max(64, CHUNK_LOGITS[device] // vocab_size))
-    n_cached = min(n_chunk, max(1, CACHED_LOGITS[device] // vocab_size))
+    n_chunk = min(n_tokens, chunk_tokens(vocab_size, device))
+    n_cached = min(n_chunk, cached_tokens(vocab_size, device))
     gradients = [torch.empty_like(hidden), *([torch.empty_like(weight)] if weight.requires_grad else [])]
     copy = torch.empty(n_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
     # The chunk's logits, and the largest of: fp32 logits, probabilities and softcap of some tokens, and the products for both gradients.
