@@ -16,8 +16,8 @@ __all__ = ["Given", "compare", "evaluate", "functional", "judge", "load", "resul
 __version__ = "0.11.0"
 
 Given = str | os.PathLike | Mapping[str, object]  # a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
-_FACE = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_face")  # the module of each public function
-_FACE |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
+_MODULE_BY_NAME = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_face")  # module of each public function
+_MODULE_BY_NAME |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
 
 
 if not TYPE_CHECKING:  # a type checker that sees this function takes any name for an attribute of the package
@@ -26,6 +26,6 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes any name f
         """Import the public function or module `name` at its first use and return it, so that `import lm` doesn't import torch."""
         if name == "functional":
             return import_module("lm.functional")
-        if name not in _FACE:
+        if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module 'lm' has no attribute '{name}'")
-        return getattr(import_module(_FACE[name]), name)
+        return getattr(import_module(_MODULE_BY_NAME[name]), name)

@@ -1,4 +1,4 @@
-"""The command line: one Typer app of all commands, and the messages and exit statuses of errors."""
+"""The command line: a Typer app of all commands, which turns errors into one-line messages and exit statuses."""
 
 import atexit
 import contextlib
@@ -23,7 +23,7 @@ from lm.machine import stop_with_parent
 UsageError = typer.BadParameter.__bases__[0]
 HelpFormatter = typer.Context.formatter_class
 
-_BY_HEADING = {  # the functions of the commands under each heading of `lm --help`, in order
+_GROUPS = {  # the functions of the commands under each heading of `lm --help`, in order
     "Compare": (compare_commands.compare, compare_commands.judge, compare_commands.report),
     "Train": (train_commands.train, train_commands.prepare, train_commands.config, train_commands.configs),
     "Measure and look": (model_commands.eval_, model_commands.diagnose, model_commands.generate),
@@ -36,7 +36,7 @@ _BY_HEADING = {  # the functions of the commands under each heading of `lm --hel
     ),
 }
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    heading: {command.__name__.rstrip("_").replace("_", "-"): command for command in commands} for heading, commands in _BY_HEADING.items()
+    heading: {command.__name__.rstrip("_").replace("_", "-"): command for command in commands} for heading, commands in _GROUPS.items()
 }
 
 
@@ -105,28 +105,28 @@ def main() -> None:
                 sys.stdout.flush()  # here, where the error of a full disk is caught and reported
         sys.exit(status or 0)
     except LMError as error:
-        _fail(str(error), error.exit_code)
+        _exit_with_error(str(error), error.exit_code)
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # raised where a command is missing; its text is the help
             error.show()
             sys.exit(error.exit_code)
-        _fail(_usage(error), error.exit_code)
+        _exit_with_error(_usage_message(error), error.exit_code)
     except BrokenPipeError:  # the reader of stdout has ended, such as `head` in `lm ... | head`
         _discard_output()
         sys.exit(1)
     except UnicodeEncodeError as error:
-        _fail(f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1)
+        _exit_with_error(f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1)
     except OSError as error:
         _discard_output()
-        _fail(_plugin_failure(error) or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+        _exit_with_error(_plugin_message(error) or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
     except BaseException as error:
-        if not (isinstance(error, Exception) or panicked(error)) or not (text := _known_failure(error)):
+        if not (isinstance(error, Exception) or panicked(error)) or not (text := _failure_message(error)):
             raise
-        _fail(text, 1)
+        _exit_with_error(text, 1)
 
 
-def _usage(error: UsageError) -> str:
-    """A one-line message on a wrong command line, with a remedy: a key that was given as an option (`--key`) is written `key=value`."""
+def _usage_message(error: UsageError) -> str:
+    """Return a one-line message on a wrong command line. For a key given as an option (`--key`) it tells to write `key=value`."""
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config
@@ -152,8 +152,8 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 }
 
 
-def _known_failure(error: BaseException) -> str:
-    """A one-line message if memory ran out, or if a Rust library or a plugin may have failed; empty for defects of lm."""
+def _failure_message(error: BaseException) -> str:
+    """Return a one-line message if memory ran out, or a Rust library or a plugin failed or may have; empty for a defect of lm."""
     if out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
@@ -161,7 +161,7 @@ def _known_failure(error: BaseException) -> str:
         return f"{text}: {remedy or 'use a machine with more'}"
     if panicked(error):
         return f"a library that lm uses failed: {one_line(error)}"
-    if text := _plugin_failure(error):
+    if text := _plugin_message(error):
         return text
     from lm.plugins import PLUGINS
 
@@ -172,8 +172,8 @@ def _known_failure(error: BaseException) -> str:
     return ""
 
 
-def _plugin_failure(error: BaseException) -> str:
-    """A one-line message if a plugin raised `error`; else empty."""
+def _plugin_message(error: BaseException) -> str:
+    """Return a one-line message if a plugin raised `error`; else an empty string."""
     from lm.plugins import PLUGINS
 
     failure, check = PLUGINS.failure(error)
@@ -189,6 +189,6 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(text: str, status: int) -> NoReturn:
+def _exit_with_error(text: str, status: int) -> NoReturn:
     print(f"error: {text}", file=sys.stderr)
     sys.exit(status)

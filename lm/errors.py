@@ -1,4 +1,4 @@
-"""Errors a user can act on: the command line prints their text on one line and exits non-zero."""
+"""Errors that a user can act on: the command line prints their text and exits with a non-zero status."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ class LMError(Exception):
 
 
 class DataError(LMError):
-    """A corpus, tokenizer or token store that can't be used as asked."""
+    """Raised if a corpus, tokenizer or token store can't be used as requested."""
 
 
 class RunError(LMError):
-    """A run folder, checkpoint or training run that can't go on."""
+    """Raised if a run folder, checkpoint or other file can't be used, or a training run can't go on."""
 
 
 class Diverged(RunError):
-    """A training run that stopped because losses or gradients were not finite; its exit status differs from an interrupted run's.
+    """Raised if a training run stops because losses or gradients are not finite; its exit status differs from an interrupted run's.
 
     Attributes:
         step: the step (1-based) at which the run stopped.
@@ -32,18 +32,18 @@ class Diverged(RunError):
 
 
 def one_line(error: BaseException, limit: int | None = 300) -> str:
-    """An exception's text on one line, cut to `limit` characters (None: not cut); the name of the exception's class if it has no text."""
+    """Return an exception's text on one line, cut to `limit` characters (None: uncut), or its class's name if the text is empty."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def abbreviated(text: str, limit: int = 300) -> str:
-    """The text on one line; a longer text is cut to `limit` characters that end with ` ...`."""
+    """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters in all."""
     line = " ".join(text[: 2 * limit].split())
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
 def as_written(value: object) -> str:
-    """The text of a value in messages: null, true and false as in YAML, also within lists and maps; other values as Python's repr."""
+    """Return a value as text for messages: null, true and false as in YAML, also within lists and maps; other values as Python's repr."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
@@ -52,18 +52,18 @@ def as_written(value: object) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if memory of the CPU or a GPU ran out: for Python's MemoryError or torch's error, which for the CPU is a RuntimeError."""
+    """Return whether `error` says that CPU or GPU memory ran out: Python's MemoryError, or torch's error, for the CPU a RuntimeError."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def panicked(error: BaseException) -> bool:
-    """True for a panic in a library that is written in Rust (tokenizers, safetensors), which raises a separate kind of BaseException."""
+    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors): a BaseException, but no Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a configuration: the path of the key, its value, the reason, and the remedy."""
+    """A problem of a configuration: the path of the key, the key's value, the reason, and the remedy."""
 
     path: str
     value: object
@@ -76,7 +76,7 @@ class Problem:
 
 
 class ConfigError(LMError):
-    """An error that lists the problems of a configuration, one per line, but at most the first `most_lines`."""
+    """Raised for an invalid configuration; its text lists the problems, one per line, at most the first `most_lines`."""
 
     exit_code = 2
     most_lines = 30

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from lm.errors import DataError, RunError, one_line
-from lm.machine import born, this_machine
+from lm.machine import process_start, this_machine
 from lm.schema import Plain
 
 UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
 ABANDONED_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
 
 
-def expanded(path: str | os.PathLike) -> Path:
-    """`path`, in which `~` or `~USER` is replaced by the home folder. Raises RunError: there is no such user."""
+def expand_home(path: str | os.PathLike) -> Path:
+    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -32,8 +32,8 @@ def expanded(path: str | os.PathLike) -> Path:
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A context that yields an empty file beside `path`, open for writing, and its path; the file is deleted at the end, unless it was
-    renamed. Unfinished files that ended processes have left in the folder are deleted, too."""
+    """A context that yields an empty file in the folder of `path`, open for writing, and the file's path. The file is deleted at the end,
+    unless the caller renamed it. Unfinished files that ended processes left in the folder are deleted, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
     try:
@@ -45,37 +45,37 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def unfinished(path: Path) -> str:
-    """The prefix of the names of temporary files and folders that are to become `path`; it names this machine and process."""
+    """Return a prefix for names of temporary files and folders that will be renamed to `path`; it identifies this machine and process."""
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
-    return f".{name}-{UNFINISHED}-{_machine()}-{os.getpid()}-{born(os.getpid())}-"
+    return f".{name}-{UNFINISHED}-{_machine_hash()}-{os.getpid()}-{process_start(os.getpid())}-"
 
 
 def _delete_abandoned(new_path: Path) -> None:
-    """Delete the unfinished files and folders of ended processes that are in the folder of `new_path`, which was made just now.
+    """Delete the unfinished files and folders of ended processes in the folder of `new_path`, whose time stamp gives the present time.
 
-    Files of other machines are deleted once they are `ABANDONED_SECONDS` old by the file system's clock. Start times of processes, in the
-    files' names, tell which processes have ended; file locks can't, as not all file systems have them.
+    Files of other machines are deleted once they are `ABANDONED_SECONDS` old by the file system's clock. The process id and start time
+    in a file's name tell whether its process of this machine has ended; file locks would not work on all file systems.
     """
     pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
     for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
         with suppress(OSError):  # another process has deleted it meanwhile
             if match := pattern.fullmatch(leftover.name):
-                machine, pid, start = match.groups()
-                is_local, age = machine == _machine(), new_path.stat().st_mtime - leftover.stat().st_mtime
-                if (is_local and born(int(pid)) != start) or (not is_local and age > ABANDONED_SECONDS):
+                machine, pid, start_time = match.groups()
+                is_local, age = machine == _machine_hash(), new_path.stat().st_mtime - leftover.stat().st_mtime
+                if (is_local and process_start(int(pid)) != start_time) or (not is_local and age > ABANDONED_SECONDS):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @cache
-def _machine() -> str:
+def _machine_hash() -> str:
     return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
 
 
 @contextmanager
 def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
-    """A context that yields a temporary file in the folder of `path`, synced and renamed to `path` at the end.
+    """A context that yields a temporary file, open for writing, that is synced and renamed to `path` at the end.
 
-    If an error occurs, `path` is as it was and the temporary file is deleted. `noun` names the file in the error.
+    If an error occurs, `path` is unchanged and the temporary file is deleted. `noun` is what the error calls the file, e.g. "the report".
 
     Raises RunError: the file can't be written (no permission, a full disk); the error names the path and the reason.
     """
@@ -94,18 +94,18 @@ def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, completely or not at all. Raises RunError, which names the file and the reason."""
+    """Write `text` to `path` in UTF-8, completely or not at all. Raises RunError with the file and the reason."""
     write_together({path: text.encode()})
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Write a file unless it exists: exactly one of several processes writes it, on this machine or on others that share the folder.
+    """Write a file unless it exists. If several processes call this, also on machines that share the folder, exactly one writes the file.
 
-    The file appears whole: a temporary file is hard-linked to `path`, in which only one process can succeed. On a file system without hard
+    The file appears whole: a temporary file is hard-linked to `path`, which succeeds for one process only. On a file system without hard
     links, the file is opened for exclusive creation, and is empty for an instant.
 
     Returns:
-        True if this call has written it.
+        True if this call has written the file.
 
     Raises RunError: the file can't be written.
     """
@@ -131,7 +131,7 @@ def write_new(path: Path, content: bytes) -> bool:
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
-    """Write files that belong together; no file is replaced before all contents are written. Raises RunError as `replacing` does."""
+    """Write files {path: content} that belong together: none is replaced before all are written. Raises RunError as `replacing` does."""
     with ExitStack() as stack:
         for path, content in contents.items():
             file = stack.enter_context(replacing(path, noun))
@@ -150,8 +150,8 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A context that yields an empty folder, renamed to `path` at the end; if an error occurs, the folder is deleted. Unfinished folders
-    of ended processes are deleted, too.
+    """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error occurs. Unfinished
+    folders that ended processes left beside `path` are deleted, too.
 
     Raises RunError: `path` exists and is not empty, or can't be made.
     """
@@ -175,15 +175,15 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
-    """A context that locks a file, which is created if it is missing, against other processes; a process that ends in any way unlocks it.
+    """A context that holds a lock on a file against other processes. A missing file is created; the lock ends with the process at latest.
 
     Args:
-        on_conflict: called if another process has the lock; unless the call raises, the lock is then waited for.
+        on_conflict: called if another process has the lock; unless the call raises, this process then waits for the lock.
         flags: the flags of `os.open` that open the file.
 
     Yields:
-        The empty string; on a file system without locks, where the file is not locked, a clause that says so, to which callers add the
-        consequence and the remedy.
+        An empty string, or, if the file system has no locks and nothing is locked, a clause that says so; callers add the consequence
+        and the remedy.
     """
     descriptors, lock_problem = [os.open(path, flags, 0o666)], ""
 
@@ -206,7 +206,7 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
 
 
 def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
-    """Lock a folder as `locked` does a file, without waiting. Raises RunError, with `refusal`, if another process has the lock."""
+    """Return a context that locks a folder as `locked` does; if another process has the lock, entering raises RunError with `refusal`."""
 
     def refuse() -> NoReturn:
         raise RunError(f"{folder}: {refusal}") from None
@@ -233,12 +233,12 @@ def write_json(path: Path, content: Plain) -> Path:
 
 
 def json_bytes(content: Plain) -> bytes:
-    """The bytes of an indented JSON file that holds `content`."""
+    """Return `content` as the bytes of an indented JSON file."""
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path) -> dict[str, Plain]:
-    """The object in a JSON file. Raises RunError if the file is missing or damaged."""
+    """Return the object in a JSON file as a dict. Raises RunError if the file is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -251,13 +251,13 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 
 def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
-    """`content`, as it would be read back from JSON, with the further key `sha256`: the hash of all other keys and values."""
+    """Return `content`, converted to JSON and back, with one key added: `sha256`, the hash of all other keys and values."""
     content = json.loads(json.dumps(content, allow_nan=False))  # JSON turns keys into texts: the hash is of keys as read back
     return {**content, "sha256": plain_sha256(content)}
 
 
 def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """`content`, which was read from `path`, without its key `sha256`. Raises RunError: there is no such key, or its hash differs."""
+    """Check the `sha256` in `content`, read from `path`, and return the rest. Raises RunError: the hash is missing or differs."""
     body = {name: value for name, value in content.items() if name != "sha256"}
     if "sha256" not in content:
         raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
@@ -267,12 +267,12 @@ def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
 
 
 def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
-    """Write `content` with its hash (`sealed`) to `path` as JSON, completely or not at all; return `path`."""
+    """Write `content` and its sha256 (`sealed`) to `path` as JSON, completely or not at all; return `path`."""
     return write_json(path, sealed(content))
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
-    """The content that `write_sealed` wrote to `path`. Raises RunError if the file is missing, damaged or altered."""
+    """Return the content that `write_sealed` wrote to `path`. Raises RunError if the file is missing, damaged or altered."""
     return unsealed(read_json(path), path)
 
 
@@ -284,24 +284,24 @@ _SETTLED_NS = 2_000_000_000  # a file changed more recently than this may change
 
 
 def file_sha256(path: Path) -> str:
-    """A file's sha256. Raises OSError if it can't be read."""
+    """Return a file's sha256. Raises OSError if the file can't be read."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def plain_sha256(plain: Plain) -> str:
-    """sha256 of plain data; the order of keys doesn't matter."""
+    """Return the sha256 of plain data, which does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _state(path: Path) -> list[int]:
-    """Size, modification time, change time and inode of a file: one of them changes when its content does."""
+def _file_state(path: Path) -> list[int]:
+    """Return a file's size, modification time, change time and inode; one of these changes when the content does."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 class FileHashes:
-    """The sha256 of files, cached in a file in the folder `root`; a file is hashed again if its size, times or inode have changed."""
+    """Computes sha256 of files and caches them in a file in the folder `root`; a file whose size, times or inode change is hashed again."""
 
     def __init__(self, root: Path):
         self.path = root / HASHES_FILE
@@ -314,19 +314,19 @@ class FileHashes:
         self.hashes = {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
 
     def cached(self, path: Path) -> str | None:
-        """The file's cached sha256; None if it is not cached or the file has changed."""
+        """Return the cached sha256 of a file; None if no hash is cached or the file has changed since."""
         try:
             entry = self.hashes.get(str(path.resolve()))
-            return entry[-1] if entry and entry[:-1] == _state(path) else None
+            return entry[-1] if entry and entry[:-1] == _file_state(path) else None
         except OSError:
             return None
 
     def sha256(self, path: Path) -> str:
-        """The file's sha256. Raises DataError if it can't be read."""
+        """Return the sha256 of a file, from the cache if possible. Raises DataError if the file can't be read."""
         try:
             if cached_hash := self.cached(path):
                 return cached_hash
-            state = _state(path)
+            state = _file_state(path)
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
@@ -336,16 +336,16 @@ class FileHashes:
         return digest
 
     def save(self) -> None:
-        """Save the cache, if its folder exists and can be written."""
+        """Write the cache to disk if it has changed and its folder exists and is writable."""
         if self.is_changed and self.path.parent.is_dir():
             with suppress(RunError):
                 write_text(self.path, json.dumps(self.hashes))
 
 
-def sources_sha256(places: Iterable[str | Path]) -> str:
-    """The first 16 hex digits of a sha256 over the relative paths and contents of `places`: files, or folders with .py and .cpp files."""
+def sources_sha256(paths: Iterable[str | Path]) -> str:
+    """Return 16 hex digits of a sha256 of source code, over relative paths and contents: of files, and of .py and .cpp files in folders."""
     digest = hashlib.sha256()
-    for source in map(Path, places):
+    for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:
             digest.update(f"{path.relative_to(source.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]

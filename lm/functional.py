@@ -1,4 +1,4 @@
-"""Normalizers as functions, for models and trainers that are not lm's: forward and backward by lm's own routes.
+"""Attention normalizers as functions, for models and trainers outside lm; forward and backward passes use lm's implementations.
 
     import lm.functional as L
 
@@ -49,25 +49,24 @@ def attention(
     train_length: int | None = None,
     x: Tensor | None = None,
 ) -> Tensor:
-    """Weights x values, (B, H, T, D) in the dtype of v. Gradients reach q, k, v, x and the parameters.
+    """Compute attention, weights x values: (B, H, T, D) in the dtype of v, differentiable in q, k, v, x and the parameters.
 
     Args:
         q: (B, H, T, D), after RoPE and norms.
         k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document; in decoding S > T.
         v: (B, K, S, D).
-        parameters: the parameters of this layer, by the names that the function `parameters` gives.
-        positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and so must each sequence. Or an
-            `AttentionLayout`, made once for all layers.
-        cu_seqlens: (N + 1,), the index at which each of N documents begins among the B T tokens of all sequences, then B T.
+        parameters: the normalizer's parameters in this layer, by the names that the function `parameters` gives.
+        positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and each sequence must begin with 0.
+            Or an `AttentionLayout` of `make_layout`, made once for all layers.
+        cu_seqlens: (N + 1,), where each of N documents begins among the B T tokens of all sequences, and B T as the last entry.
         train_length: the training length m, for normalizers whose formula or parameters depend on m.
-        x: the layer's input (B, T, C), which asentmax and forget read.
+        x: the attention layer's input (B, T, C), which the normalizers asentmax and forget read.
 
     Raises:
         ConfigError: no such normalizer or option, or an argument that the normalizer needs was not given.
-        ValueError: parameters with other names or shapes than the function `parameters` gives, or tensors, positions or lengths that do not
-            fit together.
+        ValueError: parameters whose names or shapes differ from those of `parameters`, or tensors, positions or lengths that don't match.
     """
-    return _call(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
+    return _call_normalizer(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
 
 
 def scaled(
@@ -80,23 +79,23 @@ def scaled(
     cu_seqlens: Tensor | None = None,
     train_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, in their own dtypes, from which any softmax kernel (scores q.k / sqrt(D)) makes the normalizer's weights.
+    """Return scaled queries and keys with which any softmax kernel (scores q.k / sqrt(D)) computes the normalizer's weights.
 
-    Queries are scaled in fp32 and rounded once. Arguments and errors as in `attention`; also ConfigError if there are no such queries.
+    Both keep their dtypes; scaling is in fp32. Arguments and errors as in `attention`; also ConfigError: no softmax of scaled queries.
     """
-    return _call(_scale, normalizer, q, k, parameters, positions, cu_seqlens, train_length, None)
+    return _call_normalizer(_scale, normalizer, q, k, parameters, positions, cu_seqlens, train_length, None)
 
 
 def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> dict[str, Tensor]:
-    """Initial values of one layer's parameters by name, fp32 on the CPU; {} if there are none. MLPs' weights come from torch's generator.
+    """Return the normalizer's initial parameters for one layer, {name: fp32 tensor on the CPU}. MLP weights are drawn by torch's generator.
 
     Args:
-        train_length: tokens in a training sequence.
-        width: width of the layer's input, for asentmax and forget.
+        train_length: number of tokens in a training sequence.
+        width: width C of the layer's input, for asentmax and forget.
 
     Raises ConfigError: no such normalizer or option, or a size that is not a whole number or too small.
     """
-    layer = make_normalizer(_options(normalizer), _layer(n_head, head_size, width, train_length))
+    layer = make_normalizer(_read_options(normalizer), _layer_spec(n_head, head_size, width, train_length))
     initial_values = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
     for name, value in initial_values.items():
         if name.endswith("hidden.weight"):
@@ -122,30 +121,30 @@ def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, 
     return fused[0].to(q.dtype), fused[1].to(k.dtype)
 
 
-def _call(
+def _call_normalizer(
     function: Callable[..., Result], normalizer: Named, q: Tensor, k: Tensor, parameters: Mapping[str, Tensor],
     positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None, *values: Tensor,
 ) -> Result:  # fmt: skip
     _check_sequences(q, k, values, x)
     if not isinstance(parameters, Mapping):
         raise ValueError(f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}")
-    plain = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
-    normalizer_json = json.dumps(plain, sort_keys=True, default=repr)  # a value of another type is text, which the option refuses
-    layer = _layer(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
-    module = _module(normalizer_json, layer, str(q.device))
+    normalizer_data = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
+    normalizer_json = json.dumps(normalizer_data, sort_keys=True, default=repr)  # a value of another type is text, which the option refuses
+    layer = _layer_spec(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
+    module = _cached_module(normalizer_json, layer, str(q.device))
     layer_normalizer = cast(Normalizer, module.normalizer)
-    kind = layer_normalizer.options.name
+    normalizer_name = layer_normalizer.options.name
     if train_length is None and layer_normalizer.constants() and getattr(layer_normalizer.options, "base", "") == "train":
-        raise ConfigError([Problem("train_length", None, f"{kind} is softmax at this length", "give it, or base")])
+        raise ConfigError([Problem("train_length", None, f"{normalizer_name} is softmax at this length", "give it, or base")])
     has_query_features, has_key_features = (
         getattr(type(layer_normalizer), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
     )
-    shapes = _shapes(normalizer_json, layer, train_length is None)
+    shapes = _parameter_shapes(normalizer_json, layer, train_length is None)
     if set(parameters) == set(shapes) and (has_query_features or has_key_features) and x is None:
-        raise ConfigError([Problem("x", None, f"{kind} reads the layer's input", "give it to lm.functional.attention")])
-    _check_parameters(kind, parameters, shapes)
+        raise ConfigError([Problem("x", None, f"{normalizer_name} reads the layer's input", "give it to lm.functional.attention")])
+    _check_parameters(normalizer_name, parameters, shapes)
     if has_key_features and q.size(2) != k.size(2):
-        raise ValueError(f"{kind} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
+        raise ValueError(f"{normalizer_name} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
     layout = make_layout(q, k, positions, cu_seqlens)
     _check_layout(layout, q, k)
     tensors = {f"normalizer.{name}": value for name, value in parameters.items()}
@@ -155,21 +154,21 @@ def _call(
 # ---------------------------------------------------------------- checks of arguments: ConfigError for sizes, ValueError for tensors
 
 
-def _layer(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
-    """The sizes as a `LayerSpec`. Raises ConfigError: a size is not a whole number, or too small."""
+def _layer_spec(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
+    """Return the sizes as a `LayerSpec`. Raises ConfigError: a size is not a whole number, or too small."""
     layer = LayerSpec(n_head, head_size, width, train_length)
-    smallest = {"n_head": 1, "head_size": 1, "width": 1, "train_length": 2}
+    minimum_sizes = {"n_head": 1, "head_size": 1, "width": 1, "train_length": 2}
     if problems := [
-        Problem(name, size, f"must be a whole number, {least} or more")
-        for name, least in smallest.items()
-        if not isinstance(size := getattr(layer, name), int) or size < least
+        Problem(name, size, f"must be a whole number, {minimum} or more")
+        for name, minimum in minimum_sizes.items()
+        if not isinstance(size := getattr(layer, name), int) or size < minimum
     ]:
         raise ConfigError(problems)
     return layer
 
 
 def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor | None) -> None:
-    """Raises ValueError: q, k, v and x do not fit together in sequences, heads, tokens or head size."""
+    """Raise ValueError if q, k, v and x do not fit together in sequences, heads, tokens or head size."""
     for name, tensor in zip("qkv", (q, k, *values), strict=False):
         _check_axes(name, tensor, "B, heads, tokens, size")
     if x is not None:
@@ -187,19 +186,19 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
 
 
 def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
-    """Raises ValueError: `tensor` is not a floating tensor with these axes, or is empty."""
+    """Raise ValueError unless `tensor` is a non-empty floating-point tensor with the axes listed in `axes`."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor ({axes}), not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dim() != len(axes.split()) or not tensor.numel():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must be floating numbers ({axes}), no axis empty; it is {kind} {tuple(tensor.shape)}")
+        dtype_name = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be floating numbers ({axes}), no axis empty; it is {dtype_name} {tuple(tensor.shape)}")
 
 
-def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
-    """Raises ValueError: `parameters` have other names or shapes than `expected` (shapes by name), where a word stands for any size."""
+def _check_parameters(normalizer: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
+    """Raise ValueError unless `parameters` have the names and shapes of `expected`, in which a word in place of a size allows any size."""
     if set(expected) != set(parameters):
         raise ValueError(
-            f"{kind} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
+            f"{normalizer} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
         )
     for name, sizes in expected.items():
         value = parameters[name]
@@ -209,49 +208,51 @@ def _check_parameters(kind: str, parameters: Mapping[str, Tensor], expected: Map
             or len(shape) != len(sizes)
             or any(isinstance(expected_size, int) and expected_size != size for expected_size, size in zip(sizes, shape, strict=True))
         ):
-            words = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
-            raise ValueError(f"{name} of {kind} must be {words}, as lm.functional.parameters makes it, not {shape or type(value).__name__}")
+            shape_text = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
+            raise ValueError(
+                f"{name} of {normalizer} must be {shape_text}, as lm.functional.parameters makes it, not {shape or type(value).__name__}"
+            )
 
 
 def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
-    """Raises ValueError: the layout's positions don't fit these queries and keys."""
+    """Raise ValueError if the positions in `layout` don't fit the queries q and keys k in number or sequences."""
     for name, positions, tensor in (("queries", layout.positions, q), ("keys", layout.key_positions, k)):
-        rows = positions.numel() // max(1, positions.size(-1))
-        if positions.size(-1) != tensor.size(2) or rows not in (1, q.size(0)):
+        n_sequences = positions.numel() // max(1, positions.size(-1))
+        if positions.size(-1) != tensor.size(2) or n_sequences not in (1, q.size(0)):
             raise ValueError(f"positions {tuple(positions.shape)} are not those of {tensor.size(2)} {name} in {q.size(0)} sequences")
 
 
-def _whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """`tensor` as int64. Raises ValueError: no tensor, no integer dtype, a number of axes that is not in `axes`, or no entries."""
+def _checked_whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return `tensor` as int64. Raises ValueError: no tensor, no integer dtype, no entries, or a number of axes that is not in `axes`."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {kind} {tuple(tensor.shape)}")
+        dtype_name = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {dtype_name} {tuple(tensor.shape)}")
     return tensor.long()
 
 
-def _options(normalizer: Named) -> Options:
+def _read_options(normalizer: Named) -> Options:
     with PLUGINS.trusted():  # the caller named the normalizer, which may be a plugin
         return build_named(SINGLE, dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, "normalizer", "softmax")
 
 
 @lru_cache(maxsize=256)
-def _module(normalizer_json: str, layer: LayerSpec, device: str) -> AsModule:
-    """A normalizer as a cached module for `functional_call`, which replaces its parameters at each call."""
+def _cached_module(normalizer_json: str, layer: LayerSpec, device: str) -> AsModule:
+    """Return the cached module of a normalizer for `torch.func.functional_call`, which replaces its parameters at each call."""
     with torch.random.fork_rng([]):  # the caller's random state stays as it is
-        return AsModule(make_normalizer(_options(json.loads(normalizer_json)), layer)).to(device)
+        return AsModule(make_normalizer(_read_options(json.loads(normalizer_json)), layer)).to(device)
 
 
 @lru_cache(maxsize=256)
-def _shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
-    """The shape of each parameter by name; with `any_length` the word `train_length` stands for a size that equals this length."""
+def _parameter_shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
+    """Return {name: shape} of the parameters; with `any_length`, the word `train_length` replaces sizes that depend on this length."""
     shapes, longer_shapes = (
-        {name: tuple(value.shape) for name, value in _module(normalizer_json, spec, "cpu").normalizer.named_parameters()}
+        {name: tuple(value.shape) for name, value in _cached_module(normalizer_json, spec, "cpu").normalizer.named_parameters()}
         for spec in (layer, replace(layer, train_length=layer.train_length + any_length))
     )
     return {
-        name: tuple(size if size == other else "train_length" for size, other in zip(shape, longer_shapes[name], strict=True))
+        name: tuple(size if size == longer_size else "train_length" for size, longer_size in zip(shape, longer_shapes[name], strict=True))
         for name, shape in shapes.items()
     }
 
@@ -259,9 +260,9 @@ def _shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) -> dict[st
 def make_layout(
     q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None = None, cu_seqlens: Tensor | None = None
 ) -> AttentionLayout:
-    """The layout of queries (B, H, T, D) and keys (B, K, S, D), for all layers of a step; arguments as in `attention`.
+    """Return the `AttentionLayout` of queries q (B, H, T, D) and keys k (B, K, S, D) for all layers of a step; arguments as in `attention`.
 
-    Raises ValueError: `positions` and `cu_seqlens` are both given, do not fit the tokens, jump, or begin a sequence inside a document.
+    Raises ValueError: `positions` and `cu_seqlens` are both given, do not fit the tokens, skip positions, or start inside a document.
     """
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:
@@ -269,18 +270,18 @@ def make_layout(
     if isinstance(positions, AttentionLayout):
         return positions
     if cu_seqlens is not None:
-        token = torch.arange(q.size(0) * queries, device=q.device)
-        starts = _whole_numbers("cu_seqlens", cu_seqlens, (1,)).to(token)
-        if not ((starts[0] == 0) & (starts[-1] == len(token)) & (starts.diff() >= 0).all()):  # waits for the device once
-            if starts[-1] != len(token):
-                raise ValueError(f"cu_seqlens end at {int(starts[-1])}, not at the {len(token)} tokens that there are")
+        token_index = torch.arange(q.size(0) * queries, device=q.device)
+        starts = _checked_whole_numbers("cu_seqlens", cu_seqlens, (1,)).to(token_index)
+        if not ((starts[0] == 0) & (starts[-1] == len(token_index)) & (starts.diff() >= 0).all()):  # waits for the device once
+            if starts[-1] != len(token_index):
+                raise ValueError(f"cu_seqlens end at {int(starts[-1])}, not at the {len(token_index)} tokens that there are")
             raise ValueError("cu_seqlens must begin at 0 and never fall")
-        positions = (token - starts[torch.searchsorted(starts, token, right=True) - 1]).view(q.size(0), queries)
+        positions = (token_index - starts[torch.searchsorted(starts, token_index, right=True) - 1]).view(q.size(0), queries)
     if positions is None:
         if keys < queries:
             raise ValueError(f"{queries} queries are not the last of {keys} tokens")
         return AttentionLayout.continuing(keys - queries, queries, keys, q.device)
-    positions = _whole_numbers("positions", positions, (1, 2)).to(q.device)
+    positions = _checked_whole_numbers("positions", positions, (1, 2)).to(q.device)
     positions = positions.view(-1, positions.size(-1))
     if positions.size(1) != queries or queries != keys or (positions[:, 0] != 0).any():
         name = "positions" if cu_seqlens is None else "positions by cu_seqlens"

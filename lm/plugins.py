@@ -25,21 +25,21 @@ from lm.schema import Unavailable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plugins, such as optimizers, each with a dataclass of options."""
+    """A kind of plugins, such as optimizers. A plugin of any kind has a dataclass of options."""
 
-    group: str  # the group of the entry points of such plugins
-    noun: str  # a plugin of this kind in error texts, e.g. `optimizer`
-    base: type  # the base class of their options
+    group: str  # the entry-point group in which packages declare such plugins
+    noun: str  # what error texts call a plugin of this kind, e.g. `optimizer`
+    base: type  # the base class of these plugins' dataclasses of options
     methods: tuple[str, ...] = ()  # methods of `base` that a plugin must override, besides abstract ones
-    page: str = "docs/extending.md"  # the page with the requirements
+    page: str = "docs/extending.md"  # the documentation page that states the requirements
     check: str = "check-extension"  # the command of `lm` that checks a plugin
 
     def command(self, name: str) -> str:
-        """The command line that checks the plugin `name` of this kind."""
+        """Return the command line that checks the plugin `name` of this kind, such as `lm check-extension optimizer NAME`."""
         return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
 
     def options(self, code: type) -> type:
-        """The dataclass of options of a plugin's class `code`; for most kinds it is `code`. Raises Unavailable: it is not of this kind."""
+        """Return the options dataclass of the plugin class `code`: for most kinds, `code` itself. Raises Unavailable: not of this kind."""
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
             base_name = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
@@ -50,7 +50,7 @@ class Kind:
 
 
 class Plugin(NamedTuple):
-    """An imported plugin."""
+    """An imported plugin: its classes, version and digest."""
 
     options: type  # the dataclass of its options, whose `name` is `package.module:Class`
     implementation: type  # the imported class
@@ -60,7 +60,7 @@ class Plugin(NamedTuple):
 
 
 class Plugins:
-    """The packages from which `allow` allows plugins, and the imported plugins by `package.module:Class`."""
+    """Imports plugins: holds the packages that `allow` permits, and the imported plugins by `package.module:Class`."""
 
     def __init__(self) -> None:
         self._allowed_packages: set[str] = set()
@@ -69,12 +69,12 @@ class Plugins:
         self._noted_names: set[tuple[str, str]] = set()  # (entry-point group, built-in name) that `note_hidden` has looked up
 
     def allow(self, packages: Iterable[str]) -> None:
-        """Allow imports of the plugins in these packages (or modules) that checkpoints, run folders and exports name."""
+        """Permit that plugins in these packages (or modules) are imported if a checkpoint, run folder or export names them."""
         self._allowed_packages.update(packages)
 
     @contextmanager
     def trusted(self) -> Iterator[None]:
-        """A context for reading text that the user wrote: the plugins that it names are imported."""
+        """A context for reading text that the user wrote; within it, every plugin that is named may be imported."""
         was_trusting, self._is_trusting = self._is_trusting, True
         try:
             yield
@@ -82,11 +82,11 @@ class Plugins:
             self._is_trusting = was_trusting
 
     def options(self, name: str, kind: Kind) -> type:
-        """The options class of the plugin `name`, which is imported if need be; its attribute `name` is `package.module:Class`.
+        """Return the options class of the plugin `name`, importing it if needed; the class's attribute `name` is `package.module:Class`.
 
         Raises:
             KeyError: `name` is no `package.module:Class` and no entry point.
-            Unavailable: the plugin may not or can't be imported, or is not of this kind.
+            Unavailable: importing the plugin is not permitted or fails, or the plugin is not of this kind.
         """
         if ":" in name and not all(name.split(":", 1)):
             raise Unavailable("names no class", "write package.module:Class")
@@ -103,7 +103,7 @@ class Plugins:
         return self._plugins[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
-        """Print once to stderr that the user's `name` selects lm's own class, if an installed entry point has this name, too."""
+        """If an installed entry point has the name of lm's own class, note once on stderr that the user's `name` selects lm's class."""
         if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
         self._noted_names.add((kind.group, name))
@@ -111,21 +111,21 @@ class Plugins:
             print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
-        """The class of the imported plugin `name` (`package.module:Class`)."""
+        """Return the class of the imported plugin `name` (`package.module:Class`)."""
         return self._plugins[name].implementation
 
     def versions(self, names: Iterable[str]) -> dict[str, str]:
-        """The versions of the imported plugins among `names`, by name."""
+        """Return {name: version} of the imported plugins among `names`."""
         return {name: self._plugins[name].version for name in names if name in self._plugins}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """The digests of the packages of the imported plugins among `names` (`Plugin.code`), by name."""
+        """Return {name: digest of the package's source code (`Plugin.code`)} of the imported plugins among `names`."""
         return {name: self._plugins[name].code for name in names if name in self._plugins}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
-        """A text that names the plugin, function, file and line that `error` came from, and the command that checks the plugin.
+        """Return two texts: the plugin, function, file and line that raised `error`, and the command that checks this plugin.
 
-        Both are empty if no plugin is in the traceback.
+        Both texts are empty if no plugin's code is in the error's traceback.
         """
         modules = {module: name for name in self._plugins for module in (package_of(name), name.partition(":")[0])}
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -137,7 +137,7 @@ class Plugins:
         return "", ""
 
     def checks(self) -> list[str]:
-        """The command lines that check the imported plugins."""
+        """Return the command lines that check the imported plugins, one each."""
         return [plugin.kind.command(name) for name, plugin in self._plugins.items()]
 
 
@@ -145,7 +145,7 @@ PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
 class Table(dict[str, type]):
-    """Options classes by name. A lookup also finds plugins, which iteration leaves out."""
+    """Maps names to options classes of one kind: lm's own, and plugins, which a lookup imports; iteration lists lm's own only."""
 
     def __init__(self, kind: Kind, options: Mapping[str, type]):
         super().__init__(options)
@@ -160,49 +160,49 @@ class Table(dict[str, type]):
         return super().__getitem__(name)
 
     def installed(self) -> list[str]:
-        """The names of the installed entry points for plugins of this kind."""
+        """Return the names of the installed entry points for plugins of this kind."""
         return sorted(metadata.entry_points(group=self.kind.group).names)
 
 
 def package_of(reference: str) -> str:
-    """The name of the top-level package of `package.module:Class`, or of a module."""
+    """Return the name of the top-level package of a reference `package.module:Class` or of a module's name."""
     return reference.partition(":")[0].partition(".")[0]
 
 
 def _import_plugin(reference: str, kind: Kind) -> Plugin:
     module, _, name = reference.partition(":")
     try:
-        code = getattr(importlib.import_module(module), name)
+        plugin_class = getattr(importlib.import_module(module), name)
     except Exception as error:  # any error that the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         remedy = "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
-    schema = kind.options(code)
-    if unkeyed_names := [spec.name for spec in fields(schema) if "help" not in spec.metadata]:
+    options = kind.options(plugin_class)
+    if unkeyed_names := [spec.name for spec in fields(options) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {kind.page}")
-    named_schema = type(schema.__name__, (schema,), {"name": reference, "__doc__": schema.__doc__, "__module__": schema.__module__})
+    named_options = type(options.__name__, (options,), {"name": reference, "__doc__": options.__doc__, "__module__": options.__module__})
     package = sys.modules[package_of(reference)]
     if not any(getattr(package, name, None) for name in ("__path__", "__file__")):
         raise Unavailable("is in no file", "write it into a module")
     try:
         digest = sources_sha256(getattr(package, "__path__", None) or [package.__file__])
-        return Plugin(named_schema, code, _version(reference, code), kind, digest)
+        return Plugin(named_options, plugin_class, _version_of(reference, plugin_class), kind, digest)
     except OSError as error:
         raise Unavailable(f"can't be read: {error}", "install its package in a folder, not in an archive") from None
 
 
-def _version(reference: str, code: type) -> str:
-    distribution, source = _distribution(package_of(reference)), inspect.getsourcefile(code)
+def _version_of(reference: str, plugin_class: type) -> str:
+    distribution, source = _distribution_of(package_of(reference)), inspect.getsourcefile(plugin_class)
     if not source:
         return distribution or "unknown"
     digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]  # an editable distribution changes without a new version
     return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)
 
 
-def _distribution(package: str) -> str:
-    """Name and version of the distribution that installed a package; empty if there is none.
+def _distribution_of(package: str) -> str:
+    """Return the name and version of the distribution that installed a package; empty if no distribution did.
 
-    `importlib.metadata.packages_distributions` says the same, and takes ten times as long, as it parses the list of all files.
+    `importlib.metadata.packages_distributions` tells it, too, but takes ten times as long, as it parses the lists of all files.
     """
     for distribution in metadata.distributions():
         packages = (distribution.read_text("top_level.txt") or "").split()
@@ -213,5 +213,5 @@ def _distribution(package: str) -> str:
 
 
 def is_version(recorded: str, present: str) -> bool:
-    """Whether a plugin's version `present` is the `recorded` one of a run; older runs recorded a distribution without a digest."""
+    """Return whether the plugin version `present` matches the one `recorded` in a run; older runs recorded only the distribution."""
     return present == recorded or present.endswith(f" ({recorded})")

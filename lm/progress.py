@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from rich import progress
 from rich.console import Console
 
-LINE_SECONDS = 30.0  # least time between two lines of a progress in bytes
-LINES = 20  # about as many lines in a training run
+LINE_SECONDS = 30.0  # shortest time between two lines that report progress in bytes
+LINES_PER_RUN = 20  # approximate number of progress lines in a training run
 
 
 class Progress:
@@ -27,11 +27,11 @@ class Progress:
 
     @contextmanager
     def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
-        """Show a progress bar, if bars are shown. Yields a function that takes the units done since its last call and a `text` for the bar.
+        """Show a progress bar, unless `mode` shows lines. Yields a function of the units done since its last call and a `text` for the bar.
 
         Args:
-            total, n_done: the number of all units, and of units done before.
-            columns: columns to the right of the bar; by default the units done and the remaining time.
+            total, n_done: the number of all units (None: unknown), and of units done before.
+            columns: rich columns to show right of the bar; by default the units done and the remaining time.
         """
         bars = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -41,13 +41,13 @@ class Progress:
             transient=True,
             disable=self.lines or self.console.quiet,
         )
-        task = bars.add_task(name, total=total, completed=n_done, text="")
+        bar_id = bars.add_task(name, total=total, completed=n_done, text="")
         with bars:
-            yield lambda units, **fields: bars.update(task, advance=units, **fields)
+            yield lambda units, **fields: bars.update(bar_id, advance=units, **fields)
 
     @contextmanager
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show progress over `total` bytes, `n_done` of them done before. Yields a function that takes the bytes newly done."""
+        """Show progress over `total` bytes, `n_done` of them done before. Yields a function of the bytes done since its last call."""
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
         columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
@@ -71,27 +71,27 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Shows the steps of a training run, with loss, speed and remaining time; lines appear at each twentieth of the run."""
+    """Shows the progress of a training run in steps, with loss, speed and remaining time; prints a line at each twentieth of the run."""
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)
-        self.max_steps, self.every, self.next_line = max_steps, max(1, max_steps // LINES), 0
+        self.max_steps, self.steps_per_line, self.next_line = max_steps, max(1, max_steps // LINES_PER_RUN), 0
         self.start_time, self.first_step, self.step, self._bars = 0.0, 0, 0, ExitStack()
 
     def start(self, step: int) -> None:
         """Show that training starts or continues at `step`."""
         self.start_time, self.first_step, self.step = time.perf_counter(), step, step
-        steps = progress.TextColumn("{task.completed}/{task.total}  {task.fields[text]}")
-        times = progress.TimeElapsedColumn(), progress.TextColumn("ETA"), progress.TimeRemainingColumn()
-        self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, steps, *times))
+        step_column = progress.TextColumn("{task.completed}/{task.total}  {task.fields[text]}")
+        time_columns = progress.TimeElapsedColumn(), progress.TextColumn("ETA"), progress.TimeRemainingColumn()
+        self._show = self._bars.enter_context(self.bar("step", self.max_steps, step, step_column, *time_columns))
 
     def advance(self, step: int, loss: float | None = None, speed: float = 0.0) -> None:
-        """Show that `step` is done, with its loss and tokens/s if they were measured."""
+        """Show that `step` steps are done, with the step's loss and `speed` (tokens/s) if they were measured."""
         text = {} if loss is None else {"text": f"loss {loss:.4f}  {speed:,.0f} tokens/s"}
         self._show(step - self.step, **text)
         self.step = step
         if self.lines and text and (step >= self.next_line or step == self.max_steps):
-            self.next_line = (step // self.every + 1) * self.every
+            self.next_line = (step // self.steps_per_line + 1) * self.steps_per_line
             seconds = (time.perf_counter() - self.start_time) / (step - self.first_step) * (self.max_steps - step)
             remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
             # The first step includes warm-up work: a remaining time estimated from it alone would be many times too long.

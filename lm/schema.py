@@ -1,9 +1,9 @@
-"""Dataclasses as configuration schemas: built strictly from plain data (values, lists and maps, as in YAML), and listed in a reference.
+"""Dataclasses as configuration schemas: built with strict checks from plain data (values, lists and maps, as in YAML), and documented.
 
 A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
 (a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block (a map of keys) whose `name`
 picks one of several dataclasses; `variants` makes a list or a map of such blocks. A field's metadata describe its content: values within
-`limits`, or blocks of one `schema` or of a `table`, and `many` if it holds a list or a map of blocks.
+`limits`, or blocks of one `schema` or of a `table`; `many` is list or dict if the field holds several blocks.
 `build` checks plain data against a schema and collects every problem instead of stopping at the first.
 """
 
@@ -25,7 +25,7 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 @functools.cache  # each configuration needs the fields of a class many times
 def fields(schema: type) -> tuple[dataclasses.Field, ...]:
-    """The fields of a dataclass with their types, also where its module has `from __future__ import annotations`."""
+    """Return a dataclass's fields, whose `type` is a type, not text, even under `from __future__ import annotations`."""
     specs = dataclasses.fields(schema)
     if any(isinstance(spec.type, str) for spec in specs):
         hints = typing.get_type_hints(schema)
@@ -36,7 +36,7 @@ def fields(schema: type) -> tuple[dataclasses.Field, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number, or of the numbers in a list or map."""
+    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number or of each number in a list or map; None: no bound."""
 
     gt: float | None = None
     ge: float | None = None
@@ -48,7 +48,7 @@ class Limits:
         return " and ".join(f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in bounds.items())
 
     def allow(self, value: float) -> bool:
-        """True if `value` is within the bounds."""
+        """Return whether `value` is within the bounds."""
         return all(_BOUNDS[name][1](value, limit) for name, limit in vars(self).items() if limit is not None)
 
 
@@ -57,7 +57,7 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a key, whether a resumed run may change it, and the commands it acts in; values left undeclared are its block's."""
+    """Describes a configuration key: what it affects, whether a resumed run may change it, and the commands in which it acts."""
 
     # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
     # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
@@ -70,7 +70,7 @@ class Effect:
 
 
 class DeclaredEffect(typing.TypedDict, total=False):
-    """The part of an `Effect` that a field declares; the rest comes from the block that contains it."""
+    """The entries of an `Effect` that a field declares; a field inherits the other entries from the block that contains it."""
 
     affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
     on_resume: typing.Literal["same", "free", "ahead", "branch"]
@@ -78,10 +78,10 @@ class DeclaredEffect(typing.TypedDict, total=False):
 
 
 def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
-    """A field for a configuration key with a default, a one-line description, an effect and bounds (`gt ge lt le`).
+    """Make a dataclass field for a configuration key with a default, a one-line description, an effect and bounds (`gt ge lt le`).
 
-    omit_default: `to_plain` leaves the key out while it has its default. This is for a key that is added to a block of existing runs:
-    their configurations, arms and hashes then stay as they were.
+    omit_default: `to_plain` leaves the key out while it has its default value. Use this for a new key in an existing block: the hashes
+    of existing runs' configurations and arms then stay the same.
     """
     metadata = {"help": help, "effect": effect, "limits": Limits(**limits), "omit_default": omit_default}
     if isinstance(default, list | dict):
@@ -90,51 +90,50 @@ def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_defaul
 
 
 def section(schema: type, help: str, effect: DeclaredEffect | None = None):
-    """A field for a nested block of keys, described by the dataclass `schema`."""
+    """Make a dataclass field for a nested block of keys, described by the dataclass `schema`."""
     return field(default_factory=schema, metadata={"help": help, "effect": effect, "schema": schema})
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """A field for a nested block that is null (off) until one of its keys is given. `omit_default` as in `key`."""
+    """Make a dataclass field for a nested block that is null (off) unless one of its keys is given. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "schema": schema, "optional": True, "omit_default": omit_default}
     return field(default=None, metadata=metadata)
 
 
 def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffect | None = None):
-    """A field for a list of blocks, each described by the dataclass `schema`."""
+    """Make a dataclass field for a list of blocks, each described by the dataclass `schema`."""
     metadata = {"help": help, "effect": effect, "schema": schema, "many": list}
     return field(default_factory=lambda: list(default), metadata=metadata)
 
 
 def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """A field for a block whose `name` picks a dataclass of `table`; a bare name stands for its defaults. `omit_default` as in `key`."""
+    """Make a field for a block whose `name` selects a dataclass in `table`; a bare name means its defaults. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
 
 def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_default: bool = False):
-    """A field for a list of blocks, each as in `variant`, or (`many` = dict) a map of them by user-chosen names; empty by default."""
+    """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block}; empty by default."""
     metadata = {"help": help, "effect": None, "table": table, "many": many, "omit_default": omit_default}
     return field(default_factory=many, metadata=metadata)
 
 
 def effect(schema: type, path: str) -> Effect | None:
-    """The effect of the key at `path` (dotted, items of lists by index or not); None if `schema` has no such key.
+    """Return the effect of the key at the dotted `path`, e.g. `a.b` or `a[0].b`; None if `schema` has no such key.
 
-    A path into the plain data of a key has that key's effect. A plugin's option, which no schema of the table has, has its block's effect.
+    A path that continues into a key's plain data gives the key's effect. A plugin's option, unknown to `schema`, gives its block's effect.
     """
     specs = _fields_at(schema, path)
     return functools.reduce(effect_within, specs, Effect()) if specs else None
 
 
 def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
-    """The fields along a dotted path, the outermost first, up to a field of plain data, or a block whose table lacks the next name.
-
-    Returns [] if `schema` has no such key.
+    """Return the fields along a dotted path, the outermost first. They end at a field of plain data, or at a block of a table (`variant`)
+    if no dataclass in the table has the path's next name. Returns [] if `schema` has no such key.
     """
     specs, blocks, has_table = [], [schema], False
     for name in path.split("."):
-        spec = next((match for block in blocks if (match := _field(block, name))), None)
+        spec = next((match for block in blocks if (match := _field_named(block, name))), None)
         if spec is None:
             return specs if has_table else []
         specs.append(spec)
@@ -146,8 +145,8 @@ def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
 
 
 def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
-    """The effect of a field in a block of effect `block`. If a field declares `affects` but not `on_resume`, the latter is `same`
-    for model, training and seed, else `free`."""
+    """Return the effect of a field `spec` in a block with the effect `block`. If the field declares `affects` without `on_resume`, then
+    `on_resume` is `same` for model, training and seed, else `free`."""
     changes = dict(spec.metadata["effect"] or {})
     if "affects" in changes:
         changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
@@ -155,23 +154,23 @@ def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
 
 
 def block_of(spec: dataclasses.Field) -> type | None:
-    """The dataclass of the block that a field of `section` or `optional` holds; None for a field that holds anything else."""
+    """Return the dataclass of the block in a field made by `section` or `optional`; None for other fields."""
     return None if "many" in spec.metadata else spec.metadata.get("schema")
 
 
 def field_at(schema: type, path: str) -> dataclasses.Field | None:
-    """The field of the key at `path` (dotted); None if there is no such key, or if the path continues within the key's plain data."""
+    """Return the field of the key at the dotted `path`; None if there is no such key or the path continues into a key's plain data."""
     specs = _fields_at(schema, path)
     return specs[-1] if len(specs) == path.count(".") + 1 else None
 
 
-def _field(schema: type, name: str) -> dataclasses.Field | None:
-    """The field called `name`; the index of a list's item is ignored (`phases[1]`)."""
+def _field_named(schema: type, name: str) -> dataclasses.Field | None:
+    """Return the field called `name`, without a list index at its end (`phases[1]` gives `phases`); None if there is no such field."""
     return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)
 
 
 class Unavailable(KeyError):
-    """A variant's name that can't be used: the reason, and what to do. Raised by tables that import plugins by name."""
+    """Raised by a table that imports plugins if a block's `name` can't be used; holds the reason and the remedy."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(reason)
@@ -179,7 +178,7 @@ class Unavailable(KeyError):
 
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
-    """A remedy for an unknown `word`: the most similar of `names`, or all of them; a `Table` adds the names of installed plugins."""
+    """Return a remedy for an unknown `word`: the most similar name, or else all of `names` (for a `Table`, with installed plugins)."""
     names = [*names, *getattr(names, "installed", tuple)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:
@@ -188,9 +187,9 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
-    """An instance of `schema` from plain `data`, whose problems are appended to `problems`.
+    """Return an instance of `schema` made from plain `data`; append the problems found in `data`, such as unknown keys, to `problems`.
 
-    table: the table in which a `name` picked `schema`; remedies name its other schemas.
+    table: the table in which a block's `name` selected `schema`; remedies point to other names in this table.
     """
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
@@ -199,13 +198,13 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
     empty_remedy = "it has no options: give the name of another" if not specs else ""
     values = {}
     for name, value in data.items():
-        key_path = _join(path, name)
+        key_path = _join_path(path, name)
         if name in specs:
             values[name] = _field_value(specs[name], value, key_path, problems)
         elif not (name == "name" and hasattr(schema, "name")):
-            owners = [variant_name for variant_name, options in (table or {}).items() if _field(options, name)]
-            instruction = f"give the whole list {_join(path, 'of')}" if "of" in specs else f"set {_join(path, 'name')}"
-            owner_remedy = f"it is an option of {', '.join(owners)}: {instruction}" if owners else ""
+            owner_names = [variant_name for variant_name, options in (table or {}).items() if _field_named(options, name)]
+            instruction = f"give the whole list {_join_path(path, 'of')}" if "of" in specs else f"set {_join_path(path, 'name')}"
+            owner_remedy = f"it is an option of {', '.join(owner_names)}: {instruction}" if owner_names else ""
             parts = str(name).split(".")
             nesting_remedy = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in specs else ""
             problems.append(Problem(key_path, value, "unknown key", owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs)))
@@ -247,7 +246,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
 
 
 def single_values(value: Plain) -> Iterator[Plain]:
-    """Yield the values in nested lists and maps, or `value` itself if it is neither."""
+    """Yield the single values in nested lists and maps; if `value` is neither list nor map, yield `value`."""
     if not isinstance(value, list | dict):
         yield value
     for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
@@ -255,7 +254,7 @@ def single_values(value: Plain) -> Iterator[Plain]:
 
 
 def is_block(value: Plain) -> bool:
-    """True for a map whose keys are all texts, as in a block; False for other values, and maps whose keys are data such as numbers."""
+    """Return whether `value` may be a block: a map with texts as keys. A map whose keys are data, such as numbers, is no block."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -267,34 +266,34 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)
-    text = name if isinstance(name, str) else ""  # no variant has an empty name
+    variant_name = name if isinstance(name, str) else ""  # no variant has an empty name
     try:
-        schema = table[text]
+        schema = table[variant_name]
     except Unavailable as error:
-        problems.append(Problem(_join(path, "name"), name, error.reason, error.remedy))
+        problems.append(Problem(_join_path(path, "name"), name, error.reason, error.remedy))
         return MISSING
     except KeyError:
-        problems.append(Problem(_join(path, "name"), name, "unknown name", suggest(text, table)))
+        problems.append(Problem(_join_path(path, "name"), name, "unknown name", suggest(variant_name, table)))
         return MISSING
     return build(schema, value, path, problems, table)
 
 
 def build_named(table: Mapping[str, type], value: Plain, path: str, default: str | None = None):
-    """The block that `value` picks from `table`, read and checked as a field of `variant` at `path`, outside of any configuration.
+    """Return the dataclass instance that `value`, a name or a block with a `name`, selects from `table`; errors call it `path`.
 
-    default: the name in a block without one; None: each block must have a name.
+    default: the name for a block without a name; None: each block must have a name.
 
-    Raises ConfigError: all problems of single keys in one message, or else all that the block reports of itself.
+    Raises ConfigError: all problems of single keys in one message; if there are none, all problems that the block reports itself.
     """
     problems: list[Problem] = []
     block = _build_variant(table, default, value, path, problems)
-    if problems := problems or own_problems(block, path):
+    if problems := problems or cross_key_problems(block, path):
         raise ConfigError(problems)
     return block
 
 
 def convert(hint: type, value: Plain):
-    """`value` if it is of the type `hint`, else MISSING. Only int becomes float; integers must fit into 64 bits, floats be finite."""
+    """Return `value` as type `hint` (only int becomes float); MISSING if types differ, an int exceeds 64 bits, or a float isn't finite."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
@@ -318,7 +317,7 @@ def convert(hint: type, value: Plain):
 
 
 def type_name(hint: type) -> str:
-    """The type as a user reads it, e.g. `an integer or null`."""
+    """Return a type in words for users, e.g. `an integer or null`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(arg) for arg in args)
@@ -332,28 +331,28 @@ def type_name(hint: type) -> str:
 
 
 def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
-    """The remedy for a value of the wrong type; `meaning`: the key's help, which is the remedy for true or false in place of a text."""
+    """Return the remedy for a value of the wrong type; for true or false in place of a text, return `meaning`, the key's description."""
     literals = _literals(hint)
     unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
     if (unknown_texts or isinstance(value, dict)) and convert(hint, _with_numbers(value)) is not MISSING:
         return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
     if unknown_texts and literals:
-        words = [yaml_scalar(arg) for arg in literals]
-        return f"write {unknown_texts[0]} without quotes" if unknown_texts[0] in words else suggest(unknown_texts[0], words)
+        literal_texts = [yaml_scalar(arg) for arg in literals]
+        return f"write {unknown_texts[0]} without quotes" if unknown_texts[0] in literal_texts else suggest(unknown_texts[0], literal_texts)
     if hint is not str:
         return ""
     return meaning if isinstance(value, bool) else "quote it in the YAML"
 
 
 def _with_numbers(value: Plain) -> Plain:
-    """`value` with a number in place of each text in it that Python reads as a number."""
+    """Return `value` with each text, also in lists and maps, replaced by a number if Python can read the text as a number."""
     if isinstance(value, dict):
         return {_with_numbers(name): _with_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
         return [*map(_with_numbers, value)]
-    for kind in (int, float) if isinstance(value, str) else ():
+    for number_type in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
-            return kind(value)
+            return number_type(value)
     return value
 
 
@@ -363,44 +362,44 @@ def _literals(hint: type) -> tuple:
     return sum((_literals(arg) for arg in typing.get_args(hint)), ())
 
 
-def own_problems(block, path: str = "") -> list[Problem]:
-    """The problems that `block` and the blocks within it report of themselves, by full key paths.
+def cross_key_problems(block, path: str = "") -> list[Problem]:
+    """Return the problems that the `problems` methods of `block` and of all blocks in it report, with full key paths.
 
-    A block with rules beyond those of its single keys has a method `problems() -> list[Problem]`, whose paths are relative to the block.
+    A block with rules that concern several keys has a method `problems() -> list[Problem]`; its key paths are relative to the block.
     """
-    problems = [dataclasses.replace(problem, path=_join(path, problem.path)) for problem in getattr(block, "problems", list)()]
+    problems = [dataclasses.replace(problem, path=_join_path(path, problem.path)) for problem in getattr(block, "problems", list)()]
     for spec in fields(type(block)):
-        value, key_path = getattr(block, spec.name), _join(path, spec.name)
+        value, key_path = getattr(block, spec.name), _join_path(path, spec.name)
         items = {f"{key_path}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {key_path: value}
         if isinstance(value, dict):
             items = {f"{key_path}.{name}": item for name, item in value.items()}
-        problems += [problem for item_path, item in items.items() if is_dataclass(item) for problem in own_problems(item, item_path)]
+        problems += [problem for item_path, item in items.items() if is_dataclass(item) for problem in cross_key_problems(item, item_path)]
     return problems
 
 
 def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """`config` as nested plain data, which `build` reads back, variants with their `name`; `whole`: also keys of `omit_default`."""
+    """Return `config` as nested plain data for `build`, with each variant's `name`; `whole`: include default keys of `omit_default`."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
-    omitted_names = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default(spec)}
-    return plain | {name: _plain(value, whole) for name, value in values.items() if whole or name not in omitted_names}
+    omitted_names = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default_of(spec)}
+    return plain | {name: _plain_value(value, whole) for name, value in values.items() if whole or name not in omitted_names}
 
 
-def _plain(value, whole: bool = False) -> Plain:
+def _plain_value(value, whole: bool = False) -> Plain:
     if isinstance(value, list):
-        return [_plain(item, whole) for item in value]
+        return [_plain_value(item, whole) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(item, whole) for name, item in value.items()}
+        return {name: _plain_value(item, whole) for name, item in value.items()}
     return to_plain(value, whole) if is_dataclass(value) else value
 
 
-def _default(spec: dataclasses.Field):
+def _default_of(spec: dataclasses.Field):
     return spec.default if spec.default is not MISSING else spec.default_factory()
 
 
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
-    """Nested blocks as {key path: value}; the path of a block in a list has the block's index."""
+    """Flatten nested blocks into {key path: value}; the path of a block in a list contains its index (`a[0].b`)."""
     if isinstance(plain, list) and plain and isinstance(plain[0], dict):
         return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
     if not isinstance(plain, dict) or not plain or not all(isinstance(name, str) for name in plain):
@@ -409,15 +408,15 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 
 def reference(schema: type, path: str = "", described_options: set[type] | None = None) -> list[tuple[str, str, str, str]]:
-    """A row (key path, type, default, description) for every key of `schema`, in order; a dataclass in several tables is listed once."""
+    """Return a row (key path, type, default, description) for every key of `schema`, in order; list a dataclass of several tables once."""
     rows = []
     described_options = set() if described_options is None else described_options
     for spec in fields(schema):
-        key_path, default, blocks = _join(path, spec.name), _default(spec), {}
+        key_path, default, blocks = _join_path(path, spec.name), _default_of(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
         if container := spec.metadata.get("many"):
             kind = "a map from names to blocks" if container is dict else f"a list of {'blocks' if table is None else 'names or blocks'}"
-            default_text = yaml_flow(_plain(default))
+            default_text = yaml_flow(_plain_value(default))
             blocks = {"[]": block} if block else {}
         elif table is not None:
             kind, default_text = " | ".join(table), spec.metadata["default"]
@@ -437,7 +436,7 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
 
 
 def yaml_flow(value: Plain) -> str:
-    """A value as YAML on one line; a block that has only a name is written as that name."""
+    """Return a value as YAML on one line; a block that has only a `name` is written as this name."""
     if isinstance(value, list):
         return f"[{', '.join(map(yaml_flow, value))}]"
     if isinstance(value, dict):
@@ -447,11 +446,11 @@ def yaml_flow(value: Plain) -> str:
 
 
 def yaml_scalar(value: Plain) -> str:
-    """A value that is neither list nor map, as YAML writes it."""
+    """Return a value that is neither list nor map as YAML text."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return '""' if value == "" else str(value)
 
 
-def _join(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else str(name)

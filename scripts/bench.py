@@ -41,7 +41,7 @@ from lm.evaluation.held_out import HeldOut, nll_by_token
 from lm.machine import peak_process_bytes
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.training.module import gradient_norms, largest_scores, logit_scales, transferred
+from lm.training.module import copied_to_host, gradient_norms, largest_scores, logit_scales
 from lm.training.optimizers import make_optimizer
 
 Step = Callable[[], None]
@@ -240,7 +240,7 @@ def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
 def measure_long(arguments: argparse.Namespace) -> None:
     """Seconds, and peak memory beyond model and sequence, of the loss by position of one long sequence."""
     if arguments.fused:
-        cpu_kernel.why_not = lambda v: "PyTorch's is measured"
+        cpu_kernel.why_unusable = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
     decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(device.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
@@ -265,9 +265,9 @@ def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
         decoder.loss(batch).backward()
     return {
         "a training step": step,
-        "gradient_norm": lambda: transferred(gradient_norms(decoder)),
-        "logit_scale": lambda: transferred(logit_scales(decoder)),
-        "largest_score": lambda: transferred(largest_scores(decoder, Batch.of(sequences[:2]), device)),
+        "gradient_norm": lambda: copied_to_host(gradient_norms(decoder)),
+        "logit_scale": lambda: copied_to_host(logit_scales(decoder)),
+        "largest_score": lambda: copied_to_host(largest_scores(decoder, Batch.of(sequences[:2]), device)),
     }, "a training step"
 
 

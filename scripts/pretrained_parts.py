@@ -23,7 +23,7 @@ from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.evaluation.swap import SwapMeasurement, swap_run
 from lm.files import read_json, write_json
 from lm.model.decoder import Decoder
-from lm.model.swapped import fit, swapped
+from lm.model.swapped import fit, with_normalizer
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.loading import load, with_shape_of
@@ -169,14 +169,14 @@ class Workbench:
     def decoder(self, arm: str) -> Decoder:
         """The model with another normalizer, or with trained weights."""
         if arm in NORMALIZERS:
-            return swapped(self.loaded.decoder, NORMALIZERS[arm])
+            return with_normalizer(self.loaded.decoder, NORMALIZERS[arm])
         if arm == "fit":
-            decoder = swapped(self.loaded.decoder, NORMALIZERS["ssmax"])
+            decoder = with_normalizer(self.loaded.decoder, NORMALIZERS["ssmax"])
             for module, s in zip(decoder.normalizers(), self.result("swap_fit").facts["s"], strict=True):
                 module.s.data = torch.tensor(s)
             return decoder
         normalizer, training = TRAINED[arm]
-        decoder = swapped(self.loaded.decoder, NORMALIZERS[normalizer])
+        decoder = with_normalizer(self.loaded.decoder, NORMALIZERS[normalizer])
         weights = load(self.out / training).decoder.state_dict()
         decoder.load_state_dict({name: value for name, value in weights.items() if name in decoder.state_dict()}, strict=False)
         return decoder
@@ -197,7 +197,7 @@ class Workbench:
         length = int(self.sizes.within[0] * self.loaded.spec.seq_len)
         mean = torch.arange(1, length + 1, dtype=torch.float64).log().mean().item()
         normalizer = Softmax(temperature=1 / scale) if name == "softmax" else SSMax(init=scale / mean)
-        return self.loss(f"{name} x {scale:g}", self.sizes.within, swapped(self.loaded.decoder, normalizer))
+        return self.loss(f"{name} x {scale:g}", self.sizes.within, with_normalizer(self.loaded.decoder, normalizer))
 
     def swap(self, name: str) -> Made:
         """`lm swap`: a run folder, and how far its outputs are from the model's."""

@@ -131,7 +131,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     def pilot(procedure: Procedure, costs: Costs, *_: object) -> tuple[Times, str]:
         return {next(place for place, cost in costs.items() if cost.flops): 60.0}, "a pilot"
 
-    monkeypatch.setattr("lm.experiments.plan._pilot", pilot)
+    monkeypatch.setattr("lm.experiments.plan._pilot_times", pilot)
 
 
 @pytest.fixture

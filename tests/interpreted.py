@@ -131,13 +131,13 @@ def test_inputs_that_the_kernel_does_not_support_use_tiles(monkeypatch: pytest.M
     assert "float64" in why_tiles(cpu, torch.float64, 64)
     assert "head size" in why_tiles(cpu, torch.float32, 136)
     monkeypatch.setattr("triton.__version__", "3.2.0")
-    assert "3.2.0" in elementwise_sums._unusable.__wrapped__(cpu)
+    assert "3.2.0" in elementwise_sums._why_unusable.__wrapped__(cpu)
 
 
 def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(monkeypatch: pytest.MonkeyPatch):
     from lm.attention import triton_kernels
 
-    trial = elementwise_sums._trial
+    trial = elementwise_sums._compare_with_tiles
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
     monkeypatch.setattr(triton_kernels, "fused_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))

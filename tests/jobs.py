@@ -19,7 +19,7 @@ def train_each(jobs: list[list[str]]) -> None:
 
 def compare_with(pilot: str, *arguments: str) -> None:
     """`lm compare` whose pilots are the Python program `pilot`, on text that counts as prepared."""
-    plan.COMMAND, plan.open_prepared, compare.PILOT_SECONDS = [sys.executable, pilot], lambda _: None, 600.0
+    plan.PILOT_COMMAND, plan.open_prepared, compare.PILOT_SECONDS = [sys.executable, pilot], lambda _: None, 600.0
     command("compare", *arguments)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lm.config.tree import canonical, differences, function_of
+from lm.config.tree import canonical, differences, function_options
 from lm.errors import ConfigError
 from lm.files import plain_sha256
 from lm.runs.record import arm
@@ -23,7 +23,7 @@ def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: lis
     assert differences(to_plain(config), to_plain(full_config)) == {}
     assert canonical(to_plain(config)) == canonical(to_plain(full_config))
     assert arm(to_plain(config), {}) == arm(to_plain(full_config), {})
-    assert function_of(config.model) == function_of(full_config.model)
+    assert function_options(config.model) == function_options(full_config.model)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_w
     """The values are those of 0.5.0."""
     config = tiny(*SIZES, "data.root=data", "data.source={name: files, paths: [texts]}")
     assert arm(to_plain(config), {}) == "d072109fe603"
-    assert plain_sha256(function_of(config.model))[:12] == "a33fed0169cd"
-    assert function_of(tiny(*SIZES, "model.mlp_bias=true").model) != function_of(config.model)
-    assert function_of(tiny(*SIZES, "model.position.scaling=linear").model) != function_of(config.model)
+    assert plain_sha256(function_options(config.model))[:12] == "a33fed0169cd"
+    assert function_options(tiny(*SIZES, "model.mlp_bias=true").model) != function_options(config.model)
+    assert function_options(tiny(*SIZES, "model.position.scaling=linear").model) != function_options(config.model)
 
 
 @pytest.mark.parametrize("model", [None, 3, {"n_layer": "many"}, {"normalizer": {"name": "layers", "of": []}, "n_layer": 2}])

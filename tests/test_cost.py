@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, lm, thinned
 from folders import differences, kill_after, metrics
 
-from lm.attention.routes import counted_on
+from lm.attention.routes import with_device_limits
 from lm.config.load import load
 from lm.config.tree import Config
 from lm.data.batches import Batch
@@ -132,7 +132,7 @@ def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(
     monkeypatch.setattr("lm.attention.routes.block_weights", lambda device: 2**19 if device.type == "cuda" else 2**17)
     on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
     assert on_cpu == pytest.approx(measured(config), rel=0.15)
-    with counted_on(torch.device("cuda")):
+    with with_device_limits(torch.device("cuda")):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
     assert on_gpu > 1.1 * on_cpu
 
@@ -144,7 +144,7 @@ def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
     on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
     weights = 4 * config.model.n_layer * config.micro_batch * config.model.n_head * config.data.seq_len**2 // 2
     assert on_cpu - on_gpu > 0.5 * weights
-    with counted_on(torch.device("cuda")):
+    with with_device_limits(torch.device("cuda")):
         assert on_gpu == pytest.approx(measured(config), rel=0.15)
 
 
@@ -154,7 +154,7 @@ def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch
     config, estimates = tiny(*LARGER, "model.normalizer={name: window, size: 4}"), []
     for most_keys in (4, 0):
         monkeypatch.setattr("lm.attention.distance.FEW_KEYS", most_keys)
-        monkeypatch.setattr("lm.training.memory._KNOWN", {})
+        monkeypatch.setattr("lm.training.memory._KNOWN_ESTIMATES", {})
         estimates.append([estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu")])
     (on_cpu, on_gpu), (fused_on_cpu, fused_on_gpu) = estimates
     assert on_cpu != fused_on_cpu

@@ -15,7 +15,7 @@ from lm import machine
 from lm.attention import cpu_kernel
 from lm.attention.cpu_kernel import ROWS, WIDTH, causal_softmax
 from lm.attention.layout import AttentionLayout
-from lm.attention.routes import LONGEST, fused_softmax
+from lm.attention.routes import SHORT_LENGTH, fused_softmax
 
 BLOCK = 256  # keys of a block, KEYS in the source
 V = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
@@ -31,7 +31,7 @@ needs_kernel = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def forgotten():
     """Nothing is known of this machine, before a test and after it."""
-    cached = (cpu_kernel._unusable, cpu_kernel._library)
+    cached = (cpu_kernel._why_unusable, cpu_kernel._library)
     for function in cached:
         function.cache_clear()
     yield
@@ -107,7 +107,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
 
 def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr(cpu_kernel, "_unusable", lambda: "")
+    monkeypatch.setattr(cpu_kernel, "_why_unusable", lambda: "")
     monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: calls.append(scale) or v)
 
     def taken(length: int, dtype: torch.dtype = torch.bfloat16, layout: AttentionLayout | None = None, grad: bool = False) -> bool:
@@ -116,25 +116,25 @@ def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.Mo
         fused_softmax(x, x, x, layout or AttentionLayout.full(length))
         return calls == [1 / math.sqrt(8)]
 
-    assert taken(LONGEST + 1)
-    assert not taken(LONGEST)
-    assert not taken(LONGEST + 1, torch.float32)
-    assert not taken(LONGEST + 1, grad=True)
+    assert taken(SHORT_LENGTH + 1)
+    assert not taken(SHORT_LENGTH)
+    assert not taken(SHORT_LENGTH + 1, torch.float32)
+    assert not taken(SHORT_LENGTH + 1, grad=True)
     assert not taken(600, layout=AttentionLayout.from_document_lengths([300, 300]))
     with torch.no_grad():
-        assert taken(LONGEST + 1, grad=True)
+        assert taken(SHORT_LENGTH + 1, grad=True)
 
 
 def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu_kernel, "_unusable", lambda: "")
+    monkeypatch.setattr(cpu_kernel, "_why_unusable", lambda: "")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert not cpu_kernel.why_not(V)
-    assert "float32" in cpu_kernel.why_not(V.float())
+    assert not cpu_kernel.why_unusable(V)
+    assert "float32" in cpu_kernel.why_unusable(V.float())
     with FakeTensorMode():
-        assert "no numbers" in cpu_kernel.why_not(torch.empty(1, 1, 8, dtype=torch.bfloat16))
+        assert "no numbers" in cpu_kernel.why_unusable(torch.empty(1, 1, 8, dtype=torch.bfloat16))
     monkeypatch.setattr(cpu_kernel, "usable_cores", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert "bound" in cpu_kernel.why_not(V)
+    assert "bound" in cpu_kernel.why_unusable(V)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_machines_without_what_it_needs_are_not_warned(
 ):
     monkeypatch.setattr(cpu_kernel, "cpu_flags", lambda: flags)
     monkeypatch.setattr(cpu_kernel, "cpp_compiler", lambda: compiler)
-    assert reason in cpu_kernel.why_not(V)
+    assert reason in cpu_kernel.why_unusable(V)
     assert not recwarn
 
 
@@ -167,8 +167,8 @@ def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(trouble: str, wo
     if trouble == "results":
         monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: torch.zeros_like(q))
     with pytest.warns(UserWarning, match=words):
-        assert "does not work here" in cpu_kernel.why_not(V)
-    assert cpu_kernel.why_not(V)  # asked again, without a further warning
+        assert "does not work here" in cpu_kernel.why_unusable(V)
+    assert cpu_kernel.why_unusable(V)  # asked again, without a further warning
     q = torch.randn(1, 1, 600, 8).bfloat16()
     assert torch.equal(fused_softmax(q, q, q, AttentionLayout.full(600)), F.scaled_dot_product_attention(q, q, q, is_causal=True))
 

@@ -17,7 +17,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import METRICS, read_metrics
-from lm.training.module import TrainModule, gradient_norms, largest_scores, logit_scales, normalizer_parameters, transferred
+from lm.training.module import TrainModule, copied_to_host, gradient_norms, largest_scores, logit_scales, normalizer_parameters
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -37,18 +37,18 @@ def decoder(tiny, normalizer: str | Options) -> Decoder:
 
 
 def test_values_by_head_are_logged_by_layer_and_head_and_others_as_their_root_mean_square(tiny):
-    assert transferred(normalizer_parameters(decoder(tiny, "softmax"))) == {}
+    assert copied_to_host(normalizer_parameters(decoder(tiny, "softmax"))) == {}
     model = decoder(tiny, "[ssmax, forget]")
     model.normalizers()[0].s.data[1] = 3.5
     model.normalizers()[1].w.data[:] = -2.0
-    values = transferred(normalizer_parameters(model))
+    values = copied_to_host(normalizer_parameters(model))
     names = ["s/layer0/head0", "s/layer0/head1", "w/layer1/rms", "b/layer1/head0", "b/layer1/head1"]
     assert list(values) == [f"normalizer/{name}" for name in names]
     assert (values["normalizer/s/layer0/head1"], values["normalizer/w/layer1/rms"]) == (3.5, 2.0)
 
 
 def test_what_layers_share_is_logged_once(tiny):
-    values = transferred(normalizer_parameters(decoder(tiny, "p_n")))
+    values = copied_to_host(normalizer_parameters(decoder(tiny, "p_n")))
     assert [name for name in values if name.startswith("normalizer/p/")] == ["normalizer/p/layer0/rms"]
     assert values["normalizer/p/layer0/rms"] == 1
 
@@ -69,7 +69,7 @@ def test_the_logit_scale_is_that_of_the_normalizer_at_three_lengths_with_its_lin
     model = decoder(tiny, "[{name: ssmax, bias: true}, {name: softmax, temperature: 0.5}]")
     model.normalizers()[0].s.data[:] = torch.tensor([0.3, -0.2])
     model.normalizers()[0].b.data[:] = torch.tensor([0.5, 1.5])
-    values = transferred(logit_scales(model))
+    values = copied_to_host(logit_scales(model))
     assert len(values) == 2 * 2 * 5
     for head, (s, b) in enumerate(((0.3, 0.5), (-0.2, 1.5))):
         for n in (2, 6, 32):
@@ -82,12 +82,12 @@ def test_the_logit_scale_is_that_of_the_normalizer_at_three_lengths_with_its_lin
 
 @pytest.mark.parametrize("name", ["sigmoid", "cosine", "qassmax", "forget", "asentmax", "linear"])
 def test_a_normalizer_whose_scores_are_no_multiple_of_the_logits_has_no_logit_scale(tiny, name: str):
-    assert transferred(logit_scales(decoder(tiny, name))) == {}
+    assert copied_to_host(logit_scales(decoder(tiny, name))) == {}
 
 
 @pytest.mark.parametrize("length", [2, 3])
 def test_short_training_lengths_have_a_logit_scale(tiny, length: int):
-    values = transferred(logit_scales(Decoder(tiny("model.normalizer=log_n").model, 400, length)))
+    values = copied_to_host(logit_scales(Decoder(tiny("model.normalizer=log_n").model, 400, length)))
     assert all(map(math.isfinite, values.values()))
     assert ("logit_scale/slope/layer0/head0" in values) == (length == 3)
 
@@ -118,7 +118,7 @@ def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held
         expected = by_hand(model, batch)
         for limit in (2**24, 2 * 2 * 32 * 5):  # five queries at a time
             monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", limit)
-            assert transferred(largest_scores(model, batch, CPU)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            assert copied_to_host(largest_scores(model, batch, CPU)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert model.training
 
 
@@ -126,7 +126,7 @@ def test_scores_of_keys_ahead_and_of_other_documents_are_not_seen(tiny):
     model = decoder(tiny, opt.Softmax())
     sequences = torch.randint(1, 400, (1, 33), generator=torch.Generator().manual_seed(0))
     sequences[:, [0, 16]] = 0
-    together, by_document = (transferred(largest_scores(model, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0))
+    together, by_document = (copied_to_host(largest_scores(model, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0))
     unmasked = {}
     with torch.no_grad():
         for block in attention_blocks(model, Batch.of(sequences)):
@@ -143,7 +143,7 @@ def test_scores_are_fp32_under_autocast(tiny):
     batch = Batch.of(torch.randint(0, 400, (1, 33), generator=torch.Generator().manual_seed(0)))
     with torch.autocast("cpu", torch.bfloat16):
         expected = by_hand(model, batch)
-    values = transferred(largest_scores(model, batch, Device(torch.device("cpu"), bf16=True)))
+    values = copied_to_host(largest_scores(model, batch, Device(torch.device("cpu"), bf16=True)))
     assert values == pytest.approx(expected, rel=1e-6)
     assert any(torch.tensor(value).bfloat16().item() != value for value in values.values())
 
@@ -154,13 +154,13 @@ def test_scores_are_fp32_under_autocast(tiny):
 def test_gradient_norms_of_layers_are_those_of_their_parameters(tiny):
     model = decoder(tiny, "ssmax")
     model.loss(Batch.of(torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0)))).backward()
-    values = transferred(gradient_norms(model))
+    values = copied_to_host(gradient_norms(model))
     for layer, block in enumerate(model.blocks):
         squares = sum(p.grad.double().square().sum().item() for p in block.parameters())
         assert values[f"train/grad_norm/layer{layer}"] == pytest.approx(math.sqrt(squares), rel=1e-5)
     model.zero_grad()
     model.normalizers()[1].s.grad = torch.tensor([3.0, 4.0])
-    assert transferred(gradient_norms(model)) == {"train/grad_norm/layer1": 5.0}
+    assert copied_to_host(gradient_norms(model)) == {"train/grad_norm/layer1": 5.0}
 
 
 TASK = ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]", "data.seq_len=64"]

@@ -4,7 +4,7 @@ import pytest
 
 from lm.config.load import merge, overrides_in, parse
 from lm.config.model_config import ModelConfig
-from lm.config.tree import Config, acting_in, effect_of, function_of, is_learned, recorded_per_start
+from lm.config.tree import Config, effect_of, function_options, is_learned, keys_acting_in, recorded_per_start
 from lm.errors import ConfigError
 from lm.schema import effect, reference, to_plain
 
@@ -46,13 +46,13 @@ def test_which_keys_that_affect_learning_may_change_on_resume():
 
 
 def test_dropout_and_initial_weights_are_no_part_of_a_models_function():
-    assert {"dropout", "init_std"}.isdisjoint(function_of(ModelConfig()))
-    assert {"n_layer", "normalizer.name", "position.theta"} <= set(function_of(ModelConfig()))
+    assert {"dropout", "init_std"}.isdisjoint(function_options(ModelConfig()))
+    assert {"n_layer", "normalizer.name", "position.theta"} <= set(function_options(ModelConfig()))
 
 
 def test_each_command_accepts_the_keys_that_act_in_it():
-    assert set(acting_in("eval")) == {"trainer.accelerator", "trainer.precision", "trainer.threads", "data.root", "eval"}
-    assert set(acting_in("swap")) == {*acting_in("eval"), "model.normalizer", "experiment"}
+    assert set(keys_acting_in("eval")) == {"trainer.accelerator", "trainer.precision", "trainer.threads", "data.root", "eval"}
+    assert set(keys_acting_in("swap")) == {*keys_acting_in("eval"), "model.normalizer", "experiment"}
     assert overrides_in("eval", ["eval.sequences=3"]) == {"eval": {"sequences": 3}}
 
 

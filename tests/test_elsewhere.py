@@ -20,7 +20,7 @@ import lm.functional as L
 from lm.attention import catalogue as opt
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
-from lm.huggingface.inside import HOLDER
+from lm.huggingface.inside import NORMALIZER_ATTRIBUTE
 from lm.model.decoder import Decoder
 
 PAGE = (ROOT / "docs" / "elsewhere.md").read_text()
@@ -238,4 +238,4 @@ def test_three_lines_put_ssmax_into_a_model_of_transformers_and_a_plugin_into_ax
     plugin.post_model_build({}, built)
     assert torch.equal(built(tokens).logits, model(tokens).logits)
     assert not torch.allclose(model(tokens).logits, softmax)
-    assert sum(HOLDER in name for name, _ in built.named_parameters()) == LLAMA_SIZES["num_hidden_layers"]
+    assert sum(NORMALIZER_ATTRIBUTE in name for name, _ in built.named_parameters()) == LLAMA_SIZES["num_hidden_layers"]

@@ -26,7 +26,7 @@ from lm.experiments.plan import _time_configurations, costs, plan, run_times, to
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
 from lm.files import write_json
-from lm.machine import born
+from lm.machine import process_start
 from lm.training.pilot import pilot
 from lm.training.train import train
 
@@ -133,7 +133,7 @@ for path in map(pathlib.Path, sys.argv[1:]):
 def pilots(tmp_path, monkeypatch) -> list[str]:
     """The arms that are timed, by a program that says 60 s at once, and of arms called slow nothing but five steps of 2 s."""
     (tmp_path / "program.py").write_text(PILOT)
-    monkeypatch.setattr("lm.experiments.plan.COMMAND", [sys.executable, str(tmp_path / "program.py")])
+    monkeypatch.setattr("lm.experiments.plan.PILOT_COMMAND", [sys.executable, str(tmp_path / "program.py")])
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
     pilot_configs, timed = [], _time_configurations
     monkeypatch.setattr(
@@ -249,7 +249,7 @@ def test_pilots_end_with_their_plan(tmp_path, number):
     process.join(60)
     message = (tmp_path / "said").read_text()
     assert process.exitcode == (-number if number == signal.SIGKILL else 128 + number), message
-    wait_until(lambda: not born(child), tmp_path)
+    wait_until(lambda: not process_start(child), tmp_path)
     if number != signal.SIGKILL:
         assert not list(place.iterdir())
         assert message == f"error: stopped by {number.name} while runs were timed: nothing was trained\n"

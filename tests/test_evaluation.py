@@ -31,7 +31,7 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import HeldOut, LongContext, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
 from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
-from lm.model.device import Device, OutOfTime, all_reduce_sum, random_state_kept
+from lm.model.device import Device, OutOfTime, all_reduce_sum, preserved_random_state
 from lm.model.swapped import for_inference
 from lm.runs.loading import find_checkpoint, load
 from lm.training.train import train
@@ -99,10 +99,10 @@ def test_all_ranks_know_whether_one_had_no_time_left(monkeypatch: pytest.MonkeyP
 
 def test_random_states_of_gpus_of_other_processes_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.random.fork_rng", lambda devices: devices)
-    assert random_state_kept() == []
+    assert preserved_random_state() == []
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
-    assert random_state_kept() == [3]
+    assert preserved_random_state() == [3]
 
 
 def test_ranks_split_the_sequences_even_if_there_are_fewer_than_ranks(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ from lm.config.load import to_yaml
 from lm.errors import RunError
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment, other_runs
+from lm.experiments.experiment_folder import open_experiment, other_runs_note
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure
 from lm.files import read_json, write_json
@@ -114,9 +114,9 @@ def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
         {"arms": {"softmax": {"model.normalizer": "softmax"}, "other": {"model.normalizer": "log_n"}}},
     ]
     for change in changes:
-        assert not other_runs(open_experiment(written(tmp_path, **{"tune": tune} | change), overrides)), change
+        assert not other_runs_note(open_experiment(written(tmp_path, **{"tune": tune} | change), overrides)), change
     arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": {"name": "ssmax", "init": 2}}}
-    message = other_runs(open_experiment(written(tmp_path, tune=tune, arms=arms), overrides))
+    message = other_runs_note(open_experiment(written(tmp_path, tune=tune, arms=arms), overrides))
     assert message.startswith("8 ended runs here are of another configuration: model.normalizer.init="), "an arm that changed is a note"
 
 
@@ -143,7 +143,7 @@ def test_runs_that_have_not_ended_stop_nothing(tmp_path, runs):
     for run in procedure.known_runs():
         run.config.run_folder.mkdir(parents=True)
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-    assert not other_runs(open_experiment(path, ["data.source.paths=[.]", runs]))
+    assert not other_runs_note(open_experiment(path, ["data.source.paths=[.]", runs]))
 
 
 def test_the_first_start_keeps_its_overrides(tmp_path, arguments):

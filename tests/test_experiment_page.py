@@ -27,7 +27,7 @@ from lm.report.comparison_pictures import differences_along
 from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Column, signed
-from lm.runs.evaluations import Axis, Sample, Series, Shown, evaluation_path, read_evaluation, selects
+from lm.runs.evaluations import Axis, Sample, Series, Shown, evaluation_path, read_evaluation, selection_mask
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.statistics.intervals import over_seeds_and_documents
 
@@ -139,7 +139,7 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     assert {row["arm"]: row["value"] for row in table} == {arm: f"{mean:.4f}" for arm, mean in means.items()}
     run = procedure.known_runs()[0]
     evaluation = json.loads(evaluation_path(run.config.run_folder, "validation", STEPS).read_text())["series"][0]
-    reporting = ~selects(evaluation["data_fingerprint"], np.array(evaluation["samples"][0]["groups"]))
+    reporting = ~selection_mask(evaluation["data_fingerprint"], np.array(evaluation["samples"][0]["groups"]))
     assert 0 < sum(reporting) < len(reporting)
     series = Series.from_plain(evaluation)
     assert series.reporting.means[0] == pytest.approx(series.samples[0].values[reporting, 0].mean())

@@ -15,14 +15,14 @@ from lm.config.load import to_yaml
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
-from lm.experiments.page import CROSSED, SizeResults, _caveats, crossed_table
+from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run, next_look
 from lm.experiments.summary import differences_by_rate, measured_words, summary_lines, tuning_means, tuning_table
 from lm.files import write_json
 from lm.report.frame import results
 from lm.report.tables import csv_text
-from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selects, validation_series
+from lm.runs.evaluations import Axis, Sample, Series, evaluation_path, selection_mask, validation_series
 from lm.runs.folder import CONFIG, ENVIRONMENT
 from lm.statistics.intervals import over_seeds_and_documents
 from lm.statistics.verdicts import power
@@ -150,7 +150,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
         sample = Sample("held-out", values, np.ones(40), np.arange(40))
         series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
         evaluated(run, "validation", run.outcome.last_step, series)
-    report = np.flatnonzero(~selects(FINGERPRINT, np.arange(40))).tolist()
+    report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
@@ -159,7 +159,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
 
 @pytest.mark.parametrize("by", [{}, {"metric": "primary"}])
 def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_report(tmp_path, by):
-    selects_document = selects(FINGERPRINT, np.arange(40))
+    selects_document = selection_mask(FINGERPRINT, np.arange(40))
     optima = {True: 2e-3, False: 4e-3}  # by whether a document selects
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3, 8e-3], "seeds": [101, 102], **by})
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
@@ -444,7 +444,7 @@ def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
     assert procedure.choice("").crossed
     assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judgement())).rows)
-    assert "loss" not in CROSSED, "`tune.metric: primary` may be no loss"
+    assert "loss" not in CROSSED_RATES_NOTE, "`tune.metric: primary` may be no loss"
 
 
 def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(tmp_path):

@@ -24,14 +24,14 @@ from lm.experiments.compare import Work, compare_experiments
 from lm.experiments.engine import RunsFailed, retry
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import _documents, open_experiment, start
+from lm.experiments.experiment_folder import _document_labels, open_experiment, start
 from lm.experiments.plan import costs, plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import Stopped
 from lm.experiments.summary import summary_lines
 from lm.files import write_json
-from lm.machine import threads_each
+from lm.machine import threads_per_process
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Evaluation, Series, evaluation_path, read_evaluation
 from lm.schema import to_plain
@@ -159,7 +159,7 @@ def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its
         if name == "is_not_sent":
             raise RunError("the report is not sent")
 
-    monkeypatch.setattr("lm.experiments.compare._work", work)
+    monkeypatch.setattr("lm.experiments.compare._train_runs", work)
     monkeypatch.setattr("lm.experiments.compare.send_report", send)
     with pytest.raises(RunsFailed, match="fails failed; the report is not sent"):
         compare_experiments(files, overrides, Work())
@@ -246,7 +246,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
         read_experiment(written(tmp_path, tune=None, primary={"metric": "val/zzzzzzzzzzzzzzzzzz"}), all_overrides)
     names = str(error.value).partition("choose from: ")[2].split(", ")
     assert len(names) == 11
-    assert sorted(names) == sorted(run.outcome.names)
+    assert sorted(names) == sorted(run.outcome.unit_metrics)
 
 
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
@@ -290,7 +290,9 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
 @pytest.mark.parametrize(("selecting", "changes"), [(False, {}), (True, {"tune": None})])
 def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict, tmp_path, overrides, monkeypatch):
     """Made-up draws: all held-out documents report, or all choose rates."""
-    monkeypatch.setattr("lm.experiments.experiment_folder.selects", lambda fingerprint, documents: np.full(len(documents), selecting))
+    monkeypatch.setattr(
+        "lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.full(len(documents), selecting)
+    )
     use = "report" if selecting else "choose learning rates"
     with pytest.raises(
         ConfigError, match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents of val/loss is left to {use} on"
@@ -303,13 +305,13 @@ def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict
 )
 def test_the_documents_that_count_are_those_that_a_metric_is_measured_on(metric: str, count: int | None, tiny):
     config = tiny("eval.long_context.sequences=2", "eval.by_length.lengths=[32]")
-    documents = _documents(config, prepare(config.data), metric)
+    documents = _document_labels(config, prepare(config.data), metric)
     assert (None if documents is None else len(set(documents.tolist()))) == count
 
 
 def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overrides, monkeypatch, capsys):
-    monkeypatch.setattr("lm.experiments.experiment_folder.selects", lambda fingerprint, documents: np.zeros(len(documents), bool))
-    monkeypatch.setattr("lm.runs.evaluations.selects", lambda fingerprint, documents: np.zeros(len(documents), bool))
+    monkeypatch.setattr("lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool))
+    monkeypatch.setattr("lm.runs.evaluations.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool))
     procedure = start(written(tmp_path, tune=None, seeds=[1, 2, 3]), overrides)
     launching(procedure, here).work()
     assert "final: softmax seed 1: finished, " in capsys.readouterr().out
@@ -364,7 +366,7 @@ def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_s
     free = [override for override in overrides if not override.startswith("trainer.")]
     experiment = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
     trainer = experiment.first_config.trainer
-    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, threads_each(1))
+    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, threads_per_process(1))
     assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
 
 

@@ -29,8 +29,8 @@ from lm.data.batches import Batch
 from lm.data.tokenizer import train_tokenizer
 from lm.evaluation.generation import Sampling, generate
 from lm.files import read_sealed, write_sealed
-from lm.huggingface.exporting import COMPUTED, starting_documents
-from lm.huggingface.gguf_file import CUTS, _byte_level
+from lm.huggingface.exporting import COMPUTED_NORMALIZERS, add_start_token
+from lm.huggingface.gguf_file import SPLIT_REGEX, _byte_bpe
 from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import evaluation_path
@@ -188,7 +188,7 @@ def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_
     ],
 )
 def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_replace(change: Callable, is_plain: bool, tmp_path: Path):
-    tokenizer = _byte_level({"tokens": sorted(pre_tokenizers.ByteLevel.alphabet()), "merges": []}, CUTS["qwen2"], "qwen2")
+    tokenizer = _byte_bpe({"tokens": sorted(pre_tokenizers.ByteLevel.alphabet()), "merges": []}, SPLIT_REGEX["qwen2"], "qwen2")
     tokenizer.add_special_tokens(["<|endoftext|>"])
     fields = json.loads(tokenizer.to_str())
     change(fields)
@@ -204,7 +204,7 @@ def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_r
 def test_any_token_can_start_documents(start: str):
     tokenizer = train_tokenizer(iter(["some words of text"] * 3), TrainedTokenizer(vocab_size=260))
     tokenizer.add_special_tokens([start])
-    changed = Tokenizer.from_str(starting_documents(tokenizer.to_str(), start))
+    changed = Tokenizer.from_str(add_start_token(tokenizer.to_str(), start))
     assert changed.encode("some words").ids == [tokenizer.token_to_id(start), *tokenizer.encode("some words").ids]
 
 
@@ -322,7 +322,7 @@ def test_a_vocabulary_grows_with_its_tables_of_values(tied: bool, tmp_path: Path
 
 def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
     assert (
-        set(COMPUTED)
+        set(COMPUTED_NORMALIZERS)
         == {*FACTORS, *ELEMENTWISE}
         == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
     )
@@ -488,7 +488,7 @@ def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
 
 REFUSED = {
     "two maps": (ModelConfig(2, differential=True), "one map of weights a head"),
-    "threshold": (ModelConfig(2, normalizer=opt.Entmax15()), f"for the normalizers {', '.join(COMPUTED)}, not entmax15"),
+    "threshold": (ModelConfig(2, normalizer=opt.Entmax15()), f"for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not entmax15"),
     "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.Forget()])), "not forget"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (

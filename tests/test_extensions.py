@@ -84,7 +84,12 @@ BROKEN = {
     "ascent": ("optimizer", ".sub_(", ".add_(", "lower the loss"),
     "documents": ("source", "range(60))", "range(60)) + str(__import__('time').perf_counter())", "the second call gives other documents"),
     "identity": ("source", "return {}", "return {1: set()}", "stopped by TypeError"),
-    "draw": ("task", "draw.below(self.symbols, length + 1)", "np.random.randint(self.symbols, size=length + 1)", "differs the second time"),
+    "draw": (
+        "task",
+        "draw.integers(self.symbols, length + 1)",
+        "np.random.randint(self.symbols, size=length + 1)",
+        "differs the second time",
+    ),
     "evidence": ("task", "first, last = np.array([[0, 1]])", "first, last = np.array([[1, 2]])", "is not the answer"),
     "noise": ("evaluation", ".std(-1)", ".std(-1) + __import__('torch').rand(1)", "the second time it gives other numbers"),
     "weights": (
@@ -111,7 +116,7 @@ USELESS = {
     "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ", "ValueError: no; optimizer mine.optimizer:SignMomentum failed"),
     "no gradients": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None", "computes the gradients, 0 times"),
     "documents": ("source", "def documents(self", "def documents(self, more", "missing 1 required positional argument: 'more'"),
-    "few tokens": ("task", "draw.below(self.symbols, length + 1)", "draw.below(self.symbols, length)", "gives tokens of shape (256,)"),
+    "few tokens": ("task", "integers(self.symbols, length + 1)", "integers(self.symbols, length)", "gives tokens of shape (256,)"),
     "no sequence": ("task", "return Example(", "Example(", "`make` gives NoneType, not an Example"),
     "no class": ("evaluation", "mine.evaluation:Measured", "mine.evaluation:Missing", "has no attribute 'Missing'"),
     "no series": ("evaluation", "return [self.series(", "[self.series(", "`measure` gives NoneType, not a list of Series"),

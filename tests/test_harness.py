@@ -134,7 +134,7 @@ def test_an_empty_context_is_the_start_of_a_document(tiny):
         log_p(model, [model.prefix_token_id, *model.tok_encode("a bad cab")], len(model.tok_encode("a bad cab")))[0]
     )
     assert model.loglikelihood(ask("loglikelihood", ("", ""), ("a", ""))) == [(0.0, True)] * 2
-    assert not model.cut
+    assert not model.n_cut
 
 
 def test_a_long_context_loses_its_left_and_is_counted(tiny):
@@ -143,14 +143,14 @@ def test_a_long_context_loses_its_left_and_is_counted(tiny):
     (value, _), (short, _) = model.loglikelihood(ask("loglikelihood", ("a bad cab " * 20, "dab"), ("a", "b")))
     assert value == pytest.approx(log_p(model, (context + continuation)[-9:], len(continuation))[0], abs=1e-5)
     assert value != pytest.approx(log_p(model, context + continuation, len(continuation))[0], abs=1e-3)
-    assert (dict(model.cut), short < 0) == ({"task": 1}, True)
+    assert (dict(model.n_cut), short < 0) == ({"task": 1}, True)
 
 
 def test_a_text_longer_than_the_model_takes_is_scored_in_parts_each_token_once(tiny):
     model = made(tiny, max_length=8)
     text = TEXTS[0]
     tokens = [model.prefix_token_id, *model.tok_encode(text)]
-    parts, expected = model.parts(tokens[:1], tokens[1:]), 0.0
+    parts, expected = model.split_windows(tokens[:1], tokens[1:]), 0.0
     assert len(parts) == math.ceil((len(tokens) - 1) / 8)
     position = 1
     for row, scored in parts:
@@ -174,7 +174,7 @@ def test_text_is_written_as_lm_generate_does_up_to_the_first_stop(tiny):
     assert text.startswith(texts[0])
     assert len(texts[0]) >= len(text) - 1  # the last character may be a part of one
     assert texts[1:] == [text[: text.index(text[5])], text[: min(text.index(text[3:5]), text.index(text[7:9]))]]
-    assert not model.cut
+    assert not model.n_cut
 
 
 def test_text_ends_at_the_tokens_that_end_documents(tiny, monkeypatch):
@@ -255,8 +255,8 @@ def test_no_more_tokens_are_held_together_than_of_evaluations(tiny, monkeypatch)
     model, sizes = made(tiny), []
     length = len(model.tok_encode("a bad")) + 1 + 4
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 2 * length)
-    write = model._write
-    monkeypatch.setattr(model, "_write", lambda texts: (sizes.append(len(texts)), write(texts))[1])
+    write = model._generate
+    monkeypatch.setattr(model, "_generate", lambda texts: (sizes.append(len(texts)), write(texts))[1])
     model.generate_until(ask("generate_until", *[("a bad", {"max_gen_toks": 4})] * 5))
     assert sizes == [2, 2, 1]
 
@@ -277,11 +277,11 @@ def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
 
 def test_context_and_new_tokens_share_max_length(tiny, monkeypatch):
     model, lengths = made(tiny, max_length=16), []
-    monkeypatch.setattr(model, "_write", lambda texts: lengths.extend((len(text.ids), text.new) for text in texts) or [""] * len(texts))
+    monkeypatch.setattr(model, "_generate", lambda texts: lengths.extend((len(text.ids), text.new) for text in texts) or [""] * len(texts))
     long = "a bad cab " * 20
     model.generate_until(ask("generate_until", ("a", {}), (long, {}), (long, {"max_gen_toks": 4}), ("a", {"max_gen_toks": 4})))
     assert lengths == [(2, 14), (8, 8), (12, 4), (2, 4)]
-    assert (dict(model.cut), dict(model.shortened)) == ({"task": 2}, {"task": 2})
+    assert (dict(model.n_cut), dict(model.n_shortened)) == ({"task": 2}, {"task": 2})
 
 
 def test_a_length_the_model_cannot_take_is_refused(tiny):
@@ -382,7 +382,7 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     total = 0.0
     for text in TEXTS:
         tokens = model.tok_encode(text)
-        total += sum(log_p(model, *row)[0] for row in model.parts([model.prefix_token_id], tokens))
+        total += sum(log_p(model, *row)[0] for row in model.split_windows([model.prefix_token_id], tokens))
     perplexity = math.exp(-total / sum(len(text.encode()) for text in TEXTS))
     assert result["our_rolling/byte_perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert result["our_write/exact_match"] == (0.5 if texts[0] != texts[1] else 1.0)
@@ -497,7 +497,7 @@ def test_a_group_stands_for_its_tasks(tiny, include, monkeypatch):
     group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
     manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
-    monkeypatch.setattr("lm.evaluation.harness._find", lambda config: (config.tasks, manager))
+    monkeypatch.setattr("lm.evaluation.harness._find_tasks", lambda config: (config.tasks, manager))
     assert {name.partition("/")[0] for name in scored(config.run_folder, include, ["ours"])} == {"our_choice", "our_write"}
 
 

@@ -19,7 +19,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import costs
 from lm.experiments.procedure import Procedure
 from lm.model.decoder import Decoder
-from lm.model.spec import count_parameters, steps_of, with_steps
+from lm.model.spec import count_parameters, count_steps, with_steps
 from lm.training.train import train
 
 MODELS = sorted((ROOT / "configs" / "models").glob("*.yaml"))
@@ -79,8 +79,8 @@ def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpu
 def test_the_steps_are_those_of_the_vocabulary_and_do_not_depend_on_the_normalizer(tiny):
     soft, qassmax = tiny(FEW, "model.normalizer=softmax"), tiny(FEW, "model.normalizer=qassmax")
     assert counted(soft, 400)["total"] < counted(qassmax, 400)["total"] - 20 * 256, "parameters of a step and more"
-    assert steps_of(soft, 400) == steps_of(qassmax, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
-    assert steps_of(soft, 40000) > steps_of(soft, 400)
+    assert count_steps(soft, 400) == count_steps(qassmax, 400) == -(-counted(soft, 400)["total"] // (20 * 256))
+    assert count_steps(soft, 40000) > count_steps(soft, 400)
 
 
 def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, capsys: pytest.CaptureFixture):
@@ -88,7 +88,7 @@ def test_the_run_folder_records_the_steps_and_a_resumed_run_has_the_same(tiny, c
     whole_run, resumed = tiny(*options, "name=whole"), tiny(*options, "name=resumed", "resume=auto")
     assert train(whole_run) == 0
     shutil.copytree(whole_run.run_folder, resumed.run_folder)
-    steps = steps_of(whole_run, 400)
+    steps = count_steps(whole_run, 400)
     assert recorded(whole_run) | {"max_steps": steps, "tokens_per_parameter": None} == recorded(whole_run)
     kill_after(resumed.run_folder, 8)
     assert train(resumed) == 0

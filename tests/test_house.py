@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.runs.evaluations import ROOMS as MEASURING
+from lm.runs.evaluations import MEASURING_PACKAGES as MEASURING
 
 ROOT = Path(__file__).resolve().parent.parent
 # A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files of runs ...

@@ -72,7 +72,7 @@ def test_what_was_dropped_by_going_back_does_not_count():
     environment = {"starts": [start(0), start(6, "bf16-mixed"), start(4), start(4, compiled=True)]}
     assert [start_record["step"] for start_record in record.starts(environment)] == [0, 4]
     assert record.start_setting(environment, "precision") == "32"
-    assert record.differing(environment) == ["compile false, from step 4 true"]
+    assert record.differing_settings(environment) == ["compile false, from step 4 true"]
 
 
 def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):

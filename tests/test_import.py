@@ -19,12 +19,12 @@ from transformers.models.qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
-from lm.config.tree import function_of
+from lm.config.tree import function_options
 from lm.data.tokenizer import read_tokenizer, train_tokenizer
 from lm.errors import DataError, RunError
 from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
-from lm.huggingface.fields import FIXED, IRRELEVANT, Fields
+from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields
 from lm.runs.loading import Loaded, load
 
 V, T = 300, 512  # vocabulary, and tokens of the sequences that are compared
@@ -117,9 +117,9 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
     default = config().to_dict()
     fields = Fields({**config(**COMMON | values).to_dict(), "architectures": None}, tmp_path)
     ARCHITECTURES[kind].read(fields)
-    names = fields._used | IRRELEVANT | FIXED.keys()
+    names = fields._used | IRRELEVANT_FIELDS | REQUIRED_VALUES.keys()
     assert default.keys() - names == set()
-    names_read = fields._used - FIXED.keys() - {"architectures", "head_dim"}
+    names_read = fields._used - REQUIRED_VALUES.keys() - {"architectures", "head_dim"}
     fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
     at_default = {name for name in names_read & default.keys() - fixed if name not in values or values[name] == default[name]}
     assert at_default - {"layer_types"} == set()
@@ -129,7 +129,7 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
 def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Path):
     description = ARCHITECTURES[kind].read(Fields({}, tmp_path))
     full_description = ARCHITECTURES[kind].read(Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path))
-    assert function_of(description.model) == function_of(full_description.model)
+    assert function_options(description.model) == function_options(full_description.model)
     assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)
 
 

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lm.evaluation.generation import Sampling, generate
-from lm.huggingface.gguf_file import FIELDS, LAYER, WHOLE
+from lm.huggingface.gguf_file import CONFIG_FIELDS, LAYER_TENSORS, NON_LAYER
 from lm.model.rope import rope_rotation
 from lm.runs.loading import load
 
@@ -35,7 +35,7 @@ def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, obj
     """
     writer, config = gguf.GGUFWriter(path, kind), model.config.to_dict()
     config["rope_theta"] = model.config.rope_parameters["rope_theta"]
-    for name, field in FIELDS.items():
+    for name, field in CONFIG_FIELDS.items():
         if f"{kind}.{name}" in metadata:
             continue
         add = writer.add_float32 if isinstance(config[field], float) else writer.add_uint32
@@ -45,7 +45,7 @@ def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, obj
             continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         add[type(value)](name, value)
-    layer, names_of_model = {long: short for short, long in LAYER.items()}, {long: short for short, long in WHOLE.items()}
+    layer, names_of_model = {long: short for short, long in LAYER_TENSORS.items()}, {long: short for short, long in NON_LAYER.items()}
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue

@@ -18,7 +18,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.decoder import Decoder
 from lm.model.spec import count_parameters, flops_per_token
-from lm.model.swapped import swapped
+from lm.model.swapped import with_normalizer
 from lm.runs.loading import load, save_model
 from lm.training.optimizers import parameter_groups
 from lm.training.train import train
@@ -94,7 +94,7 @@ def test_it_changes_the_function_and_one_token_at_a_time_gives_the_same(ingredie
 @each
 def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
     decoder = trained(ingredient)
-    new = swapped(decoder, decoder.config.normalizer)
+    new = with_normalizer(decoder, decoder.config.normalizer)
     reloaded = load(save_model(decoder, tmp_path / "model")).decoder
     for other in (new, reloaded):
         assert other.config == decoder.config

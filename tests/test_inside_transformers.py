@@ -20,7 +20,7 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import Fields
-from lm.huggingface.inside import HOLDER
+from lm.huggingface.inside import NORMALIZER_ATTRIBUTE
 from lm.model.decoder import Decoder
 
 T = 60
@@ -48,7 +48,7 @@ def llama(folder: Path, kind: str, start: str) -> PreTrainedModel:
     lm.huggingface.add_parameters(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if HOLDER in name:
+            if NORMALIZER_ATTRIBUTE in name:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
     return model
 
@@ -56,17 +56,17 @@ def llama(folder: Path, kind: str, start: str) -> PreTrainedModel:
 def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict[str, tuple[str, ...]]]:
     """lm's decoder with the same weights, and the names of the tensors in transformers that make up each of its parameters."""
     model.save_pretrained(folder / "saved")
-    fields = Fields({**model.config.to_dict(), HOLDER: None, "lm_train_length": None}, folder)
+    fields = Fields({**model.config.to_dict(), NORMALIZER_ATTRIBUTE: None, "lm_train_length": None}, folder)
     architecture = ARCHITECTURES["llama"]
     spec = architecture.read(Fields(LlamaConfig(**SMALL).to_dict() | {"architectures": None}, folder))
     decoder = Decoder(replace(spec.model, normalizer=KINDS[kind]), V, spec.seq_len)
     state, names = model.state_dict(), {}
-    for part in architecture.placed(spec, fields, architecture.base):
+    for part in architecture.mapped_parameters(spec, fields, architecture.base):
         names[part.name] = tuple(name for name, _ in part.tensors)
     for name in decoder.state_dict():
         if ".normalizer." in name:
             layer, parameter = name.split(".")[1], name.partition(".normalizer.")[2].replace(".", "_")
-            names[name] = (f"model.layers.{layer}.self_attn.{HOLDER}.{parameter}",)
+            names[name] = (f"model.layers.{layer}.self_attn.{NORMALIZER_ATTRIBUTE}.{parameter}",)
     decoder.load_state_dict({name: torch.cat([state[part] for part in parts]) for name, parts in names.items()})
     return decoder, names
 
@@ -122,7 +122,7 @@ def test_padding_packing_and_the_cache_keep_n(kind: str, tmp_path: Path):
 
 def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Path):
     model = llama(tmp_path, "lm_ssmax", "imported")
-    first = dict(model.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"]
+    first = dict(model.named_parameters())[f"model.layers.1.self_attn.{NORMALIZER_ATTRIBUTE}.s"]
     model.save_pretrained(tmp_path / "learned")
     reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
     with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_parameters"):
@@ -130,7 +130,7 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     lm.huggingface.add_parameters(reloaded)
     with pytest.raises(ValueError, match="has these parameters already"):
         lm.huggingface.add_parameters(reloaded)
-    assert torch.equal(dict(reloaded.named_parameters())[f"model.layers.1.self_attn.{HOLDER}.s"], first)
+    assert torch.equal(dict(reloaded.named_parameters())[f"model.layers.1.self_attn.{NORMALIZER_ATTRIBUTE}.s"], first)
     assert torch.equal(reloaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
     weights = load_file(tmp_path / "learned" / "model.safetensors")
     rest = {name: value for name, value in weights.items() if "layers.1.self_attn.lm_normalizer" not in name}

@@ -66,7 +66,7 @@ def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ):
     monkeypatch.setattr("lm.data.store.SHARD_TOKENS", shard_tokens)
-    monkeypatch.setattr("lm.data.inspect._BLOCK", 300)
+    monkeypatch.setattr("lm.data.inspect._BLOCK_TOKENS", 300)
     quoted = "a sentence that every second document quotes, word by word and to its very end"
     texts = [f"{text} {quoted if n % 2 else ''} {n}" for n, text in enumerate(TEXTS)] + ["short", "also"]
     store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path))

@@ -24,7 +24,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots, Stopped
 from lm.experiments.summary import summary_lines
 from lm.files import read_json
-from lm.machine import born
+from lm.machine import process_start
 from lm.runs.folder import last_logged, step_path
 from lm.training.train import find_checkpoint, train
 
@@ -162,7 +162,7 @@ def at_work(folder: Path) -> dict[Path, int]:
         with suppress(OSError):
             words = (process / "cmdline").read_text().split("\0")
             file = Path(words[words.index("train") + 1]) if "train" in words else process
-            if file.parent == folder / "logs" and born(int(process.name)):
+            if file.parent == folder / "logs" and process_start(int(process.name)):
                 processes[folder / file.stem] = int(process.name)
     return processes
 

@@ -18,7 +18,7 @@ from lm.diagnostics import lemmas
 from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
 from lm.diagnostics.limits import (
     DISTANCES,
-    TESTED,
+    TESTED_EXPECTATIONS,
     Theorems,
     critical_count,
     family,
@@ -26,8 +26,8 @@ from lm.diagnostics.limits import (
     many_key_counts,
     means,
     octaves,
-    parts,
     samples,
+    totals_and_counts,
     two_sample_tests,
 )
 from lm.evaluation.diagnostic_pictures import diagnostics
@@ -222,18 +222,18 @@ def test_what_is_derived_follows_from_the_sums():
     curves, counts = {(curve.name, curve.label): curve for curve in derived}, many_key_counts(LENGTH)
     p = means(values.sums["separability"].sum(0))[-1][0].mean(-1)  # (N, layers)
     assert curves["keys that at least one head separates", "1 - (1 - p)^H"].values == pytest.approx((1 - (1 - p) ** HEADS).mean(-1))
-    total, rows = parts(values.sums["distances"].sum(0))  # (octaves, quantities, N, layers, H)
+    total, rows = totals_and_counts(values.sums["distances"].sum(0))  # (octaves, quantities, N, layers, H)
     with np.errstate(invalid="ignore"):
         by_head = (total / rows).reshape(*total.shape[:3], -1)
     for number, label in enumerate(DISTANCES):
         assert curves["d~ of 5 keys", label].values[-1] == curves["d~", label].values[counts.index(5)]
-        for octave, (low, high) in enumerate(octaves(LENGTH) if number in TESTED else ()):
+        for octave, (low, high) in enumerate(octaves(LENGTH) if number in TESTED_EXPECTATIONS else ()):
             statistic, p = two_sample_tests(by_head[octave, 0].T, by_head[octave, number].T)
             n = values.n[(values.n >= low) & (values.n <= high)].mean()
             for level in (0.01, 0.05):
                 fractions = curves["critical N / visible keys", f"{label}, level {level:g}"].values
                 assert fractions[octave] == pytest.approx(critical_count(p, counts, level) / n, nan_ok=True)
-        if number in TESTED:  # in the last octave
+        if number in TESTED_EXPECTATIONS:  # in the last octave
             assert curves["D of the largest weights", f"to {label}, {LAYERS * HEADS} values"].values == pytest.approx(statistic)
 
 

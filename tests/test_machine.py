@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from folders import alive
 
-from lm.machine import child_environment, threads_each, usable_cores, without_collection
+from lm.machine import child_environment, threads_per_process, usable_cores, without_garbage_collection
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch):
@@ -29,7 +29,7 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch):
 def test_threads_are_a_share_of_the_cores_and_no_more_than_the_user_says(given: str, processes: int, threads: int, monkeypatch):
     monkeypatch.setattr("lm.machine.usable_cores", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert threads_each(processes) == threads
+    assert threads_per_process(processes) == threads
 
 
 def test_the_peak_of_memory_is_the_process_s_own():
@@ -99,8 +99,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_the_collector_of_cycles_rests_during_imports_and_is_afterwards_as_before():
-    with without_collection():
-        with pytest.raises(ImportError), without_collection():
+    with without_garbage_collection():
+        with pytest.raises(ImportError), without_garbage_collection():
             raise ImportError
         assert not gc.isenabled(), "the inner one turns it on"
     assert gc.isenabled()

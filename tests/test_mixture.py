@@ -22,7 +22,7 @@ from lm.data.inspect import describe
 from lm.data.prepare import check_sequences, prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
-from lm.evaluation.held_out import Validation, trained_level
+from lm.evaluation.held_out import Validation, unigram_loss
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.evaluations import UNIGRAM
@@ -155,7 +155,7 @@ def test_tasks_whose_weights_sum_to_1_but_for_rounding_leave_no_text(tmp_path: P
     tasks = [WeightedTask(0.3333333, Needle(depth=depth)) for depth in (0.1, 0.5, 0.9)]
     data = mixture(tmp_path, {"novels": TEXTS, "letters": LETTERS}, tasks=tasks)
     assert data.text_weight == 0
-    assert trained_level(prepare(data), data) == (None, UNIGRAM)
+    assert unigram_loss(prepare(data), data) == (None, UNIGRAM)
 
 
 # ---------------------------------------------------------------- copies, short and long documents

@@ -8,10 +8,10 @@ from lm.config.training_config import Muon, OptimConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, group_of, projections
-from lm.model.swapped import swapped
+from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.memory import TensorMemory
-from lm.training.optimizers import BATCH_ELEMENTS, load_named_state, make_optimizer, named_state, orthogonalised, state_after_swap
+from lm.training.optimizers import BATCH_ELEMENTS, load_named_state, make_optimizer, named_state, orthogonal_approximation, state_after_swap
 from lm.training.train import train
 
 MODELS = {
@@ -48,7 +48,7 @@ def parts(decoder: Decoder) -> dict[str, Tensor]:
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether bf16 counts as native, whatever this machine has."""
     native = request.param == "bf16 products"
-    monkeypatch.setattr("lm.training.optimizers.has_native_bf16", lambda accelerator: "yes" if native else "")
+    monkeypatch.setattr("lm.training.optimizers.native_bf16_hardware", lambda accelerator: "yes" if native else "")
     return native
 
 
@@ -60,7 +60,7 @@ OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_ste
 @pytest.mark.parametrize("model", MODELS)
 def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int):
     monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements)
-    monkeypatch.setattr("lm.training.optimizers.has_native_bf16", lambda accelerator: "as in torch's")
+    monkeypatch.setattr("lm.training.optimizers.native_bf16_hardware", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
     decoder, optimizer = made(tiny(*MODELS[model]), OptimConfig(optimizer=options))
     parts_alone = {name: nn.Parameter(part.clone()) for name, part in parts(decoder).items()}
@@ -92,7 +92,7 @@ def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
     for _ in range(5):
         gram = exact @ exact.mT
         exact = 3.4445 * exact + (-4.7750 * gram + 2.0315 * gram @ gram) @ exact
-    updates = [orthogonalised(matrices, 5, products) for products in (torch.bfloat16, torch.float32)]
+    updates = [orthogonal_approximation(matrices, 5, products) for products in (torch.bfloat16, torch.float32)]
     assert [update.dtype for update in updates] == [torch.bfloat16, torch.float32]
     assert torch.equal(updates[1].bfloat16().float(), updates[1])
     errors = [float((update - exact).norm() / exact.norm()) for update in updates]
@@ -103,7 +103,7 @@ def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
 
 def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
     dtypes = set()
-    monkeypatch.setattr("lm.training.optimizers.orthogonalised", lambda means, steps, products: dtypes.add(products) or means)
+    monkeypatch.setattr("lm.training.optimizers.orthogonal_approximation", lambda means, steps, products: dtypes.add(products) or means)
     decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
     give_gradients(decoder, 0)
     optimizer.step()
@@ -160,7 +160,7 @@ def test_a_swap_keeps_the_momentum_of_matrices(tiny):
     decoder, optimizer = made(config, optim)
     give_gradients(decoder, 0)
     optimizer.step()
-    new = swapped(decoder, tiny("model.normalizer=softmax").model.normalizer)
+    new = with_normalizer(decoder, tiny("model.normalizer=softmax").model.normalizer)
     after = make_optimizer(new, optim)
     load_named_state(after, state_after_swap(named_state(optimizer)))
     state_after, state_before = named_state(after), named_state(optimizer)

@@ -9,7 +9,7 @@ import torch
 from conftest import lm
 
 from lm.attention import catalogue
-from lm.config.eval_config import TOKENS_AFTER, FinetuneConfig, NeedleConfig
+from lm.config.eval_config import MAX_OVERRUN, FinetuneConfig, NeedleConfig
 from lm.config.inference_config import NTK, InferenceSetting
 from lm.config.model_config import Learned, ModelConfig, Transfer
 from lm.config.task_config import Needle
@@ -18,7 +18,7 @@ from lm.data.prepare import prepare
 from lm.data.store import Store
 from lm.data.tasks import Example, Text, example
 from lm.evaluation import answers
-from lm.evaluation.answers import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned, head_scores, score, trials
+from lm.evaluation.answers import FINETUNE_SEED, SCORED, NeedleMeasurement, finetuned_copy, head_scores, score, trials
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.generation import Sampling, generate
 from lm.model.attention_stream import attention_blocks
@@ -117,7 +117,7 @@ def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
 @torch.no_grad()
 def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
     decoder, questions = made(store, position=Learned()).float(), trials(Needle(distractors=1), LENGTH, 20, Text(store))
-    decoder.seq_len, decoder.position = LENGTH + TOKENS_AFTER, torch.nn.Embedding(LENGTH + TOKENS_AFTER, decoder.config.n_embd)
+    decoder.seq_len, decoder.position = LENGTH + MAX_OVERRUN, torch.nn.Embedding(LENGTH + MAX_OVERRUN, decoder.config.n_embd)
     longest = max(questions, key=lambda question: max(map(len, question.others)) - len(question.answer))
     assert max(map(len, longest.others)) > len(longest.answer), "another number has more tokens"
     assert score(decoder, [longest], LENGTH, Text(store)).shape == (1, len(SCORED))
@@ -131,8 +131,8 @@ def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     before = copy.deepcopy(decoder.state_dict())
     config = NeedleConfig(finetune=FinetuneConfig(steps=12, batch_sequences=2, lr=3e-3))
     state = torch.get_rng_state()
-    taught = finetuned(decoder, config, LENGTH, text, CPU)
-    repetition = finetuned(decoder, config, LENGTH, text, CPU)
+    taught = finetuned_copy(decoder, config, LENGTH, text, CPU)
+    repetition = finetuned_copy(decoder, config, LENGTH, text, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
     assert all(torch.equal(value, repetition.state_dict()[name]) for name, value in taught.state_dict().items())
@@ -155,7 +155,7 @@ def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rat
     monkeypatch.setattr(answers, "training_loss", lambda *given: counted.append(int((given[2] != IGNORED).sum())) or loss(*given))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *given: rates.append(self.param_groups[0]["lr"]) or step(self, *given))
     config = NeedleConfig(needles=2, finetune=FinetuneConfig(steps=6, batch_sequences=2, lr=1e-3))
-    finetuned(made(store).float(), config, 300, text, CPU)
+    finetuned_copy(made(store).float(), config, 300, text, CPU)
     assert read == [(index, 300, "train") for index in range(12)]
     n_answers = [int(example(task, FINETUNE_SEED, index, 300, "train", text).answers.sum()) for index in range(12)]
     assert counted == [sum(n_answers[first : first + 2]) for first in range(0, 12, 2)]
@@ -167,7 +167,7 @@ def test_fine_tuning_takes_a_transferred_rate(store: Store):
     config, changes = NeedleConfig(finetune=FinetuneConfig(steps=1, batch_sequences=1, lr=1e-3)), []
     for transfer in (None, Transfer(base_width=16)):
         decoder = Decoder(ModelConfig(n_layer=2, n_head=4, n_embd=64, transfer=transfer), store.vocab_size, LENGTH)
-        taught = finetuned(decoder, config, LENGTH, Text(store), CPU).state_dict()
+        taught = finetuned_copy(decoder, config, LENGTH, Text(store), CPU).state_dict()
         changes.append({name: float((taught[name] - value).abs().max()) for name, value in decoder.state_dict().items()})
     assert changes[0] == pytest.approx(dict.fromkeys(changes[0], 1e-3), rel=0.02)
     factors = {name: 1 / 4 if name == "norm.weight" or ("blocks." in name and "norm" not in name) else 1 for name in changes[0]}

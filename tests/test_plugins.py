@@ -13,7 +13,7 @@ from conftest import ROOT, lm
 from outside import forget, installed, outside_package
 from trials import written as experiment_file
 
-from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, misplaced, undefined_by_forward
+from lm.attention.catalogue import ENTRIES, NORMALIZERS, OPTIONS, implementation, method_ignored_by_forward, misplaced_attribute
 from lm.attention.contract import CHECKS
 from lm.config.load import load, parse
 from lm.errors import ConfigError, RunError
@@ -23,7 +23,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
 from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
-from lm.plugins import PLUGINS, _distribution, is_version
+from lm.plugins import PLUGINS, _distribution_of, is_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
 from lm.runs.loading import DESCRIPTION
@@ -220,7 +220,7 @@ def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(powers: P
 
 
 def test_normalizers_of_lm_set_their_attributes_where_they_have_an_effect():
-    assert [name for name in ENTRIES if misplaced(implementation(name), OPTIONS[name])] == []
+    assert [name for name in ENTRIES if misplaced_attribute(implementation(name), OPTIONS[name])] == []
 
 
 @pytest.mark.parametrize(("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)])
@@ -381,7 +381,7 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
         load([*arguments, "model.normalizer={name: 'powers.cube:Cube'}"])
     (powers / "own.py").write_text(head + scores + inputs)
     load([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
-    assert [name for name in ENTRIES if undefined_by_forward(implementation(name))] == []
+    assert [name for name in ENTRIES if method_ignored_by_forward(implementation(name))] == []
 
 
 def test_a_loss_that_is_not_finite_names_the_check_of_code_from_outside(powers: Path, arguments: list[str]):
@@ -405,5 +405,5 @@ def test_the_distribution_of_a_package_is_found_as_the_standard_library_finds_it
     known_packages = metadata.packages_distributions()
     for package in ("torch", "yaml", "lm", "typing_extensions"):  # with a list of packages, without, edited in place, a single file
         name = known_packages[package][0]
-        assert _distribution(package) == f"{name} {metadata.version(name)}"
-    assert _distribution("no_such_package") == ""
+        assert _distribution_of(package) == f"{name} {metadata.version(name)}"
+    assert _distribution_of("no_such_package") == ""

@@ -27,7 +27,7 @@ from lm.evaluation.evaluation_kind import Measurement
 from lm.files import read_json
 from lm.report.evaluation_tables import logged
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.evaluations import Evaluation, Series, evaluation_files, selecting, selection_loss
+from lm.runs.evaluations import Evaluation, Series, checkpoint_selection_mask, evaluation_files, selection_loss
 from lm.runs.folder import steps_saved
 from lm.runs.loading import load
 from lm.runs.metadata import load_metadata
@@ -337,7 +337,7 @@ def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys
     assert best["step"] == min(chosen_by, key=chosen_by.get)
     assert best["loss"] == pytest.approx(chosen_by[best["step"]], abs=1e-6)
     (sample,) = by_step[best["step"]].samples
-    selects = selecting(by_step[best["step"]].data_fingerprint, sample.groups)
+    selects = checkpoint_selection_mask(by_step[best["step"]].data_fingerprint, sample.groups)
     assert 0 < selects.sum() < len(selects) == 64
     values = sample.values + np.where(selects, 0, 1)[:, None]
     assert selection_loss(replace(by_step[best["step"]], samples=(replace(sample, values=values),))) == (

@@ -23,7 +23,7 @@ from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
 from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
-from lm.machine import born, this_machine
+from lm.machine import process_start, this_machine
 from lm.runs.checkpoints import save_checkpoint
 from lm.runs.folder import CONFIG, METRICS, TRAINING
 from lm.runs.loading import export, load
@@ -87,11 +87,11 @@ def left_by(pid: int, start: str, name: str = ".x", machine: str = this_machine(
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(tmp_path: Path, write: Callable[[Path], object]):
     pid, old = os.getpid(), time.time() - ABANDONED_SECONDS - 60
-    foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(pid, born(pid))}
-    foreign |= {left_by(pid, "1", machine="another"), left_by(pid, born(pid), ".old")}
+    foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(pid, process_start(pid))}
+    foreign |= {left_by(pid, "1", machine="another"), left_by(pid, process_start(pid), ".old")}
     for name in (*foreign, left_by(pid, "1"), left_by(pid, "2", machine="another")):
         (tmp_path / name).write_text("x")
-    for name in (left_by(pid, "2", machine="another"), left_by(pid, born(pid), ".old")):
+    for name in (left_by(pid, "2", machine="another"), left_by(pid, process_start(pid), ".old")):
         os.utime(tmp_path / name, (old, old))
     (tmp_path / left_by(pid, "1", ".folder")).mkdir()
     (tmp_path / left_by(pid, "1", ".folder") / "file").write_text("x")

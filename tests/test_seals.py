@@ -22,7 +22,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, tuning_table
 from lm.files import json_bytes, sealed
 from lm.model.device import Device
-from lm.runs.evaluations import ROOMS, Evaluation, evaluation_path, measuring_code, read_evaluation
+from lm.runs.evaluations import MEASURING_PACKAGES, Evaluation, evaluation_path, measuring_code, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.runs.metadata import without_tensors
 from lm.runs.record import read_run
@@ -211,7 +211,7 @@ def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, roo
     before = measuring_code.__wrapped__(package)
     path = sorted((package / room).glob("*.py"))[-1]
     path.write_text(path.read_text() + "\n# changed\n")
-    assert (measuring_code.__wrapped__(package) != before) == (room in ROOMS)
+    assert (measuring_code.__wrapped__(package) != before) == (room in MEASURING_PACKAGES)
 
 
 def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm.report.frame import evaluation_blocks, frame
-from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, selecting, selects
+from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, checkpoint_selection_mask, selection_mask
 
 
 def by_position() -> Series:
@@ -76,17 +76,17 @@ def test_what_is_no_series_is_refused():
 
 def test_about_a_third_of_the_documents_select_and_always_the_same():
     documents = np.arange(3000)
-    selected = selects("fingerprint", documents)
+    selected = selection_mask("fingerprint", documents)
     assert 0.3 < selected.mean() < 0.37
-    np.testing.assert_array_equal(selects("fingerprint", np.repeat(documents, 2)), np.repeat(selected, 2))
-    assert (selected != selects("another", documents)).any()
+    np.testing.assert_array_equal(selection_mask("fingerprint", np.repeat(documents, 2)), np.repeat(selected, 2))
+    assert (selected != selection_mask("another", documents)).any()
     assert selected[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], "as in experiments so far"
 
 
 @pytest.mark.parametrize("selects_all", [True, False])
 def test_where_a_part_would_be_empty_all_sequences_choose_the_best_checkpoint(selects_all: bool):
-    (document,) = np.flatnonzero(selects("fingerprint", np.arange(40)) == selects_all)[:1]
-    assert selecting("fingerprint", np.full(5, document)).all()
+    (document,) = np.flatnonzero(selection_mask("fingerprint", np.arange(40)) == selects_all)[:1]
+    assert checkpoint_selection_mask("fingerprint", np.full(5, document)).all()
 
 
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():

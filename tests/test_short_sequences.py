@@ -9,9 +9,9 @@ from lm.attention import catalogue, distance
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
-from lm.attention.routes import LONGEST, SHORT_BLOCK, SHORT_WEIGHTS, fused_softmax, short_attention, softmax_route
+from lm.attention.routes import SHORT_BLOCK, SHORT_LENGTH, SHORT_WEIGHTS, fused_softmax, short_attention, softmax_route
 
-LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, LONGEST)
+LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, SHORT_LENGTH)
 
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
@@ -64,12 +64,12 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
 
 
 def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
-    tensors = [x.double() for x in inputs(LONGEST, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // LONGEST // 2 + 1)]
+    tensors = [x.double() for x in inputs(SHORT_LENGTH, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // SHORT_LENGTH // 2 + 1)]
     for actual, expected in zip(results(blocks, *tensors), results(kernel, *tensors), strict=True):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("length", [64, 256, LONGEST])
+@pytest.mark.parametrize("length", [64, 256, SHORT_LENGTH])
 def test_under_autocast_it_is_nearer_to_fp64_than_the_kernel(length: int):
     """Queries and keys come in fp32, as RoPE leaves them; the kernel rounds them to bf16."""
     q, k, v, grad = inputs(length, 32, 32)
@@ -89,7 +89,7 @@ def test_without_gradients_no_weights_are_kept():
     assert blocks(q.detach(), k, v).grad_fn is None
 
 
-@pytest.mark.parametrize(("length", "words"), [(LONGEST, "blocks of queries"), (LONGEST + 1, "SDPA")])
+@pytest.mark.parametrize(("length", "words"), [(SHORT_LENGTH, "blocks of queries"), (SHORT_LENGTH + 1, "SDPA")])
 def test_longer_sequences_take_the_kernel_and_the_banner_says_so(length: int, words: str, monkeypatch: pytest.MonkeyPatch):
     q, k, v, _ = inputs(length, 8, 8)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **__: torch.tensor(1.0))

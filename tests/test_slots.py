@@ -25,7 +25,7 @@ from lm.experiments.live_table import LiveTable
 from lm.experiments.plan import costs, run_times, total_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, gpu_words, slots_of
-from lm.model.device import gpus_of, visible_gpus
+from lm.model.device import count_gpus, visible_gpus
 
 MIG = "MIG-3eb87630-93d5-b2b6-b8ff-9b359caf4ee2,MIG-8e88b630-93d5-b2b6-b8ff-9b359caf4ee2"
 
@@ -147,10 +147,10 @@ def test_more_processes_than_cores_are_refused_on_the_cpu_but_for_two(gpus, monk
     gpus(0)
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     config = load([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]", "trainer.accelerator=auto"])
-    assert gpus_of(replace(config, trainer=replace(config.trainer, devices=most))) == 0
+    assert count_gpus(replace(config, trainer=replace(config.trainer, devices=most))) == 0
     words = rf"trainer.devices = 99: on a CPU each device is a process, and this machine has {cores} cores?; set it to at most {most}$"
     with pytest.raises(ConfigError, match=words):
-        gpus_of(replace(config, trainer=replace(config.trainer, devices=99)))
+        count_gpus(replace(config, trainer=replace(config.trainer, devices=99)))
 
 
 def test_runs_on_the_cpu_take_slots_as_before(gpus, tmp_path):
@@ -230,7 +230,7 @@ for _ in sys.argv[1:]:
 def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
     gpus(4)
     (tmp_path / "program.py").write_text(PILOT.replace("EVENTS", str(tmp_path / "events")))
-    monkeypatch.setattr("lm.experiments.plan.COMMAND", [sys.executable, str(tmp_path / "program.py")])
+    monkeypatch.setattr("lm.experiments.plan.PILOT_COMMAND", [sys.executable, str(tmp_path / "program.py")])
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
     procedure = opened(tmp_path)
 
@@ -241,7 +241,7 @@ def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
         times, words = run_times(procedure, costs(procedure), slots)
         pilots = sorted((tmp_path / "events").read_text().split())
         assert words == f"a pilot of some steps of each arm, {len(pilots)} at a time"
-        gpus_of_run = max(1, gpus_of(procedure.experiment.first_config))
+        gpus_of_run = max(1, count_gpus(procedure.experiment.first_config))
         assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * gpus_of_run / (4 * per_gpu))
         return pilots
 

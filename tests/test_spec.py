@@ -15,7 +15,7 @@ from lm.errors import RunError
 from lm.files import read_json, read_sealed, write_sealed
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.model.swapped import for_inference, swapped
+from lm.model.swapped import for_inference, with_normalizer
 from lm.runs.loading import DESCRIPTION, MODEL_FORMAT, export, save_model
 from lm.schema import to_plain
 from lm.training.train import train
@@ -65,7 +65,7 @@ def test_a_saved_model_generates_text(saved: Path):
 
 def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path, tmp_path: Path):
     old = lm.load(saved).decoder
-    new = lm.load(save_model(swapped(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
+    new = lm.load(save_model(with_normalizer(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
     assert isinstance(new.config.normalizer, opt.Softmax)
     parameters = dict(new.named_parameters())
     assert all(torch.equal(parameters[name], value) for name, value in old.named_parameters() if ".normalizer." not in name)

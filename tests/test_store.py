@@ -16,7 +16,7 @@ from conftest import ROOT
 from texts import tokens_of
 
 from lm.config.data_config import DataConfig
-from lm.data.prepare import prepare, store_of
+from lm.data.prepare import prepare, store_with_fingerprint
 from lm.data.store import MANIFEST, Store, fingerprint, npy, write_file
 from lm.errors import DataError
 from lm.files import file_sha256, plain_sha256, write_sealed
@@ -67,7 +67,7 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: 
     store = prepare(data)
     old = shutil.copytree(store.path, store.path.with_name("a-store-of-before"))
     write_sealed(old / MANIFEST, {**store.manifest, "format": 4})
-    assert store_of(data, store.fingerprint).path == store.path
+    assert store_with_fingerprint(data, store.fingerprint).path == store.path
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from lm.errors import ConfigError, RunError
 from lm.evaluation.held_out import HeldOut
 from lm.evaluation.swap import attention_drift, swap_run, swap_sequences, token_losses_and_kl
 from lm.model.cross_entropy import Head, token_kl
-from lm.model.decoder import Decoder, is_normalizer
+from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
-from lm.model.swapped import fit, score_factors, swapped
+from lm.model.swapped import fit, score_factors, with_normalizer
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import run_facts
 from lm.runs.checkpoints import load_checkpoint
@@ -99,10 +99,10 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
 def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
     old = decoder(tiny, opt.Layers([opt.Cosine(), opt.Window(4)]))
     assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
-    lines, warning = swap_module._factors(old, swapped(old, opt.Layers([opt.Cosine(), opt.SSMax(init=0.9)])))
+    lines, warning = swap_module._factor_lines(old, with_normalizer(old, opt.Layers([opt.Cosine(), opt.SSMax(init=0.9)])))
     assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
     assert "3.1 times the old one at n = 32" in warning
-    assert swap_module._factors(old, swapped(old, opt.Cosine())) == ([], "")
+    assert swap_module._factor_lines(old, with_normalizer(old, opt.Cosine())) == ([], "")
 
 
 def test_normalizers_are_matched_by_the_swap_that_their_options_name(tiny):
@@ -114,7 +114,7 @@ def test_normalizers_are_matched_by_the_swap_that_their_options_name(tiny):
 
 def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
     old = decoder(tiny)
-    new = swapped(old, SSMAX_BIAS)
+    new = with_normalizer(old, SSMAX_BIAS)
     for normalizer in new.normalizers():
         assert normalizer.s.tolist() == [0.0, 0.0]
         assert normalizer.b.tolist() == [1.0, 1.0]
@@ -127,11 +127,11 @@ def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
 @pytest.mark.parametrize("start", catalogue.ENTRIES)
 def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     old = decoder(tiny, catalogue.OPTIONS[start]())
-    other_weights = {name: value for name, value in old.state_dict().items() if not is_normalizer(name)}
+    other_weights = {name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}
     for name in catalogue.ENTRIES:
-        new = swapped(old, catalogue.OPTIONS[name]())
+        new = with_normalizer(old, catalogue.OPTIONS[name]())
         assert new.config.normalizer == catalogue.OPTIONS[name]()
-        assert same(other_weights, {name: value for name, value in new.state_dict().items() if not is_normalizer(name)})
+        assert same(other_weights, {name: value for name, value in new.state_dict().items() if not is_normalizer_parameter(name)})
         assert new.state_dict().keys() == Decoder(new.config, 400, 32, seed=None).state_dict().keys()
 
 
@@ -139,7 +139,7 @@ def test_a_pair_that_needs_other_weights_is_refused(tiny, monkeypatch: pytest.Mo
     old = decoder(tiny)
     old.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(RunError, match=r"softmax can't become ssmax: they need other weights around them \(extra, 1 in all\)"):
-        swapped(old, opt.SSMax())
+        with_normalizer(old, opt.SSMax())
 
 
 # ---------------------------------------------------------------- the optimizer's state
@@ -155,7 +155,7 @@ def test_the_optimizer_keeps_what_it_knows_of_untouched_parameters(tiny):
     load_named_state(fresh, state_after_swap(state))
     before, after = (dict(model.named_parameters()) for model in (old, new))
     for name, parameter in after.items():
-        if is_normalizer(name):
+        if is_normalizer_parameter(name):
             assert not fresh.state[parameter]
         else:
             assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[before[name]]["exp_avg"])
@@ -187,7 +187,7 @@ def test_kl_is_that_of_the_definition():
 
 def test_attention_drift_is_half_the_l1_distance_of_the_weights(tiny, monkeypatch: pytest.MonkeyPatch):
     old = decoder(tiny)
-    new = swapped(old, opt.SSMax(init=1.0))
+    new = with_normalizer(old, opt.SSMax(init=1.0))
     sequences = held_out(40, count=2)
     expected, calls = 0.0, []
     hook = old.normalizers()[0].register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
@@ -208,13 +208,13 @@ def test_a_swap_is_measured_on_identical_tokens(tiny):
     old = decoder(tiny)
     for length in (32, 64):
         tokens = torch.from_numpy(held_out(length).sequences)
-        before, after, kl = token_losses_and_kl(old, swapped(old, opt.SSMax()), held_out(length), HERE)
+        before, after, kl = token_losses_and_kl(old, with_normalizer(old, opt.SSMax()), held_out(length), HERE)
         with torch.no_grad():
             expected = float(old.loss(Batch.of(tokens))) / (3 * length)
         assert before.mean() == pytest.approx(expected, abs=1e-5)
         assert after.mean() != pytest.approx(expected, abs=1e-5)
         assert kl.mean() > 0
-    before, after, kl = token_losses_and_kl(old, swapped(old, SSMAX_BIAS), held_out(32), HERE)
+    before, after, kl = token_losses_and_kl(old, with_normalizer(old, SSMAX_BIAS), held_out(32), HERE)
     assert (before == after).all()
     assert not kl.any()
 
@@ -237,7 +237,7 @@ def log_p(model: Decoder, batch: Batch) -> torch.Tensor:
 def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_old(tiny):
     """KL(old || new), token by token, which is not KL(new || old); and the losses, each of its own model."""
     old = sharp(tiny)
-    new = swapped(old, opt.SSMax(init=1.0))
+    new = with_normalizer(old, opt.SSMax(init=1.0))
     sequences = held_out(32)
     batch = Batch.of(sequences.sequences)
     p, q = (log_p(model, batch) for model in (old, new))
@@ -251,7 +251,7 @@ def test_a_swap_is_measured_by_the_divergence_of_the_new_distribution_from_the_o
 
 def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_old(tiny):
     old = sharp(tiny)
-    new = swapped(old, opt.SSMax(init=1.0))
+    new = with_normalizer(old, opt.SSMax(init=1.0))
     batches = [Batch.of(part) for part in np.split(held_out(32, count=4).sequences, 2)]
 
     def divergence() -> tuple[float, float]:
@@ -275,7 +275,7 @@ def test_of_a_task_only_answers_count_at_every_length_and_in_a_fit(tiny):
     assert [(part.length, len(part.sequences)) for part in sequences] == [(16, 5), (32, 4), (64, 5)], "no room in 4 tokens"
     assert all((part.answers.sum(1) == 2).all() for part in sequences)
     old = sharp(tiny)
-    new, batch = swapped(old, opt.SSMax(init=1.0)), sequences[1].batch([0, 1, 2, 3])
+    new, batch = with_normalizer(old, opt.SSMax(init=1.0)), sequences[1].batch([0, 1, 2, 3])
     log_before, log_after = log_p(old, batch), log_p(new, batch)
     divergence = (log_before.exp() * (log_before - log_after)).sum(-1)[torch.from_numpy(sequences[1].answers)].mean()
     assert fit(old, new, [batch])[0] == pytest.approx(float(divergence), rel=1e-3)
@@ -375,7 +375,7 @@ def test_the_farthest_factor_of_a_head_is_warned_of(tiny):
     with torch.no_grad():
         for normalizer in old.normalizers():
             normalizer.s.copy_(torch.tensor([0.02, 0.42]))
-    lines, warning = swap_module._factors(old, swapped(old, opt.Softmax()))
+    lines, warning = swap_module._factor_lines(old, with_normalizer(old, opt.Softmax()))
     assert "0.762 (0.0693 to 1.46 over layers and heads) -> 1" in lines[-1]
     assert "14 times the old one at n = 32" in warning
 
@@ -396,9 +396,9 @@ def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, 
     assert (affine[0].mean, affine[0].bounded, affine[1]) == (0.0, False, 0.0)
     assert fit[1] < match[1]
     assert abs(fit[0].mean) <= abs(match[0].mean) + 1e-4
-    normalizer_weights = [{n: v for n, v in weights(tmp_path / name).items() if is_normalizer(n)} for name in ("match", "fit")]
+    normalizer_weights = [{n: v for n, v in weights(tmp_path / name).items() if is_normalizer_parameter(n)} for name in ("match", "fit")]
     assert not same(*normalizer_weights)
-    other_weights = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer(n)} for name in ("match", "fit")]
+    other_weights = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer_parameter(n)} for name in ("match", "fit")]
     assert same(*other_weights)
     assert same(other_weights[0], weights(trained))
 

@@ -22,7 +22,7 @@ from lm.config.task_config import MQAR, TASKS, Copy, FlipFlop, Induction, Maximu
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
 from lm.errors import ConfigError, DataError, Problem
-from lm.schema import build, own_problems
+from lm.schema import build, cross_key_problems
 
 TINY = str(Path(__file__).parent / "tiny.yaml")
 SYMBOLIC = [
@@ -165,7 +165,7 @@ def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
             by_subset[subset] = {example(FlipFlop(), 1, index, 4, subset).tokens.tobytes() for index in range(20)}
     assert sum(map(len, by_subset.values())) == len(set().union(*by_subset.values())) == 2
     with pytest.raises(ValueError, match="too few different contents to have some for test sequences alone"):
-        list(Draw(1, "test", 0).tries())
+        list(Draw(1, "test", 0).attempts())
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_entropy_of_sequences_is_that_of_many_draws(task: Task, length: int)
 
 
 def test_test_sequences_that_can_not_all_differ_are_refused():
-    count = round(FlipFlop().distinct(16, "test"))
+    count = round(FlipFlop().n_distinct(16, "test"))
     check_task(FlipFlop(), 1, 16, "test", count)
     with pytest.raises(TaskError, match=f"5,000 test sequences can't all differ: there are about {count}"):
         check_task(FlipFlop(), 1, 16, "test", 5000)
@@ -241,11 +241,11 @@ def options_of(name: str) -> st.SearchStrategy[dict[str, object]]:
 def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(text: Text, options: dict, length: int, subset: str, index: int):
     problems: list[Problem] = []
     task = build(TASKS[options["name"]], options, "task", problems)
-    problems += own_problems(task, "task")
+    problems += cross_key_problems(task, "task")
     assert all("\n" not in str(problem) for problem in problems)
     if problems:
         return
-    assert task.distinct(length, subset) > 0
+    assert task.n_distinct(length, subset) > 0
     begin, sequence, refusal = time.process_time(), None, ""
     try:
         sequence = example(task, 1, index, length, subset, text)
@@ -268,7 +268,7 @@ def test_the_table_names_each_task():
 @given(room=st.integers(0, 40), widths=st.lists(st.integers(1, 5), max_size=6), seed=SEEDS)
 def test_places_are_side_by_side_and_in_the_room(room: int, widths: list[int], seed: int):
     room += sum(widths)
-    starts = Draw(seed, "train", 0).places(room, widths)
+    starts = Draw(seed, "train", 0).block_starts(room, widths)
     ends = starts + np.array(widths, dtype=int)
     assert (starts >= np.concatenate(([0], ends[:-1])))[: len(starts)].all() if len(starts) else True
     assert len(starts) == len(widths)
@@ -276,16 +276,16 @@ def test_places_are_side_by_side_and_in_the_room(room: int, widths: list[int], s
 
 
 def test_all_places_are_alike():
-    draws = [tuple(Draw(1, "train", index).places(5, [2, 1])) for index in range(6000)]
+    draws = [tuple(Draw(1, "train", index).block_starts(5, [2, 1])) for index in range(6000)]
     counts = {place: draws.count(place) for place in set(draws)}
     assert len(counts) == 6  # two spare positions in three gaps
     assert min(counts.values()) > 850
 
 
 def test_draws_are_even():
-    counts = np.bincount(Draw(1, "train", 0).below(10, 100_000), minlength=10)
+    counts = np.bincount(Draw(1, "train", 0).integers(10, 100_000), minlength=10)
     assert abs(counts - 10_000).max() < 400
-    owned = sum(Draw(1, "test", 0).owns(number) for number in range(8000))
+    owned = sum(Draw(1, "test", 0).accepts(number) for number in range(8000))
     assert abs(owned - 1000) < 120
 
 
@@ -355,7 +355,7 @@ def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: T
     }
     assert not by_subset["train"] & by_subset["test"]
     for subset, numbers in by_subset.items():
-        assert all(Draw(1, subset, 0).owns(int(number)) for number in numbers)
+        assert all(Draw(1, subset, 0).accepts(int(number)) for number in numbers)
 
 
 def test_filler_is_of_the_split_and_within_a_document(text: Text):

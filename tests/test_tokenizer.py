@@ -298,9 +298,9 @@ def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
 
 def spelled(token: str) -> bytes:
     """The bytes of a token in GPT-2's alphabet."""
-    from lm.data.tokenizer import _alphabet
+    from lm.data.tokenizer import _byte_characters
 
-    return bytes(_alphabet().index(character) for character in token)
+    return bytes(_byte_characters().index(character) for character in token)
 
 
 @pytest.fixture

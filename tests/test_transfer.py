@@ -24,7 +24,7 @@ from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.exporting import export_for_transformers
 from lm.model.decoder import Decoder
-from lm.model.swapped import swapped
+from lm.model.swapped import with_normalizer
 from lm.model.transfer import gradients_to_norm, scalings
 from lm.runs.loading import load, save_model
 from lm.training.before_training import check_before_data
@@ -285,7 +285,7 @@ def test_exports_and_swaps_know_nothing_of_it(tmp_path: Path):
     tokens = batches(1)[0].tokens
     folder = save_model(decoder, tmp_path / "model")
     assert lm("import", str(export_for_transformers(folder, "last", tmp_path / "hf")), "-o", str(tmp_path / "back")).returncode == 0
-    for other in (swapped(decoder, decoder.config.normalizer), load(folder).decoder, load(tmp_path / "back").decoder):
+    for other in (with_normalizer(decoder, decoder.config.normalizer), load(folder).decoder, load(tmp_path / "back").decoder):
         torch.testing.assert_close(other.logits(tokens), decoder.logits(tokens), rtol=0, atol=1e-6)
     assert load(folder).decoder.config.transfer == decoder.config.transfer
     assert load(tmp_path / "back").decoder.config.transfer is None

@@ -16,7 +16,7 @@ import lm
 from lm.config.load import to_yaml
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import open_experiment, other_runs, start
+from lm.experiments.experiment_folder import open_experiment, other_runs_note, start
 from lm.experiments.plan import plan
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, tuning_means, tuning_table
@@ -137,7 +137,7 @@ def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_gri
     unfinished = {run.rate for run in coarser.known_runs() if not run.outcome.ended}
     assert unfinished == {(rate, 0.3) for rate in (1e-2, 2e-2, 4e-2)}, "the others were trained"
     assert {run.config.name for run in coarser.known_runs() if run.outcome.ended} < before
-    assert not other_runs(coarser), "another rate is no other configuration"
+    assert not other_runs_note(coarser), "another rate is no other configuration"
     with pytest.raises(RunError, match=r"\d+ ended runs here are of another configuration: trainer.max_steps=8 \(asked for: 6\)"):
         open_experiment(tmp_path / "trial.yaml", [*given(tmp_path), "trainer.max_steps=6"])
 
@@ -176,7 +176,7 @@ def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
         for run in experiment(folder, tune=before).known_runs():
             finish(run, 5.0)
             (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-        assert other_runs(open_experiment(written(folder, tune=after), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
+        assert other_runs_note(open_experiment(written(folder, tune=after), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
 
 
 def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(tmp_path):
@@ -185,7 +185,7 @@ def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(
         finish(run, 5.0)
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     reopened = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)
-    assert other_runs(reopened).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
+    assert other_runs_note(reopened).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ import pytest
 from lm.statistics.tuning import (
     best_rate,
     crossed_rates,
+    grid_rates,
     mean_loss,
     rate_cell,
     rate_choice,
     rate_words,
-    rates_of,
     read_rate,
     tuning_outcome,
 )
@@ -85,7 +85,7 @@ def bowl_of_two(best: tuple[float, float], axes: tuple[tuple[float, ...], ...] =
     """Losses of two seeds, least at the pair of values `best`."""
     return {
         pair: [4 + sum(math.log2(value / centre) ** 2 for value, centre in zip(pair, best, strict=True)) + seed for seed in (0.0, 0.1)]
-        for pair in rates_of(axes)
+        for pair in grid_rates(axes)
     }
 
 
@@ -101,7 +101,7 @@ def test_two_keys_are_tuned_together():
         ((2e-3, 0.8), [(rate, 1.6) for rate in GRID]),
         ((2e-3, 0.05), [(rate, 0.05) for rate in GRID]),
         ((8e-3, 0.2), [(8e-3, decay) for decay in DECAYS]),
-        ((8e-3, 0.8), rates_of([(8e-3,), (*DECAYS, 1.6)]) + [(rate, 1.6) for rate in GRID]),
+        ((8e-3, 0.8), grid_rates([(8e-3,), (*DECAYS, 1.6)]) + [(rate, 1.6) for rate in GRID]),
     ],
     ids=["second key, above", "second key, below", "first key", "both"],
 )
@@ -123,7 +123,7 @@ def test_a_key_that_may_not_have_the_value_ends_its_own_growth_alone():
 
 
 def test_of_equal_means_the_middle_of_both_keys_wins():
-    equal = {rate: [4.0, 4.0] for rate in rates_of([GRID, (1.0, 2.0, 3.0)])}
+    equal = {rate: [4.0, 4.0] for rate in grid_rates([GRID, (1.0, 2.0, 3.0)])}
     assert best_rate(equal, equal) == (2e-3, 2.0)
 
 

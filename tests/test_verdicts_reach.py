@@ -19,7 +19,7 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, summary_table, tuning_table
 from lm.files import write_json
 from lm.report.tables import csv_text
-from lm.runs.evaluations import Sample, selects, validation_series
+from lm.runs.evaluations import Sample, selection_mask, validation_series
 from lm.runs.folder import ENVIRONMENT
 from lm.statistics.intervals import over_seeds
 from lm.statistics.learned import tokens_to_reach
@@ -130,7 +130,7 @@ def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the
     procedure = experiment(tmp_path)
     run = procedure.known_runs()[0]
     trained(run, 1000.0)
-    crossings = np.where(selects(FINGERPRINT, np.arange(40)), 500.0, 1000.0)  # tokens by document
+    crossings = np.where(selection_mask(FINGERPRINT, np.arange(40)), 500.0, 1000.0)  # tokens by document
     for step in STEPS:
         values = LEVEL - 0.2 * np.log(step * TOKENS / crossings)[:, None]
         sample = Sample("held-out", values, np.ones(40), np.arange(40))

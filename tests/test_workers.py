@@ -19,11 +19,11 @@ from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments import engine, slots
-from lm.experiments.engine import LOCK, Cluster, Training, read_options, working_on
+from lm.experiments.engine import LOCK, Cluster, Training, experiment_lock, read_options
 from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.slots import log_path
 from lm.files import read_json, write_json
-from lm.machine import born
+from lm.machine import process_start
 
 pytestmark = pytest.mark.usefixtures("untimed")
 INSTALLED = pytest.mark.skipif(find_spec("submitit") is None, reason="without submitit")
@@ -83,7 +83,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     program.chmod(0o755)
     procedure = start(file, arguments[1:])
     monkeypatch.setattr(slots.sys, "executable", str(program))
-    monkeypatch.setattr(Training, "_is_waited_for", lambda _: True)
+    monkeypatch.setattr(Training, "_is_recorded_job", lambda _: True)
     job, resubmitted = Training(procedure.known_runs()[0], procedure.experiment.folder), []
 
     def requeue(number: int, frame: object) -> None:
@@ -131,7 +131,7 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
 
 def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
     folder = start(file, arguments[1:]).experiment.folder
-    with working_on(folder):
+    with experiment_lock(folder):
         result, start_time = lm("compare", str(file), *arguments[1:]), read_json(folder / LOCK)["since"]
         message = (
             f"process {os.getpid()} on {os.uname().nodename} works on it since {start_time}; --report-only and --plan show how far it is"
@@ -142,7 +142,7 @@ def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
         listing = lm("compare", str(file), *arguments[1:], "--commands")
         assert (len(listing.stdout.splitlines()), message in listing.stderr) == (4, True)
     assert not (folder / LOCK).exists()
-    with working_on(folder):
+    with experiment_lock(folder):
         pass
 
 
@@ -155,8 +155,8 @@ def test_what_fails_before_anything_is_trained_leaves_no_lock_and_no_folder(file
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lm.experiments.engine import working_on
-with working_on(Path(sys.argv[1])):
+from lm.experiments.engine import experiment_lock
+with experiment_lock(Path(sys.argv[1])):
     print(flush=True)
     time.sleep(600)
 """
@@ -165,12 +165,12 @@ with working_on(Path(sys.argv[1])):
 def test_a_killed_compare_does_not_block_the_next_one(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "trial")], cwd=ROOT, stdout=subprocess.PIPE)
     process.stdout.readline()
-    with pytest.raises(RunError, match=f"trial: process {process.pid} on .* works on it since"), working_on(tmp_path / "trial"):
+    with pytest.raises(RunError, match=f"trial: process {process.pid} on .* works on it since"), experiment_lock(tmp_path / "trial"):
         pass
     process.kill()
     process.wait()
     assert (tmp_path / "trial" / LOCK).exists()
-    with working_on(tmp_path / "trial"):
+    with experiment_lock(tmp_path / "trial"):
         assert read_json(tmp_path / "trial" / LOCK)["pid"] == os.getpid()
 
 
@@ -192,13 +192,13 @@ def test_what_the_lock_s_file_says(tmp_path, monkeypatch, locks, changes, said):
     if not locks:
         monkeypatch.setattr("fcntl.flock", flock)
     path, pid, host = tmp_path / LOCK, os.getpid(), os.uname().nodename
-    record = {"host": host, "pid": pid, "born": born(pid), "since": "2026-01-01 00:00:00"}
+    record = {"host": host, "pid": pid, "born": process_start(pid), "since": "2026-01-01 00:00:00"}
     path.write_text("" if changes is None else json.dumps(record | changes))
     if not said:
-        with working_on(tmp_path):
-            assert read_json(path)["born"] == born(pid)
+        with experiment_lock(tmp_path):
+            assert read_json(path)["born"] == process_start(pid)
         return
-    with pytest.raises(RunError, match=said.format(pid=pid, host=host, path=path)), working_on(tmp_path):
+    with pytest.raises(RunError, match=said.format(pid=pid, host=host, path=path)), experiment_lock(tmp_path):
         pass
     assert path.exists()
 

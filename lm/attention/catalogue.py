@@ -1,7 +1,7 @@
-"""The catalogue of normalizers: their options by name, and how a normalizer is made for a layer.
+"""The catalogue of normalizers: their classes of options by name, and the function that makes a layer's normalizer from its options.
 
-An entry is two classes in one module: a class of options, with the formula, its source and published figures, and a normalizer whose
-`schema` is that class. To add an entry, write both classes and list the options in `ENTRIES`. Importing this module does not import torch.
+A normalizer is two classes in one module: a dataclass of options, with formula, source and published figures, and a subclass of
+`Normalizer` whose `schema` is that dataclass. A new normalizer's dataclass goes into `ENTRIES`. Importing this module imports no torch.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from lm.attention.distance import ALiBi, Forget, ScaleInvariant, SoftCap, StickB
 from lm.attention.elementwise import Relu, Relu2, Sigmoid
 from lm.attention.linear import Linear
 from lm.attention.normalizer import DividedNormalizer, LayerSpec, Normalizer
-from lm.attention.options import Options, labelled
+from lm.attention.options import Options, label_text
 from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMax, Softmax, SqrtLogN, SSMax, YaRN
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
@@ -33,7 +33,7 @@ ENTRIES: dict[str, type[Options]] = {
 
 
 class _NormalizerKind(Kind):
-    """The kind of plugins that are normalizers: the imported class is a `Normalizer`, whose attribute `schema` is its class of options."""
+    """Plugins that are normalizers: their class derives from `Normalizer`, and its attribute `schema` is their class of options."""
 
     def options(self, code: type) -> type:
         schema = getattr(code, "schema", None)
@@ -43,11 +43,11 @@ class _NormalizerKind(Kind):
             raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", f"see {self.page}")
         if inspect.isabstract(code):
             raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
-        if misplacement := misplaced(code, schema):
+        if misplacement := misplaced_attribute(code, schema):
             name, owner = misplacement
             raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
-        if name := undefined_by_forward(code):
-            reason = f"has {name} of its own, but `forward` of {_owner(code, 'forward').__name__}, which computes another function"
+        if name := method_ignored_by_forward(code):
+            reason = f"has {name} of its own, but `forward` of {_defining_class(code, 'forward').__name__}, which computes another function"
             raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
         return schema
 
@@ -60,7 +60,7 @@ SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """Options that give each layer its own normalizer: the list `of`, repeated for further layers. A configuration may hold a bare list."""
+    """Options of all layers' normalizers: layer i takes entry i of the list `of`, which repeats. In a configuration the list suffices."""
 
     name = "layers"
     full_formula = "layers"
@@ -72,7 +72,7 @@ class Layers(Options):
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
-        """The valid options in the list; problems of invalid entries have been reported before."""
+        """The options of each normalizer in the list `of`, without entries that the configuration's check reported as invalid."""
         return [options for options in self.of if isinstance(options, Options)]
 
     def layer_option(self, layer: int) -> Options:
@@ -82,48 +82,48 @@ class Layers(Options):
         return Layers([options.with_changes(changes, path, problems) for options in self.layer_options()])
 
     def label(self) -> str:
-        return _listed(options.label() for options in self.of)
+        return _layers_label(options.label() for options in self.of)
 
     def swap_arguments(self) -> str:
         entries = [{"name": options.name, **options.beyond_initial_values()} for options in self.of]
         return f"layers {shlex.quote(f'model.normalizer.of={yaml_flow(entries)}')}"
 
 
-def _listed(labels: Iterable[str]) -> str:
+def _layers_label(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
 OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
-_DEFINITION = ("define_scores", "normalize", "visible")
-_OF_OPTIONS = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")  # attributes of options
-_OF_NORMALIZERS = ("score_map", "initialise", "define_scores", "normalize", "scale_by_position", "visible", "log_sum", "forward", "decode")
+_DEFINITION_METHODS = ("define_scores", "normalize", "visible")
+_OPTION_ATTRIBUTES = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")  # attributes of options
+_CODE_ATTRIBUTES = ("score_map", "initialise", "define_scores", "normalize", "scale_by_position", "visible", "log_sum", "forward", "decode")
 
 
-def undefined_by_forward(normalizer: type) -> str:
-    """The name of an overridden method, such as `normalize`, that the class's `forward`, inherited from lm, ignores; empty: none."""
-    definition = (*_DEFINITION, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION
-    depths = {name: normalizer.__mro__.index(_owner(normalizer, name)) for name in ("forward", "fused_inputs", *definition)}
-    forward_class = _owner(normalizer, "forward")
+def method_ignored_by_forward(normalizer: type) -> str:
+    """The name of a method, such as `normalize`, that a class overrides although `forward`, inherited from lm, ignores it; empty: none."""
+    definition = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
+    depths = {name: normalizer.__mro__.index(_defining_class(normalizer, name)) for name in ("forward", "fused_inputs", *definition)}
+    forward_class = _defining_class(normalizer, "forward")
     if forward_class is Normalizer or not forward_class.__module__.startswith("lm."):  # these call the definition, or are a plugin's
         return ""
     return next((name for name in definition if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
 
 
-def _owner(normalizer: type, name: str) -> type:
+def _defining_class(normalizer: type, name: str) -> type:
     return next(parent for parent in normalizer.__mro__ if name in vars(parent))
 
 
-def misplaced(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """An attribute set on the wrong one of the two classes, and the class on which it has an effect; None: there is no such attribute."""
-    pairs = [(name, schema) for name in _OF_OPTIONS if hasattr(normalizer, name)]
-    pairs += [(name, normalizer) for name in _OF_NORMALIZERS if hasattr(schema, name)]
+def misplaced_attribute(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
+    """(name, right class) of an attribute of options that is set on the normalizer class, or the reverse; None: no misplaced attribute."""
+    pairs = [(name, schema) for name in _OPTION_ATTRIBUTES if hasattr(normalizer, name)]
+    pairs += [(name, normalizer) for name in _CODE_ATTRIBUTES if hasattr(schema, name)]
     return pairs[0] if pairs else None
 
 
 def implementation(name: str) -> type[Normalizer]:
-    """The class of the normalizer whose options have this name."""
+    """The class of the normalizer whose options have the name `name`, from lm or from an imported plugin."""
     if name not in ENTRIES:
         return PLUGINS.implementation(name)
     module_values = vars(sys.modules[ENTRIES[name].__module__]).values()
@@ -136,19 +136,19 @@ def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
 
 
 def read(plain: Mapping[str, Plain]) -> Options | None:
-    """The options that a run folder holds as plain data; None for options of a plugin or of another version of lm. Imports nothing."""
+    """The options from a run folder's plain data; None for a plugin, which is not imported, or if this version of lm finds them invalid."""
     problems: list[Problem] = []
     options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
     return None if problems else options
 
 
 def label(plain: Mapping[str, Plain]) -> str:
-    """The label of a normalizer by its options in a run folder, such as `ssmax (n=sample)`: those that differ from the defaults; all if
-    this version of lm can't read them."""
+    """The label of a normalizer from its options in a run folder: its name and the options that differ from their defaults, such as
+    `ssmax (n=sample)`. The label names all options if `read` returns None."""
     if plain["name"] == Layers.name:
-        return _listed(map(label, plain["of"]))
+        return _layers_label(map(label, plain["of"]))
     options = read(plain)
-    return options.label() if options else labelled(plain["name"], {option: value for option, value in plain.items() if option != "name"})
+    return options.label() if options else label_text(plain["name"], {option: value for option, value in plain.items() if option != "name"})
 
 
 def markdown() -> str:
@@ -179,8 +179,8 @@ def markdown() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, entry in ENTRIES.items():
-        sums = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
-        cells = (f"`{name}`", entry.full_formula, entry.learned, sums, implementation(name).kernel, entry.source, entry.known)
+        rows_sum_to_one = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
+        cells = (f"`{name}`", entry.full_formula, entry.learned, rows_sum_to_one, implementation(name).kernel, entry.source, entry.known)
         lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():

@@ -1,6 +1,5 @@
-"""The promises of every normalizer, each checked by a function: tests check lm's normalizers, `lm check-normalizer` others.
-
-The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
+"""The promises of every normalizer, each checked by a function: tests run the checks on lm's normalizers, `lm check-normalizer` on
+plugins. The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
 
 Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, tensors are in fp64.
 """
@@ -21,8 +20,8 @@ from lm.errors import one_line
 from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
-OUTPUT, WEIGHTS = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # names of the axes of these tensors
-STOPPED = "stopped by"  # first words of the problem of a check that ends in an error other than its own
+OUTPUT_AXES, WEIGHT_AXES = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # names of axes
+ERROR_PREFIX = "stopped by"  # first words of the problem of a check that ends in an error other than its own
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
@@ -51,35 +50,35 @@ def inputs(
 
 
 def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of `leaves` given the gradient `grad` of `output`; zeros for parameters that only make features, as features are inputs."""
+    """Gradients of sum(`grad` x `output`) for each of `leaves`; 0 for a leaf without influence, such as a parameter of features alone."""
     return torch.autograd.grad(output, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
-def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIGHTS) -> None:
-    """Raises AssertionError with the message if the condition is false; for a tensor it names the first false entry by its `axes`."""
+def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIGHT_AXES) -> None:
+    """Raise AssertionError with `message` if `condition` is false; for a tensor, add the position of its first false entry along `axes`."""
     if isinstance(condition, Tensor) and not condition.all():
-        raise AssertionError(f"{message}, at {_entry(int(condition.logical_not().flatten().int().argmax()), condition, axes)}")
+        raise AssertionError(f"{message}, at {_entry_name(int(condition.logical_not().flatten().int().argmax()), condition, axes)}")
     if not isinstance(condition, Tensor) and not condition:
         raise AssertionError(message)
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT) -> None:
-    """Raises AssertionError if dtypes or shapes differ, or entries by more than `atol`; then it names the entry that differs most."""
-    kinds = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
-    require(kinds[0] == kinds[1], f"the {name} is {kinds[0]}, not {kinds[1]}")
+def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT_AXES) -> None:
+    """Raise AssertionError if dtypes or shapes differ, or entries by more than `atol`; the message gives the entry that differs most."""
+    descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
+    require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
     actual, expected = actual.detach().flatten(), expected.detach()
     error = (actual - expected.flatten()).abs().nan_to_num(math.inf)
     if (error > atol).any():
         worst_index = int(error.argmax())
-        place = _entry(worst_index, expected, axes)
-        raise AssertionError(f"the {name} is {actual[worst_index]:.6g}, not {expected.flatten()[worst_index]:.6g}, at {place}")
+        entry_name = _entry_name(worst_index, expected, axes)
+        raise AssertionError(f"the {name} is {actual[worst_index]:.6g}, not {expected.flatten()[worst_index]:.6g}, at {entry_name}")
 
 
-def _entry(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
-    """Where the entry at `index` of the flattened tensor is, in words: its coordinates, with the names `axes` if there is one for each."""
-    place = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
-    coordinates = zip(axes, place, strict=True) if len(place) == len(axes) else []
-    return ", ".join(f"{axis} {coordinate}" for axis, coordinate in coordinates) or f"entry {place}"
+def _entry_name(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
+    """The position of entry `index` of a flattened tensor, such as `head 1, query 3`; without names if `axes` don't fit."""
+    indices = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
+    named_coordinates = zip(axes, indices, strict=True) if len(indices) == len(axes) else []
+    return ", ".join(f"{axis} {coordinate}" for axis, coordinate in named_coordinates) or f"entry {indices}"
 
 
 def assert_is_definition(
@@ -89,7 +88,7 @@ def assert_is_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raises AssertionError unless `route` gives `weights(...) @ v`, and the same gradients of q, k, v (`leaves`) and of the parameters."""
+    """Raise AssertionError unless `route` gives `normalizer.weights(...) @ v` and its gradients of q, k, v (`leaves`) and parameters."""
     results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -103,11 +102,11 @@ def assert_is_definition(
 
 
 def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
-    """Raises AssertionError unless calls of `decode`, for `steps[i]` tokens each, give `expected`, the output for the whole sequence."""
+    """Raise AssertionError unless calls of `decode`, the i-th for `steps[i]` tokens, give `expected`, the output for the whole sequence."""
     start, state, outputs = 0, None, []
     for step in steps:
-        part, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
-        output, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], layout, state)
+        step_slice, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
+        output, state = normalizer.decode(q[:, :, step_slice], k[:, :, step_slice], v[:, :, step_slice], layout, state)
         start, outputs = start + step, [*outputs, output]
     assert_close(torch.cat(outputs, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
 
@@ -157,7 +156,7 @@ def finite_differences(options: Options) -> None:
 
     tensors = [*inputs(6, batch=1, size=4, normalizer=normalizer), *(parameter.detach() for parameter in normalizer.parameters())]
     for index, name in enumerate(["q", "k", "v", *(f"the parameter {name}" for name in names)]):
-        leaves = [x.clone().requires_grad_(place == index) for place, x in enumerate(tensors)]
+        leaves = [x.clone().requires_grad_(tensor_index == index) for tensor_index, x in enumerate(tensors)]
         is_right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
         require(is_right, f"the gradient of {name} is not that of finite differences")
 
@@ -171,7 +170,7 @@ def own_row(options: Options) -> None:
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
     shifted_positions = positions + 7 * (positions == positions[moved_query])
-    layouts = (AttentionLayout(places, torch.arange(length), places + 9, causal=False) for places in (positions, shifted_positions))
+    layouts = (AttentionLayout(queries, torch.arange(length), queries + 9, causal=False) for queries in (positions, shifted_positions))
     is_other = torch.arange(length) != moved_query
     before, after = (normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); NaN: no keys
     before_rest, after_rest = before[..., is_other], after[..., is_other]
@@ -192,8 +191,8 @@ def row_sums(options: Options) -> None:
     require(weights.triu(1) == 0, "a key after the query has weight")
     sums = weights.sum(-1)
     sums_to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
-    claim = options.rows_sum_to_one
-    require(sums_to_one == claim, f"`sums_to_one` is {claim}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
+    is_declared = options.rows_sum_to_one
+    require(sums_to_one == is_declared, f"`sums_to_one` is {is_declared}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
 
 
 def scores_apart(options: Options) -> None:
@@ -223,7 +222,7 @@ def scale_by_position(options: Options) -> None:
     q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
     if (factor := normalizer.scale_by_position()) is not None:
         expected = factor.unsqueeze(-1) * (q @ k.transpose(-2, -1)) / math.sqrt(SIZE)
-        assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "score", axes=WEIGHTS)
+        assert_close(normalizer.scores(q, k, AttentionLayout.full(TRAIN_LENGTH)), expected, "score", axes=WEIGHT_AXES)
 
 
 def score_map(options: Options) -> None:
@@ -238,7 +237,7 @@ def score_map(options: Options) -> None:
     if normalizer.score_map:
         score_values = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
         factor = (weights * score_values).sum(-1, keepdim=True) / score_values.square().sum(-1, keepdim=True).clamp(min=1e-300)
-        assert_close(weights, factor * score_values, f"weight, by `score_map` {normalizer.score_map} of its score,", 1e-12, WEIGHTS)
+        assert_close(weights, factor * score_values, f"weight, by `score_map` {normalizer.score_map} of its score,", 1e-12, WEIGHT_AXES)
 
 
 def causality(options: Options) -> None:
@@ -252,7 +251,7 @@ def causality(options: Options) -> None:
     for x in (q, k, v):
         x[:, :, 25:] += 3.0
     is_equal = output[:, :, :25] == normalizer(q, k, v, layout)[:, :, :25]
-    require(is_equal, "other tokens from 25 on change an earlier output", OUTPUT)
+    require(is_equal, "other tokens from 25 on change an earlier output", OUTPUT_AXES)
 
 
 def decoding(options: Options) -> None:
@@ -290,8 +289,8 @@ def packed(options: Options) -> None:
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
     tensors = inputs(sum(lengths), normalizer=normalizer)
     output = normalizer(*tensors, AttentionLayout.from_document_lengths(lengths))
-    for length, part, *qkv in zip(lengths, *(x.split(lengths, 2) for x in (output, *tensors)), strict=True):
-        assert_close(part, normalizer(*qkv, AttentionLayout.full(length)), f"output of a packed document of {length}")
+    for length, document_output, *qkv in zip(lengths, *(x.split(lengths, 2) for x in (output, *tensors)), strict=True):
+        assert_close(document_output, normalizer(*qkv, AttentionLayout.full(length)), f"output of a packed document of {length}")
 
 
 def documents(options: Options) -> None:
@@ -352,7 +351,7 @@ def extreme_scores(options: Options) -> None:
         grads = gradients(output, [q, k, v, *normalizer.parameters()], torch.ones_like(output))
         names = ["output", *(f"gradient of {name}" for name in ("q", "k", "v", *(name for name, _ in normalizer.named_parameters())))]
         for name, x in zip(names, (output, *grads), strict=True):
-            require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}", OUTPUT)
+            require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}", OUTPUT_AXES)
 
 
 def autocast_weights(options: Options) -> None:
@@ -380,7 +379,7 @@ def autocast_errors(options: Options) -> None:
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
-    """Relative errors against fp64, by name, of outputs and gradients as in training: under autocast, q and k in fp32, v in bf16."""
+    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients, by name; dtypes as in training: autocast, q, k fp32, v bf16."""
     length, results = 256, []
     for exact in (True, False):
         normalizer = randomized(options, torch.float64 if exact else torch.float32)
@@ -402,26 +401,26 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 
 
 def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Yields the promise of each check, and the problem with `options` that the check finds, with a hint; no problem is an empty text.
+    """Yield (promise, problem) for each check: the problem that it finds with `options`, and a hint, or an empty text if it finds none.
 
-    If the first check ends in an exception other than an AssertionError of its own, later checks are left out: they would fail alike.
+    If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end in that error.
     """
     for check in checks:
         promise, _, hint = check.__doc__.partition("\n\n")
         problem = _find_problem(check, options)
-        if check is checks[0] and problem.startswith(STOPPED):
+        if check is checks[0] and problem.startswith(ERROR_PREFIX):
             yield promise, problem
             return
         yield promise, problem and f"{problem}; hint: {hint.strip()}"
 
 
 def _find_problem(check: Callable[..., None], options: object) -> str:
-    """The problem that a check finds with code that has these options, in words; empty if the check passes."""
+    """The problem, in words, that `check` finds with the normalizer (or other extension) of `options`; empty if the check passes."""
     try:
         check(options)
     except Exception as error:  # whatever code from outside raises
         if isinstance(error, AssertionError) and str(error):
             return one_line(error)
-        place, _ = PLUGINS.failure(error)
-        return f"{STOPPED} {type(error).__name__}: {one_line(error)}" + (f"; {place}" if place else "")
+        failure_location, _ = PLUGINS.failure(error)
+        return f"{ERROR_PREFIX} {type(error).__name__}: {one_line(error)}" + (f"; {failure_location}" if failure_location else "")
     return ""

@@ -1,7 +1,7 @@
 """Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: calls `causal_softmax.cpp`.
 
-On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). A C++ compiler builds lm's kernel at the first use on
-a machine, in two seconds; where lm's can't be built or used, PyTorch's takes its place.
+On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). lm's kernel is compiled at its first use on a
+machine, in two seconds. Where it can't be compiled or used, PyTorch's kernel computes the same function.
 
 Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width of the values.
 """
@@ -30,35 +30,35 @@ MOST_KEYS = 2**17  # keys, summed over heads, that one call computes: it holds c
 COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
-def why_not(v: Tensor) -> str:
-    """The reason why the kernel can't take values `v` (B, H, S, E), if no gradients are needed; empty if it can."""
+def why_unusable(v: Tensor) -> str:
+    """The reason why the kernel can't compute attention with the values `v` (B, H, S, E), gradients aside; empty if it can."""
     if torch.compiler.is_compiling() or type(v) is not Tensor:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
     if usable_cores() < torch.get_num_threads():  # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
         return "this thread is bound to fewer cores than PyTorch has threads"
-    return _unusable()
+    return _why_unusable()
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16; q (N, T, D) are queries of the last T of the S tokens.
+    """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16; q (N, T, D): the last T of the S tokens.
 
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     output = v.new_empty(*q.shape[:2], v.size(2))
     heads = max(1, MOST_KEYS // k.size(1))
     for tensors in zip(*(x.split(heads) for x in (q, k, v, output)), strict=True):
-        _attend(*tensors, scale)
+        _run_kernel(*tensors, scale)
     return output
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> None:
-    """Write `causal_softmax` of some heads into `output`."""
+def _run_kernel(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> None:
+    """Compute `causal_softmax` of some of the N heads in one call of the kernel, and write the result into `output`."""
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
-    q = _padded(q, ROWS, 2)
-    k = _padded(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / WIDTH, D / 2, WIDTH, 2)
-    v = _padded(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
+    q = _pad(q, ROWS, 2)
+    k = _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / WIDTH, D / 2, WIDTH, 2)
+    v = _pad(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
     padded_output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, padded_output))
@@ -66,14 +66,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -> No
     output.copy_(padded_output[:, :queries, :width])
 
 
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x (N, R, C) in bf16 and contiguous, R and C padded with zeros to multiples of `rows` and `columns`."""
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrices x (N, R, C) in bf16, contiguous, with zeros appended so that R and C are multiples of `rows` and `columns`."""
     return F.pad(x.to(torch.bfloat16), (0, -x.size(2) % columns, 0, -x.size(1) % rows)).contiguous()
 
 
 @cache
-def _unusable() -> str:
-    """The reason why this machine can't run the kernel, empty if it can. Warns if the kernel was tried and failed."""
+def _why_unusable() -> str:
+    """The reason why this machine can't run the kernel; empty if it can. Warns if the kernel fails to compile or gives wrong results."""
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
@@ -96,7 +96,7 @@ def _unusable() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The kernel as a loaded library, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
+    """The kernel's loaded library, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
     command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread", f"-DROWS={ROWS}", f"-DWIDTH={WIDTH}"]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()

@@ -1,4 +1,4 @@
-"""Normalizers whose weights depend on how far back a key is, such as ALiBi, windows and stick-breaking; and softmax of capped scores."""
+"""Normalizers whose weights depend on the distance to the key, such as ALiBi, windows and stick-breaking, and softmax of capped scores."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ALiBi(Options):
 
 
 class ALiBiNormalizer(SoftmaxNormalizer):
-    """Logits minus 2^(-8 h / H) for each token that a key is back, in heads h = 1 ... H. Use it with `model.position: none`."""
+    """Softmax of z - 2^(-8 h / H) t for keys t tokens back, in heads h = 1 ... H. Use it with `model.position: none`."""
 
     schema = ALiBi
 
@@ -46,9 +46,9 @@ class Window(Options):
 
 
 class WindowNormalizer(SoftmaxNormalizer):
-    """A sliding window over the latest w keys.
+    """Softmax over the latest w keys, a sliding window.
 
-    A sequence is cut into blocks of w queries, which see keys of their block and the block before: O(T w) time and memory on the fused
+    Blocks of w queries are computed with the keys of their own block and of the block before it, in O(T w) time and memory on the fused
     kernel. On a CPU, windows of few keys are computed in a loop over distances.
     """
 
@@ -65,10 +65,10 @@ class WindowNormalizer(SoftmaxNormalizer):
         if t <= w:
             return routes.fused_softmax(q, k, v, layout)
         if self._has_few_keys(routes.executing_device(q).type):
-            return self._by_distance(q, k, v)
+            return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_before: int) -> Tensor:
-            """x (B, H, T, X) cut into N blocks of w tokens, each joined to `n_before` earlier blocks: (B N, H, (n_before + 1) w, X)."""
+            """Cut x (B, H, T, X) into N blocks of w tokens, each with the `n_before` blocks before it: (B N, H, (n_before + 1) w, X)."""
             pieces = F.pad(x, (0, 0, n_before * w, -t % w)).unflatten(2, (-1, w))
             count = pieces.size(2) - n_before
             return torch.cat([pieces[:, :, i : i + count] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
@@ -79,8 +79,8 @@ class WindowNormalizer(SoftmaxNormalizer):
         output = routes.fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
-    def _by_distance(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Weights x values, (B, H, T, E), in a loop over distances between query and key; scores and sums in fp32 or wider."""
+    def _sum_over_distances(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute `forward`, (B, H, T, E), in a loop over the distances from query to key, with scores and sums in fp32 or wider."""
         t, dtype, q = q.size(2), v.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
         scores = [F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)]
         weights = torch.stack(scores, -1).softmax(-1)
@@ -93,7 +93,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return self.options.size <= FEW_KEYS and device == "cpu"
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """`Normalizer.decode`; the state is the latest w - 1 keys and values."""
+        """Decode as `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""
         output, (k, v) = super().decode(q, k, v, layout, state)
         start = max(0, k.size(2) - self.options.size + 1)
         return output, (k[:, :, start:], v[:, :, start:])
@@ -116,7 +116,7 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """Softmax of a_t z + m_t for keys t tokens back, made to give every octave of t the same total attention (arXiv 2505.17083).
+    """Softmax of a_t z + m_t for keys t tokens back, which is to give every octave of t the same total weight (arXiv 2505.17083).
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so that a_0 = 1 and
     m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its lowest frequencies.
@@ -192,7 +192,7 @@ class StickBreaking(Options):
 
 
 class StickBreakingNormalizer(Normalizer):
-    """From the latest key back, each key takes the fraction sigmoid(z) of the weight that later keys have left.
+    """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z) of the weight that later keys have left.
 
     Query i sees the keys before its own token: a document's first query sees none, and has weights 0. Use it with `model.position: none`.
     """
@@ -203,7 +203,7 @@ class StickBreakingNormalizer(Normalizer):
         return layout.visible() & (layout.distance() > 0)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """The weights; sums of logarithms over later keys are added up from the latest back, as differences of sums would lose digits."""
+        """Turn scores into weights. ln(1 - sigmoid(z)) is summed from the latest key back: differences of sums would lose digits."""
         visible = self.visible(layout)
         log_rest = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the fraction that a key leaves
         later_sums = F.pad(log_rest[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)

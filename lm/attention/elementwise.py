@@ -12,7 +12,7 @@ from lm.schema import key
 
 
 class ElementwiseNormalizer(DividedNormalizer):
-    """Weights f(z + b(n)) r(n): f is the function `score_map`, b(n) a shift of a query's logits z, and r(n) a factor of its weights."""
+    """Weights f(z + b(n)) r(n): f is the function `score_map`, b(n) a shift of a query's logits z, r(n) a factor of the query's weights."""
 
     kernel = "tiles"
 

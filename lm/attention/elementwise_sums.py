@@ -1,4 +1,4 @@
-"""Elementwise attention, causal sums of f(q.k / sqrt(D) + b) v over keys: by the Triton kernel where that works, else by tiles in PyTorch.
+"""Elementwise attention, causal sums of f(q.k / sqrt(D) + b) v over keys: by the Triton kernel where it works, else by tiles in PyTorch.
 
 Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
 """
@@ -28,7 +28,7 @@ OLDEST_TRITON = (3, 4)
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of scores z: `value` gives f(z); `value_` and `derivative_`, which tiles use, overwrite their arguments."""
+    """A function f of scores z: `value` returns f(z). Tiles use `value_` and `derivative_`, which overwrite their arguments."""
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
@@ -65,10 +65,10 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, of (N, T, .) tensors, N = B x H; shift (N, T) or None.
+    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile: q, k (N, T, D), v (N, T, E), shift (N, T) or None.
 
-    `over_sum`: weights are divided by their sum. Scores, f and sums are in fp32 or wider; weights are in v's dtype, but in fp32 or wider
-    in the forward pass of `over_sum`.
+    With `over_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in the backward pass,
+    weights are in v's dtype. Scores, f and sums are in fp32 or wider.
     """
 
     @staticmethod
@@ -125,13 +125,13 @@ class _ElementwiseAttention(torch.autograd.Function):
 
 
 def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, d: int) -> Tensor:
-    """q.k / sqrt(D) + shift of queries a to b and keys c to d, (N, b - a, d - c)."""
+    """The scores q.k / sqrt(D) + shift of queries a to b - 1 and keys c to d - 1: (N, b - a, d - c)."""
     factor, shifts = 1 / math.sqrt(q.size(-1)), q.new_zeros(1, 1, 1) if shift is None else shift[:, a:b].unsqueeze(-1)
     return torch.baddbmm(shifts, q[:, a:b], k[:, c:d].transpose(1, 2), beta=shift is not None, alpha=factor)
 
 
 def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
-    """`elementwise_attention` by tiles, on any device, holding one tile of weights per head at a time."""
+    """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at a time."""
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
     return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])
@@ -140,49 +140,49 @@ def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = Non
 # ---------------------------------------------------------------- the Triton kernel, or tiles
 
 
-def interpreted() -> bool:
-    """True if Triton's kernels are run by its interpreter, on any device: slow, for tests."""
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests: slowly, but on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """Why `elementwise_attention` takes tiles instead of the Triton kernel, for keys of `size` dimensions; empty if it takes the kernel."""
+    """The reason why `elementwise_attention` takes tiles for q and k of `dtype` and head size `size`; empty if it takes the kernel."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
     if size > LARGEST_HEAD:
         return f"the Triton kernel has no head size over {LARGEST_HEAD}"
-    if device.type != "cuda" and not interpreted():
+    if device.type != "cuda" and not is_interpreted():
         return "the Triton kernel needs a CUDA GPU"
-    return _unusable(device)
+    return _why_unusable(device)
 
 
 @cache
-def _unusable(device: torch.device) -> str:
-    """The reason why this machine's Triton, or this device, can't run the kernel; empty if it can."""
+def _why_unusable(device: torch.device) -> str:
+    """The reason why the Triton kernel can't run on this machine or on `device`; empty if it can."""
     if not find_spec("triton"):
         return "triton is not installed"
     import triton
 
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:  # triton 3.2 aborts when it compiles for wide values
         return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
-    if interpreted():
+    if is_interpreted():
         return ""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernel needs a GPU of compute capability 8.0"
-    return _trial(device)
+    return _compare_with_tiles(device)
 
 
-def _trial(device: torch.device) -> str:
-    """Compare the Triton kernel with the tiles on a device: warns of a problem and returns it, or returns an empty text.
+def _compare_with_tiles(device: torch.device) -> str:
+    """Compare results of the Triton kernel and of the tiles on a device: warn of a problem and return it, or return an empty text.
 
-    Triton compiles at the first use, for which the machine may lack a C compiler or Python's headers.
+    The comparison compiles the kernel, which is a problem where the machine lacks a C compiler or Python's headers.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            *x, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
-            shift = x[0][..., 0].float()
+            *qkv, grad = torch.arange(4 * 80 * 16.0, device=device).sin().bfloat16().view(4, 1, 1, 80, 16)
+            shift = qkv[0][..., 0].float()
             cases = product(SCORE_FUNCTIONS, (None, shift), (False, True))
-            wrong_kinds = [kind for kind, b, over_sum in cases if not _agree(kind, x, b, over_sum, grad)]
+            wrong_kinds = [kind for kind, b, over_sum in cases if not _kernel_agrees(kind, qkv, b, over_sum, grad)]
         if not wrong_kinds:
             return ""
         problem = f"its results are not those of the tiles ({', '.join(dict.fromkeys(wrong_kinds))})"
@@ -192,11 +192,11 @@ def _trial(device: torch.device) -> str:
     return f"the Triton kernel does not work here: {problem}"
 
 
-def _agree(kind: str, x: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
-    """True if outputs and gradients of the Triton kernel and of the tiles are nearly equal, for bf16 `x` (q, k, v)."""
+def _kernel_agrees(kind: str, qkv: list[Tensor], shift: Tensor | None, over_sum: bool, grad: Tensor) -> bool:
+    """Whether the Triton kernel and the tiles give nearly equal outputs and gradients, for bf16 `qkv` (q, k, v)."""
     from lm.attention import triton_kernels
 
-    leaves = [tensor.detach().requires_grad_() for tensor in (*x, *([] if shift is None else [shift]))]
+    leaves = [tensor.detach().requires_grad_() for tensor in (*qkv, *([] if shift is None else [shift]))]
     outputs = [route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)]
     kernel_results, tile_results = ((output, *torch.autograd.grad(output, leaves, grad)) for output in outputs)
     return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(kernel_results, tile_results, strict=True))

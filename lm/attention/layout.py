@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Keep `function` out of compiled graphs, like `torch.compiler.disable`, which would import the compiler (seconds) at once."""
+    """Keep `function` out of compiled graphs. Unlike `torch.compiler.disable`, this does not import the compiler, which takes seconds."""
     excluded_function = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
     @wraps(function)
-    def call(*arguments: object, **named: object) -> object:
-        return (excluded_function if torch.compiler.is_compiling() else function)(*arguments, **named)
+    def call(*arguments: object, **named_arguments: object) -> object:
+        return (excluded_function if torch.compiler.is_compiling() else function)(*arguments, **named_arguments)
 
     return call
 
@@ -23,7 +23,7 @@ def uncompiled(function: Callable) -> Callable:
 class AttentionLayout:
     """Positions, in their documents, of the queries and keys of one attention call.
 
-    Every normalizer takes n from here, never from a tensor's width. So a prefix, a padded batch, a
+    Every normalizer takes n from a layout, never from a tensor's width. So a prefix, a padded batch, a
     packed sequence and a decoding step give the same n for the same token.
     """
 
@@ -37,23 +37,23 @@ class AttentionLayout:
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """A cache of `by_documents`: the groups of `_document_groups`, by the number of sequences in the batch."""
+        """The results of `_document_groups`, cached for `by_documents`, by the number of sequences in the batch."""
         return {}
 
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """One document of `length` tokens, each token a query and a key."""
+        """The layout of one document of `length` tokens, each both a query and a key."""
         positions = torch.arange(length, device=device)
         return cls(positions, positions, torch.full_like(positions, length), causal=True)
 
     @classmethod
     def from_document_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
-        """One sequence of several documents one after the other, of `lengths` tokens; a token sees its own document only."""
+        """The layout of one sequence that holds documents of `lengths` tokens one after the other; a token sees its own document only."""
         return cls.from_positions(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
 
     @classmethod
     def from_positions(cls, positions: Tensor) -> "AttentionLayout":
-        """Sequences whose documents don't see each other, from `positions` (B, T) that begin at 0 with each document and sequence."""
+        """The layout of sequences whose documents don't see each other. `positions` (B, T) begin at 0 in each document and sequence."""
         documents = (positions == 0).cumsum(-1)
         sizes = torch.zeros(len(positions), positions.size(1) + 1, dtype=torch.int64, device=positions.device)
         sizes.scatter_add_(1, documents, torch.ones_like(documents))
@@ -61,30 +61,30 @@ class AttentionLayout:
 
     @classmethod
     def continuing(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """Queries: `count` tokens from `start` on, of a document that will have `length` tokens; keys: all tokens up to the last query."""
+        """The layout of `count` queries from token `start` on, and all keys up to the last query; the full document has `length` tokens."""
         keys = torch.arange(start + count, device=device)
         return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
 
     def select(self, queries: slice | Tensor, keys: int) -> "AttentionLayout":
-        """The layout of some of the queries, by their index in the sequence, and of the first `keys` keys."""
+        """The layout of the queries with indices `queries` in the sequence, and of the first `keys` keys."""
         documents = None if self.documents is None else self.documents[..., queries]
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
         lengths = self.lengths.expand_as(self.positions)[..., queries]
         return AttentionLayout(self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents)
 
     def from_query(self, first: int) -> "AttentionLayout":
-        """The layout of the queries from the index `first` in the sequence on, and of all keys."""
+        """The layout of all queries from index `first` in the sequence on, and of all keys."""
         return replace(self.select(slice(first, None), self.key_positions.size(-1)), tail=self.causal)
 
     def visible(self) -> Tensor:
-        """(T, S) or (B, 1, T, S) bool: which keys each query sees."""
+        """The mask of the keys that each query sees: (T, S) or (B, 1, T, S) bool."""
         mask = self.key_positions.unsqueeze(-2) <= self.positions.unsqueeze(-1)
         if self.documents is not None:
             mask = mask & (self.key_documents.unsqueeze(-2) == self.documents.unsqueeze(-1))
         return mask if mask.dim() == 2 else mask.unsqueeze(1)
 
     def distance(self) -> Tensor:
-        """(T, S) or (B, 1, T, S) fp32: how many tokens each key is back from each query; negative for keys ahead."""
+        """The number of tokens from each key to each query: (T, S) or (B, 1, T, S) fp32, negative for keys after the query."""
         distance = (self.positions.unsqueeze(-1) - self.key_positions.unsqueeze(-2)).float()
         return distance if distance.dim() == 2 else distance.unsqueeze(1)
 
@@ -104,10 +104,10 @@ class AttentionLayout:
 def by_documents(
     attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor], q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout
 ) -> Tensor:
-    """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document as it would be alone.
+    """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document by itself.
 
-    Documents of similar size (up to a factor of 2) are batched, and padded at their ends with tokens that their queries don't see. There
-    is no T x T mask, time grows with the documents' lengths, and `attend` is called log2(T) times at most.
+    Documents of similar size (up to a factor of 2) are batched. Padding follows a document's last token, so that no query of the document
+    sees it. There is no T x T mask, time grows with the documents' lengths, and `attend` is called log2(T) times at most.
     """
     b, _, t, _ = q.shape
     if b not in layout.document_groups:  # once for all layers
@@ -122,8 +122,8 @@ def by_documents(
 
 
 def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
-    """Groups of documents of similar size: the index of each token (B T,) in the concatenated outputs of all groups, and a list of groups.
-    A group is the indices (N, P) of the tokens of its N documents, padded to P tokens, and their layout."""
+    """Group documents of similar size: returns the index (B T,) of each token in the concatenated outputs of all groups, and the groups.
+    A group is a pair: indices (N, P) of the tokens of its N documents, each padded to P tokens, and the layout of these tokens."""
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()
     lengths = layout.lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()

@@ -1,7 +1,7 @@
-"""torch, and modules built on it, imported when one of their attributes is first used.
+"""Stand-ins for torch and for modules that need torch: each is imported when one of its attributes is first used.
 
-Modules of normalizers use these names: commands that must not wait for torch read the options in those modules. `Tensor`,
-`AttentionLayout` and `Module` are for annotations, and are `object` at run time.
+Modules of normalizers import the names below, so that a command can read their options without waiting for torch. `Tensor`,
+`AttentionLayout` and `Module` are `object` at run time: they serve in annotations, and `Module` as a base class.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy(ModuleType):
-        """A stand-in for the module of its name, which it imports at the first access to an attribute."""
+        """A stand-in for the module called `name`, which is imported at the first access to an attribute."""
 
         def __getattr__(self, name: str) -> object:
             value = getattr(import_module(self.__name__), name)

@@ -39,7 +39,7 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t over their sum or n: phi a feature map, g a head's decay, t the distance to the key.
+    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t, divided by their sum or n: phi a feature map, g a head's decay, t the key's distance.
     Dividing q and k by D^(1/4) is our choice. So is the bound of 20 on the exponents of phi = exp, which keeps sums finite."""
 
     schema = Linear
@@ -50,7 +50,7 @@ class LinearNormalizer(DividedNormalizer):
         return "identity" if self.options.features == "identity" else "features"
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The feature maps phi of queries and keys, of the shapes of `q` and `k`."""
+        """The features phi(q / D^(1/4)) and phi(k / D^(1/4)), of the shapes of `q` and `k`."""
         maps = {
             "identity": lambda x: x,
             "elu": lambda x: F.elu(x) + 1,
@@ -75,7 +75,7 @@ class LinearNormalizer(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`Normalizer.decode`; the state is a matrix per query head, D x E or, with `n: sum`, D x (E + 1), after any number of tokens."""
+        """Decode as `Normalizer.decode`. The state is always one matrix per query head, D x E (`n: sum`: D x (E + 1))."""
         k, v = self.expand_kv_heads(k, v)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide), k.to(wide))
@@ -91,7 +91,7 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j for each i, and the new state: by weights within a chunk, by the state for tokens before it."""
+        """sum_{j <= i} g^(i-j) q_i.k_j v_j for each i, and the new state. Keys j of earlier chunks enter by the state."""
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         outputs = []
@@ -101,7 +101,7 @@ class LinearNormalizer(DividedNormalizer):
         return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], state
 
     def _segment(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`chunks` for one segment of at most `SEGMENT` tokens, as N chunks of C tokens."""
+        """Compute `chunks` for one segment of at most `SEGMENT` tokens, cut into N chunks of C tokens."""
         n_chunks = -(-q.size(2) // CHUNK)
         size = -(-q.size(2) // n_chunks)
         n_padding = n_chunks * size - q.size(2)  # zeros put before the first token

@@ -1,11 +1,11 @@
-"""Normalizers turn attention scores into weights; here are their base classes.
+"""The base classes of normalizers, which turn attention scores into weights.
 
 Each class computes the same function twice: by the definition, `define_scores` and `normalize` on dense scores, and by `forward`,
 the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T queries, S keys. D is the head
 size, E the width of the values, F a number of features, L the training length. Logits are z = q.k / sqrt(D).
 
-Commands that must not wait for torch read options, which stand in the modules of their normalizers. So these modules import not torch but
-`lm.attention.lazy`, and a class gets `torch.nn.Module` as a base when its first normalizer is made.
+Commands that must not wait for torch read options, which are defined in the modules of normalizers. So these modules import
+`lm.attention.lazy` in place of torch, and a class gets `torch.nn.Module` as a base when its first normalizer is made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Normalizer(ABC, Module):
     """Base of every normalizer, a `torch.nn.Module`; one instance per layer, its parameters per head.
 
     Args:
-        options: the entry's options, of the class `schema`.
+        options: the normalizer's options, of the class `schema`.
         layer: the layer that the normalizer is made for.
     """
 
@@ -60,7 +60,7 @@ class Normalizer(ABC, Module):
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
     def tie_parameters(self, source: Normalizer) -> None:
-        """Take over the parameters that all layers share from `source`, the first layer's normalizer of this class."""
+        """Replace each parameter that all layers share by the parameter of `source`, the first layer's normalizer of this class."""
 
     def init_from(self, source: Normalizer) -> None:
         """Set the parameters so that weights stay as near as possible to those of `source`, which this normalizer replaces.
@@ -69,26 +69,26 @@ class Normalizer(ABC, Module):
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
-        """Features of the queries computed from the layer's input x (B, T, C): (B, H, T, F), appended to q; None for none."""
+        """Features of the queries computed from the layer's input x (B, T, C): (B, H, T, F), appended to q; None: no features."""
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Features of the keys computed from x: (B, H, T, F), appended to k and cached with it; None for none."""
+        """Features of the keys computed from x: (B, H, T, F), appended to k and cached with k; None: no features."""
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the features computed from the layer's input x: q (B, H, T, D + F), k (B, K, T, .). Each is in the wider dtype of vectors
-        and features, since sums of a feature over all tokens would accumulate its rounding."""
+        """Append the features of the layer's input x: q (B, H, T, D + F), k (B, K, T, D + F H / K). Each is in the wider dtype of
+        vectors and features, since sums of a feature over all tokens would accumulate its rounding."""
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None: there are none."""
+        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None: no such features."""
         return None
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln of the constant factor by which weights fall with each token back: (H,), <= 0, in the dtype of `reference`; 0: no decay."""
+        """ln of the factor by which a head's weights fall per token of distance: (H,), <= 0, in the dtype of `reference`; 0: no decay."""
         return reference.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Normalizer(ABC, Module):
 
     def scale_by_position(self) -> Tensor | None:
         """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None:
-        scores are not such a multiple of q.k."""
+        the scores are no such multiples of q.k."""
         return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64) if self.scores_are_logits else None
 
     @property
@@ -106,19 +106,19 @@ class Normalizer(ABC, Module):
         return all(getattr(type(self), name) is getattr(Normalizer, name) for name in ("define_scores", "query_features", "key_features"))
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
-        """n of each query by the option `n`, fp32, broadcastable to (B, H, T)."""
+        """The row length n of each query, as the option `n` defines it: fp32, broadcastable to (B, H, T)."""
         return layout.n(self.options.n).unsqueeze(-2)
 
     def training_layout(self, device: torch.device | str = "cpu") -> AttentionLayout:
         return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """The definition, `normalize` of the `scores`: dense weights (B, H, T, S), 0 where masked, in fp32, or wider if q or k is.
+        """Dense weights by the definition, `normalize` of the `scores`: (B, H, T, S), 0 where masked, in fp32, or wider if q or k is.
 
-        Thresholds and sums are in that precision too, whatever autocast says: in bf16 a row of 1.5-entmax would sum to
+        Thresholds and sums are in the same precision, also under autocast: in bf16 a row of 1.5-entmax would sum to
         anything from 0.6 to 12.
 
-        q: (B, H, T, D), k: (B, H, S, D), any floating dtype; longer by their features, if the normalizer has any.
+        q: (B, H, T, D), k: (B, H, S, D), any floating dtype; D + F in place of D if the normalizer has features.
         """
         scores = self.scores(q, k, layout)
         with routes.without_autocast(q.device):
@@ -127,7 +127,7 @@ class Normalizer(ABC, Module):
     def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Scores of each query and key before normalization, (B, H, T, S), in fp32, or wider if q or k is.
 
-        Everything that depends on q, k and their features is in the scores, temperatures included. Keys that a query does not
+        Weights depend on q, k and their features through the scores alone, which include temperatures. Keys that a query does not
         see have scores, too. q, k: as in `weights`.
         """
         wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
@@ -135,7 +135,7 @@ class Normalizer(ABC, Module):
             return self.define_scores(q.to(wide), k.to(wide), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """`scores` for q and k of one dtype, fp32 or wider, and without autocast; subclasses may override this. The default is z."""
+        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast. The default is z; subclasses may override it."""
         return logits(q, k)
 
     @abstractmethod
@@ -146,37 +146,37 @@ class Normalizer(ABC, Module):
         """
 
     def visible(self, layout: AttentionLayout) -> Tensor:
-        """(T, S) or (B, 1, T, S) bool: the keys that a query may give weight to."""
+        """The mask of the keys that each query may give weight to: (T, S) or (B, 1, T, S) bool."""
         return layout.visible()
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """ln Z, (B, H, T): Z is the sum of unnormalized weights over the keys that a query sees, whether or not the weights are divided by
-        Z. None: there is no unnormalized weight of each score, as where weights have a threshold. NaN where Z is negative."""
+        """ln Z, (B, H, T), NaN where Z < 0: Z is the sum of unnormalized weights over the keys that a query sees, even if weights are not
+        divided by Z. None: weights have no unnormalized form, as where a threshold depends on all scores."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
 
-        q: (B, H, T, D), k: (B, H, S, D), of at least the precision of v: (B, H, S, E). The default computes the
-        definition for some queries at a time and recomputes it in the backward pass.
+        q: (B, H, T, D), k: (B, H, S, D), at least as precise as v: (B, H, S, E). The default computes the
+        definition for some queries at a time, and again in the backward pass.
         """
         return routes.by_query_blocks(self, q, k, v, layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Weights x values as `forward` gives them; whole sequences that hold several documents are computed document by document."""
+        """Weights x values, like `forward`, but document by document for whole sequences that hold several documents."""
         is_whole = q.size(2) == k.size(2)
         return layouts.by_documents(self, q, k, v, layout) if is_whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys whose softmax of q.k / sqrt(D) is the weights, in the dtypes of q and k or wider; None: there are none."""
+        """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None: no such vectors."""
         return None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """`forward` for tokens that continue earlier ones, as in generation: (weights x values, new state).
+        """Compute `forward` for tokens that continue a sequence, as in generation; returns (weights x values, new state).
 
-        q, k, v: queries, keys and values of the new tokens, k and v as `expand_kv_heads` takes them; q may be of the last tokens alone.
-        layout: `AttentionLayout.continuing`.
-        state: the state that the call before returned, None at first: by default all keys and values; a subclass may need fewer.
+        q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold the last new tokens alone.
+        layout: the result of `AttentionLayout.continuing`.
+        state: the state that the previous call returned, None at first. By default it is all (keys, values); a subclass may keep less.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
@@ -184,9 +184,9 @@ class Normalizer(ABC, Module):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, D + F) and values (B, H, S, E) for all query heads, from k and v (B, K, S, .), each shared by H / K query heads.
+        """Copy k and v (B, K, S, .) for the H / K query heads that share each: returns keys (B, H, S, D + F) and values (B, H, S, E).
 
-        The features of a key, F for each of these query heads, stand side by side after its D dimensions (`group_key_features`).
+        A shared key is its D dimensions, then F features for each query head that shares it (`group_key_features`).
         """
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
@@ -200,20 +200,20 @@ class Normalizer(ABC, Module):
 
 
 @cache
-def _as_module(definition: type[Normalizer]) -> type[Normalizer]:
-    """The class `definition` with `torch.nn.Module` as its base."""
-    if issubclass(definition, torch.nn.Module):
-        return definition
+def _as_module(plain_class: type[Normalizer]) -> type[Normalizer]:
+    """A subclass of `plain_class` and `torch.nn.Module`; `plain_class` itself if it is a `torch.nn.Module` already."""
+    if issubclass(plain_class, torch.nn.Module):
+        return plain_class
     attributes = {
-        "__module__": definition.__module__,
-        "__doc__": definition.__doc__,
-        "__reduce__": lambda self: (Normalizer.__new__, (definition,), vars(self)),  # pickle finds the definition by its name
+        "__module__": plain_class.__module__,
+        "__doc__": plain_class.__doc__,
+        "__reduce__": lambda self: (Normalizer.__new__, (plain_class,), vars(self)),  # pickle finds the plain class by its name
     }
-    return type(definition)(definition.__name__, (definition, torch.nn.Module), attributes)
+    return type(plain_class)(plain_class.__name__, (plain_class, torch.nn.Module), attributes)
 
 
 class SoftmaxNormalizer(Normalizer):
-    """softmax of the scores of visible keys; subclasses override `define_scores` or `visible`."""
+    """Softmax of the scores of visible keys; subclasses override `define_scores` or `visible`."""
 
     score_map = "exp"
 
@@ -229,11 +229,11 @@ class DividedNormalizer(Normalizer):
     """Weights f(score) divided by their sum over a query's keys (`n: sum`), or times a factor that depends on n."""
 
     def f(self, scores: Tensor) -> Tensor:
-        """The undivided weights; by default the scores themselves."""
+        """The weights f(score) before they are divided or multiplied; by default the scores."""
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor of each query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None: they are divided by their sum."""
+        """The factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None: weights are divided by their sum."""
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
@@ -246,10 +246,10 @@ class DividedNormalizer(Normalizer):
 
 
 def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
-    """Put the key features (B, H, T, F) of the query heads that share a key side by side: (B, K, T, F H / K)."""
+    """Concatenate the features (B, H, T, F) of a key for all H / K query heads that share the key: (B, K, T, F H / K); None stays None."""
     return None if features is None else features.unflatten(1, (n_kv_head, -1)).transpose(2, 3).flatten(3)
 
 
 def logits(q: Tensor, k: Tensor) -> Tensor:
-    """z = q.k / sqrt(D), (B, H, T, S)."""
+    """The logits z = q.k / sqrt(D), (B, H, T, S)."""
     return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))

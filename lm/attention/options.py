@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from lm.errors import Problem
-from lm.schema import Plain, build, own_problems, to_plain, yaml_scalar
+from lm.schema import Plain, build, cross_key_problems, to_plain, yaml_scalar
 
 N_HELP = "row length n: `visible` keys, length of the `sample`, or `fixed:N`"
-FIRST_VALUE = "is an initial value, which training has replaced"
+INITIAL_VALUE_REASON = "is an initial value, which training has replaced"
 LONGEST = 1e9  # most tokens in an option that is a length: longer ones would leave the range of the computations
 LARGEST = 1e6  # bound of options that are factors or logits: products of them stay within the range of fp32
-_ROW_LENGTH = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
+_ROW_LENGTH_PATTERN = re.compile(r"visible|sample|fixed:([2-9]|[1-9][0-9]{1,8}|10{9})")
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Options:
     def problems(self) -> list[Problem]:
         """Problems that the types of the options can't express: an unknown value of the option `n`, options that contradict each other."""
         n = str(getattr(self, "n", "visible"))
-        if _ROW_LENGTH.fullmatch(n) or (self.over_sum and n == "sum"):
+        if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
         return [Problem("n", n, "unknown row length", f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})")]
 
@@ -51,14 +51,14 @@ class Options:
         return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
 
     def layer_options(self) -> list["Options"]:
-        """The options of each normalizer in a list of layers; here these options alone."""
+        """A list of the options of each normalizer: more than these options only for a list of layers (`catalogue.Layers`)."""
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """A trained normalizer's options, with new values of those that `changes` names; problems, at or below `path`, go to `problems`."""
+        """A trained normalizer's options, with the values of `changes`; problems, at keys that begin with `path`, go to `problems`."""
         overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)
@@ -66,26 +66,26 @@ class Options:
             if option in overrides
         ]
         options = build(type(self), {**to_plain(self), **overrides}, path, violations)
-        problems += violations or own_problems(options, path)
+        problems += violations or cross_key_problems(options, path)
         return options
 
     def non_defaults(self) -> dict[str, Plain]:
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
 
     def beyond_initial_values(self) -> dict[str, Plain]:
-        """The options that aren't their defaults, but not `init`."""
+        """Values, by name, of the options that differ from their defaults, without `init`."""
         return {option: value for option, value in self.non_defaults().items() if option != "init"}
 
     def label(self) -> str:
-        """The name with the options that aren't their defaults: `ssmax (init=1.0)`."""
-        return labelled(self.name, self.non_defaults())
+        """The name with the options that differ from their defaults: `ssmax (init=1.0)`."""
+        return label_text(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
-        """The options as `lm swap --to` takes them: `ssmax model.normalizer.bias=true`; `init` is left out."""
+        """The arguments of `lm swap --to` for these options, without `init`: `ssmax model.normalizer.bias=true`."""
         overrides = self.beyond_initial_values()
         return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
 
 
-def labelled(name: str, options: Mapping[str, Plain]) -> str:
+def label_text(name: str, options: Mapping[str, Plain]) -> str:
     """A normalizer's name with `options` in parentheses: `ssmax (init=1.0)`."""
     return f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})" if options else name

@@ -1,6 +1,6 @@
 """Softmax of scaled queries, most with one factor per query and head: the fused softmax kernel computes all of these normalizers.
 
-n is the number of keys that a query counts, by the option `n`; m the training length, D the head size.
+n is a query's row length, as the option `n` defines it; m is the training length (or the option `base`), D the head size.
 """
 
 import math
@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 
 from lm.attention.lazy import AttentionLayout, Module, Tensor, routes, torch
 from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
-from lm.attention.options import FIRST_VALUE, LARGEST, LONGEST, N_HELP, Options
+from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, LONGEST, N_HELP, Options
 from lm.errors import Problem
 from lm.schema import key
 
 
 class FusedSoftmax(SoftmaxNormalizer):
-    """Softmax that the fused kernel computes, from the changed queries and keys that `fused_inputs` returns."""
+    """Softmax of the changed queries and keys that `fused_inputs` returns, computed by the fused kernel."""
 
     kernel = "fused softmax"
     change: ClassVar[str]  # how queries are changed, in words for `kernel_description`
@@ -33,7 +33,7 @@ class FusedSoftmax(SoftmaxNormalizer):
 
 
 class QueryScale(FusedSoftmax):
-    """softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
+    """Softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
     Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product is
     computed in the dtype of q (fp32 in training) and rounded to v's dtype once.
@@ -100,7 +100,7 @@ class SSMax(Options):
     fixed_by_training: ClassVar[Mapping[str, str]] = {
         "scale": "decides whether there is an s to learn",
         "bias": "decides whether there is a b to learn",
-        "init": FIRST_VALUE,
+        "init": INITIAL_VALUE_REASON,
     }
     scale: Literal["learned", "none"] = key("learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)")
     bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
@@ -140,8 +140,8 @@ class SSMaxNormalizer(QueryScale):
     def init_from(self, source: Normalizer) -> None:
         """If `init` is `match`, fit the factor s ln n + b to the factor c(n) of `source` over a training sequence, head by head.
 
-        If s or b alone is learned, it keeps the mean factor: s = mean c / mean ln n, which is 1 / mean ln n if `source` is softmax.
-        If both are, they are the least-squares line of c on ln n: for softmax s = 0, b = 1, which is softmax to the bit.
+        If s or b alone is learned, the fit keeps the mean factor: s = mean c / mean ln n (c = 1 after softmax), or b = mean c - mean ln n.
+        If both are learned, the fit is by least squares: after softmax s = 0 and b = 1, which computes softmax to the bit.
         """
         c, log_n = source.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
@@ -189,7 +189,7 @@ class LogN(Options):
 
 
 class LogNNormalizer(ScaleFromBase):
-    """With the factor ln n / ln m the entropy of weights is nearly constant in n. With `clip` this is Qwen's `logn`."""
+    """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n. With `clip` this is Qwen's `logn`."""
 
     schema = LogN
 
@@ -209,7 +209,7 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """The factor c sqrt(2 ln n) grows as the largest of n Gaussian logits. The learned c starts where the mean factor in training is 1."""
+    """Softmax with factor c sqrt(2 ln n), which grows as the largest of n Gaussian logits. The initial c makes its mean 1 in training."""
 
     schema = SqrtLogN
 
@@ -295,7 +295,7 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """Softmax of g cos(q, k) or g ln n cos(q, k). g starts where the mean factor on cosines is sqrt(D), as with QK-norm (our choice)."""
+    """Softmax of g cos(q, k) or g ln n cos(q, k). The initial g makes the mean factor sqrt(D), as with QK-norm (our choice)."""
 
     schema = Cosine
 
@@ -321,7 +321,7 @@ class CosineNormalizer(QueryScale):
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last dimension, in fp32 or wider."""
+    """The vectors along the last dimension of x, divided by their lengths, in fp32 or wider."""
     return torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
@@ -335,7 +335,7 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """The factor is s p_n + b, at first 1 (our choice). p_n, learned for each n, has no unique scale and offset: s and b absorb both."""
+    """Softmax with the factor s p_n + b, at first 1 (our choice). The learned p_n have no unique scale and offset: s, b can undo both."""
 
     schema = PN
 
@@ -363,7 +363,7 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """Multiplies q by B(ln n) (1 + tanh G(q)). G's last layer starts at 0, as in its source; B starts at 1 (our choice): softmax at first.
+    """Softmax with q times B(ln n) (1 + tanh G(q)). At first this is softmax: G's last layer is 0, as in its source, B is 1 (our choice).
 
     A layer's heads share both MLPs; B has an output for each head and dimension.
     """

@@ -1,7 +1,7 @@
-"""Routes of attention: how weights x values are computed, exactly, and for long sequences without holding T x T weights.
+"""Routes of attention: algorithms that compute weights x values exactly, for long sequences without holding T x T weights.
 
-Softmax takes PyTorch's fused kernel; on a CPU blocks of queries where a sequence is short, and `lm.attention.cpu_kernel` where it is long
-and no gradient is needed. A definition without a fused kernel is computed for some queries at a time. Elementwise attention has
+Softmax is computed by PyTorch's fused kernel. On a CPU short sequences take blocks of queries, and long sequences without gradients
+`lm.attention.cpu_kernel`. A definition without a fused kernel is computed for some queries at a time. Elementwise attention has
 routes of its own (`lm.attention.elementwise_sums`).
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
@@ -31,13 +31,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def executing_device(tensor: Tensor) -> torch.device:
-    """The device whose routes a computation with a tensor takes: the tensor's own, or within `counted_on` the device given there."""
+    """The device that decides the route of a computation with `tensor`: that of an active `with_device_limits`, else the tensor's own."""
     return _counted_device or tensor.device
 
 
 @contextmanager
-def counted_on(device: torch.device) -> Iterator[None]:
-    """Take the routes and block sizes of `device`, so that fake CPU tensors show how much memory that device would hold."""
+def with_device_limits(device: torch.device) -> Iterator[None]:
+    """A context in which fake CPU tensors take the routes and block sizes of `device`, to show how much memory `device` would hold."""
     global _counted_device
     _counted_device = device
     try:
@@ -47,7 +47,7 @@ def counted_on(device: torch.device) -> Iterator[None]:
 
 
 def spans(length: int, size: int) -> list[tuple[int, int]]:
-    """(first token, last token + 1) of each block of up to `size` of `length` tokens."""
+    """(first token, last token + 1) of each block, if `length` tokens are cut into blocks of at most `size` tokens."""
     return [(a, min(a + size, length)) for a in range(0, length, size)]
 
 
@@ -55,9 +55,9 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows (B, H, T, X) of weights or outputs times `factor`, expandable to (B, H, T), or, if it is None, divided by `total` (B, H, T, 1).
+    """Multiply rows (B, H, T, X) of weights or outputs by `factor`, expandable to (B, H, T); if it is None, divide by `total` (B, H, T, 1).
 
-    The result is in fp32 or wider. Divided rows are 0 if their total is below `SMALLEST_SUM`, as where relu(z)^2 is 0 for all keys.
+    The result is in fp32 or wider. A row is 0 if its `total` is below `SMALLEST_SUM`, as where relu(z)^2 is 0 for all keys.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -67,10 +67,10 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """For `output` = undivided output / `sums` (N, T, 1): the gradient of the undivided output, in `dtype`, and its product with `output`.
+    """Gradient of the undivided output, in `dtype`, and the mean gradient of a query's weights (N, T, 1). `output` is divided by `sums`.
 
-    The product, (N, T, 1), is the mean gradient of a query's weights, to be subtracted from each weight's own gradient. Where one key has
-    all the weight the two cancel, so both are made of the same rounded gradient and of `output` in fp32.
+    The mean is to be subtracted from the gradient of each weight. Where one key has all the weight, mean and gradient cancel. So
+    both are computed from the same rounded gradient, and the mean from `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -79,7 +79,7 @@ def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Ten
 # ---------------------------------------------------------------- softmax
 
 
-LONGEST = 512  # most tokens of a short sequence: beyond, the fused kernel is as fast, and does not keep the T x T weights
+SHORT_LENGTH = 512  # most tokens of a short sequence: beyond, the fused kernel is as fast, and does not keep the T x T weights
 SHORT_BLOCK = 64  # queries of a block
 SHORT_WEIGHTS = 2**20  # most weights computed together: sets how many heads a block has
 
@@ -95,32 +95,32 @@ def fused_softmax(
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
     if (layout.causal or layout.tail) and mask is None and executing_device(v).type == "cpu":
-        if k.size(2) <= LONGEST:
+        if k.size(2) <= SHORT_LENGTH:
             return short_attention(q, k, v, scale)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_not(v):
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_unusable(v):
             return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
-    pieces = -(-width // size)
+    n_pieces = -(-width // size)
     if width != size:
-        v = F.pad(v, (0, pieces * size - width)).unflatten(-1, (pieces, size)).transpose(2, 3).flatten(1, 2)  # (B, H x pieces, S, D)
-        q, k = q.repeat_interleave(pieces, 1), k.repeat_interleave(pieces, 1)
+        v = F.pad(v, (0, n_pieces * size - width)).unflatten(-1, (n_pieces, size)).transpose(2, 3).flatten(1, 2)  # (B, H x n_pieces, S, D)
+        q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
     causal = layout.causal and mask is None
     mask = None if causal else layout.visible() if mask is None else mask
     output = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
-    return output if width == size else output.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)[..., :width]
+    return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
 
 
 def softmax_route(device: str, length: int) -> str:
-    """How softmax of causal sequences of `length` tokens is computed on a `device` (`cpu`, `cuda`), in words for the banner."""
-    short = device == "cpu" and length <= LONGEST
-    return f"blocks of queries (faster than SDPA on a CPU, up to {LONGEST} tokens)" if short else "SDPA"
+    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words for the banner."""
+    is_short = device == "cpu" and length <= SHORT_LENGTH
+    return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
 
 
 class _ShortAttention(torch.autograd.Function):
-    """softmax(scale q.k) v, q (N, T, .) of the last T of S tokens, k and v (N, S, .), by query blocks; the backward pass reuses weights.
+    """Causal softmax(scale q.k) v by blocks of queries: q (N, T, D), the last T of S tokens, k (N, S, D), v (N, S, E).
 
-    The fused kernel computes tile by tile and recomputes all weights: on a CPU it takes twice the time, up to some hundred tokens.
+    The backward pass reuses the weights. PyTorch's kernel recomputes them: on a CPU it takes twice the time, up to some hundred tokens.
 
-    q and k are in fp32 or wider, and so are scores, their maximum and sum. v and the weights' products with it are in v's dtype.
+    q, k, scores, their maximum and their sum are in fp32 or wider. v and products of weights with v are in v's dtype.
     """
 
     @staticmethod
@@ -159,10 +159,10 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
-    """(heads, first query, last query + 1, number of keys) of each block; queries (N, T, D) are the last of the tokens of k (N, S, D)."""
+    """(heads, first query, last query + 1, number of keys) of each block; q (N, T, D) are the last T of the S tokens of k (N, S, D)."""
     (n, queries), keys = q.shape[:2], k.size(1)
-    heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * keys))
-    return [(slice(h, h + heads), a, b, keys - queries + b) for h in range(0, n, heads) for a, b in spans(queries, SHORT_BLOCK)]
+    n_heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * keys))
+    return [(slice(h, h + n_heads), a, b, keys - queries + b) for h in range(0, n, n_heads) for a, b in spans(queries, SHORT_BLOCK)]
 
 
 @uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
@@ -182,29 +182,29 @@ BLOCK_WEIGHTS = 2**21  # most weights of a block on a CPU, where larger blocks l
 LEAST_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
 MOST_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks in a step with 124 M parameters
 WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes: softpick's takes 42
-MEMORY_PART = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
+MEMORY_DIVISOR = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
 
 
 def block_weights(device: torch.device) -> int:
-    """How many weights a block may hold on a device; on a GPU a power of two, by its free memory at the first call in this process."""
+    """The most weights of a block on `device`; on a GPU a power of two, limited by its free memory at the first call in this process."""
     return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 
 @cache
 def _gpu_block_weights(index: int | None) -> int:
-    """`block_weights` of a GPU, cached, since blocks of another size would round sums differently. None: the current GPU."""
+    """`block_weights` of GPU `index` (None: the current GPU), cached, as other sizes of blocks round sums differently."""
     if index is None:
         return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)
-    weights = max(free_bytes // (MEMORY_PART * WEIGHT_BYTES), BLOCK_WEIGHTS)
+    weights = max(free_bytes // (MEMORY_DIVISOR * WEIGHT_BYTES), BLOCK_WEIGHTS)
     return min(2 ** (weights.bit_length() - 1), MOST_WEIGHTS)
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """(first query, last query + 1, number of keys) of each block.
 
-    Keys that causal queries can't see are left out, in eighths of the sequence: blocks of few different sizes reuse memory. On a CPU a
-    causal block is an eighth of the sequence at most, or `LEAST_BLOCK_WEIGHTS` if that is more.
+    A causal block has the keys up to its last query, rounded up to eighths of all keys: blocks of few different sizes reuse memory. On a
+    CPU a causal block has at most an eighth of the sequence's queries, or `LEAST_BLOCK_WEIGHTS` weights if that is more.
     """
     device, length, keys, row_weights = executing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
     eighth, most_weights = -(-keys // 8), block_weights(device)
@@ -217,8 +217,8 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 class _ByQueryBlocks(torch.autograd.Function):
     """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each block again.
 
-    Both passes turn autocast off, which would otherwise change the forward pass alone: the inputs' dtypes decide the precision, and both
-    passes compute the same function.
+    Both passes turn autocast off, so that the inputs' dtypes decide the precision of both: autocast would change the forward pass alone,
+    and the passes would compute different functions.
     """
 
     @staticmethod
@@ -229,7 +229,7 @@ class _ByQueryBlocks(torch.autograd.Function):
         ctx.definition, ctx.layout = definition, layout
         names = [name for name, _ in definition.named_parameters()]
         compute = partial(torch.func.functional_call, definition, dict(zip(names, parameters, strict=True)))
-        blocks = [(_mix, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)) for a, b, s in _blocks(q, k, layout)]
+        blocks = [(_attend, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)) for a, b, s in _blocks(q, k, layout)]
         with without_autocast(v.device):
             return torch.cat([compute(block) for block in blocks], 2)
 
@@ -244,7 +244,7 @@ class _ByQueryBlocks(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                output = torch.func.functional_call(ctx.definition, values, (_mix, *leaves[:3], ctx.layout.select(slice(a, b), s)))
+                output = torch.func.functional_call(ctx.definition, values, (_attend, *leaves[:3], ctx.layout.select(slice(a, b), s)))
                 block_grads = torch.autograd.grad(output, leaves, grad[:, :, a:b], allow_unused=True)
             slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for total, value in zip(slices, block_grads, strict=True):
@@ -253,12 +253,12 @@ class _ByQueryBlocks(torch.autograd.Function):
         return None, None, *(total.to(x.dtype) for total, x in zip(grads, inputs, strict=True))
 
 
-def _mix(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+def _attend(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
     return normalizer.weights(q, k, layout).to(v.dtype) @ v
 
 
 class AsModule(nn.Module):
-    """A module whose `forward` calls a function of a normalizer, so that `torch.func.functional_call` can replace the parameters."""
+    """A module whose `forward` calls any function with the normalizer, so that `torch.func.functional_call` can replace its parameters."""
 
     def __init__(self, normalizer: nn.Module):
         super().__init__()
@@ -270,5 +270,5 @@ class AsModule(nn.Module):
 
 @uncompiled
 def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """A normalizer's dense weights times values, (B, H, T, E), for some queries at a time, holding `block_weights` weights."""
+    """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries with up to `block_weights` weights."""
     return _ByQueryBlocks.apply(AsModule(normalizer), layout, q, k, v, *normalizer.parameters())

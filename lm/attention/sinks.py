@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from lm.attention.lazy import AttentionLayout, F, Tensor, routes, torch
 from lm.attention.normalizer import SoftmaxNormalizer
-from lm.attention.options import FIRST_VALUE, LARGEST, Options
+from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options
 from lm.schema import key
 
 
 class SinkBase(SoftmaxNormalizer):
-    """e^z_j / (e^b + sum e^z): softmax with one more logit, b per head, whose weight is dropped.
+    """The base of softmax with a sink, e^z_j / (e^b + sum e^z): one more logit b per head, whose weight is dropped.
 
-    The fused kernel gets one more key, of logit b and value 0, in front of the others, which every query sees. The weights are
-    those of softmax times sigmoid(lse - b), lse = ln sum e^z.
+    The fused kernel gets one more key before the first, with logit b and value 0, which every query sees. The weights equal
+    softmax's times sigmoid(lse - b), lse = ln sum e^z.
     """
 
     kernel = "fused softmax"
@@ -75,7 +75,7 @@ class Sink(Options):
     source = "gpt-oss's code"
     known = "softmax times sigmoid(lse - b)"
     sums_to_one = False
-    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": FIRST_VALUE}
+    fixed_by_training: ClassVar[Mapping[str, str]] = {"init": INITIAL_VALUE_REASON}
     init: float = key(0.0, "initial value of b", ge=-LARGEST, le=LARGEST)
 
 

@@ -11,7 +11,7 @@ from lm.schema import key
 
 
 def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
-    """Logits minus the query's largest visible logit, which is detached, as weights don't depend on it; -inf for masked keys."""
+    """Logits z minus the query's largest visible logit (detached: weights don't depend on this shift); -inf for masked keys."""
     z = z.masked_fill(~layout.visible(), -math.inf)
     return z - z.amax(-1, keepdim=True).detach()
 
@@ -56,14 +56,14 @@ class Entmax15Normalizer(Normalizer):
         positive_part = over_bound.relu()
         # Solve the quadratic equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
         total, excess = positive_part.sum(-1, keepdim=True), positive_part.square().sum(-1, keepdim=True) - 1
-        size = positive_part.detach().sign().sum(-1, keepdim=True)
-        return (over_bound - excess / (total + (total.square() - size * excess).clamp(min=1e-30).sqrt())).relu().square()
+        support_size = positive_part.detach().sign().sum(-1, keepdim=True)
+        return (over_bound - excess / (total + (total.square() - support_size * excess).clamp(min=1e-30).sqrt())).relu().square()
 
 
 def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
     """The tau (..., 1) at which relu(z - tau) has p-norm 1, to 32 times the dtype's eps, for rows z (..., S) whose largest entry is 0.
 
-    By Newton's method on g(tau) = |relu(z - tau)| - 1, which is convex and falls: from -1 on, tau does not pass the root. With slope = -g',
+    Newton's method on g(tau) = |relu(z - tau)| - 1, convex and falling, starts at tau = -1 and does not pass the root. With slope = -g',
     each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S^(2 / p) at most, and no
     slope is below 1. z has no gradient.
     """
@@ -120,21 +120,21 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """relu(e^z - 1) / (sum |e^z - 1| + 1e-8): weights sum to 1 at most. 1e-8 lowers weights where all scores are within about 1e-8 of 0."""
+    """Softpick, relu(e^z - 1) / (sum |e^z - 1| + 1e-8), sums to 1 at most. The 1e-8 matters only if all |z| are about 1e-8 or less."""
 
     schema = Softpick
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        a, _ = self._unnormalized(scores, layout)
+        a, _ = self._unnormalized_weights(scores, layout)
         return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of |e^z - 1| over the keys that each query sees."""
-        a, top = self._unnormalized(scores, layout)
+        a, top = self._unnormalized_weights(scores, layout)
         return a.abs().sum(-1).log() + top.squeeze(-1)
 
-    def _unnormalized(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-        """(e^z - 1) / e^top of the keys that a query sees, and top (B, H, T, 1): their largest score, at least 0."""
+    def _unnormalized_weights(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+        """(e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1): the largest score of the keys that a query sees, at least 0."""
         visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # Small scores take `expm1`: a difference of two exponentials would be rounded away.

@@ -2,8 +2,8 @@
 
 Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32 whatever the
 inputs; fp32 inputs are multiplied in full precision, never as TF32. No atomic additions: the same inputs give the same
-bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: there is a
-b, (N, T). `SUMMED`: weights are divided by their sums, (N, T), and `mean`, (N, T), is subtracted from gradients of weights.
+bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: scores have
+a shift b (N, T). `SUMMED`: weights are divided by their sums (N, T), and `mean` (N, T) is subtracted from the weights' gradients.
 """
 
 import os
@@ -16,17 +16,17 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.routes import SMALLEST_SUM, gradient_of_sums
 
-FLOOR = tl.constexpr(SMALLEST_SUM)
-WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
-PIECE = 128  # columns of v that a program holds; wider values take further programs, which compute the weights again
+LEAST_SUM = tl.constexpr(SMALLEST_SUM)
+WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
+PIECE_COLUMNS = 128  # columns of v that a program holds; wider values take further programs, which compute the weights again
 # Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes reads shared memory
 # beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
-NARROWEST = 64
+FEWEST_COLUMNS = 64
 
 
 @triton.jit
-def _function(z, KIND: tl.constexpr):
-    """(f(z), f'(z)) for a kind of `lm.attention.elementwise_sums.SCORE_FUNCTIONS`; NaN stays NaN."""
+def _value_and_slope(z, KIND: tl.constexpr):
+    """(f(z), f'(z)) for the f named `KIND` in `lm.attention.elementwise_sums.SCORE_FUNCTIONS`; NaN stays NaN."""
     if KIND == "sigmoid":
         value = 1 / (1 + tl.exp(-z))
         slope = value * (1 - value)
@@ -43,29 +43,29 @@ def _function(z, KIND: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total):
-    """total + a b."""
-    if WIDEN:
+    """The matrix product a b, plus `total`."""
+    if WIDEN_BF16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
-def _tile(x, rows, columns, height, WIDTH: tl.constexpr):
-    """Load x[rows, columns] of a matrix (height, WIDTH), 0 outside of the matrix."""
+def _load_tile(x, rows, columns, height, WIDTH: tl.constexpr):
+    """Load the tile x[rows, columns] of a matrix x (height, WIDTH); entries outside of the matrix are 0."""
     mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
     return tl.load(x + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(x, tile, rows, columns, height, WIDTH: tl.constexpr):
-    """Store `tile` as x[rows, columns] of a matrix (height, WIDTH), without entries outside of the matrix."""
+    """Store `tile` in x[rows, columns] of a matrix x (height, WIDTH); entries outside of the matrix are not stored."""
     mask = (rows < height)[:, None] & (columns < WIDTH)[None, :]
     tl.store(x + rows[:, None] * WIDTH + columns[None, :], tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _row(b, i, T, PRESENT: tl.constexpr):
-    """Load b[i], 0 from index T on; zeros if b is not `PRESENT`."""
+def _load_row(b, i, T, PRESENT: tl.constexpr):
+    """Load b[i], with 0 for i >= T; all zeros if the kernel has no b (`PRESENT` is false)."""
     if PRESENT:
         return tl.load(b + i, mask=i < T, other=0.0)
     else:
@@ -89,18 +89,18 @@ def _forward(
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
-    q_i, b_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED)
+    q_i, b_i = _load_tile(q + n * T * D, i, d, T, D), _load_row(b + n * T, i, T, SHIFTED)
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        z = _dot(q_i, tl.trans(_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
-        w, _ = _function(z, KIND)
+        z = _dot(q_i, tl.trans(_load_tile(k, j, d, T, D)), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
+        w, _ = _value_and_slope(z, KIND)
         w = tl.where(i[:, None] >= j[None, :], w, 0.0).to(v.dtype.element_ty)
-        total = _dot(w, _tile(v, j, e, T, E), total)
+        total = _dot(w, _load_tile(v, j, e, T, E), total)
         if SUMMED:
             row_sum += tl.sum(w.to(tl.float32), 1)
     if SUMMED:
-        row_sum = tl.where(row_sum < FLOOR, float("inf"), row_sum)
+        row_sum = tl.where(row_sum < LEAST_SUM, float("inf"), row_sum)
         total /= row_sum[:, None]
         if tl.program_id(1) == 0:
             tl.store(sums + n * T + i, row_sum, mask=i < T)
@@ -117,17 +117,17 @@ def _backward_queries(
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
-    q_i, b_i, g_i = _tile(q + n * T * D, i, d, T, D), _row(b + n * T, i, T, SHIFTED), _tile(grad, i, e, T, E)
-    mean_i = _row(mean + n * T, i, T, SUMMED)
+    q_i, b_i, g_i = _load_tile(q + n * T * D, i, d, T, D), _load_row(b + n * T, i, T, SHIFTED), _load_tile(grad, i, e, T, E)
+    mean_i = _load_row(mean + n * T, i, T, SUMMED)
     dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        k_j = _tile(k, j, d, T, D)
+        k_j = _load_tile(k, j, d, T, D)
         z = _dot(q_i, tl.trans(k_j), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + b_i[:, None]
-        dw = _dot(g_i, tl.trans(_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
+        dw = _dot(g_i, tl.trans(_load_tile(v, j, e, T, E)), tl.zeros((BLOCK, BLOCK), tl.float32))
         for offset in range(BLOCK_E, E, BLOCK_E):
-            dw = _dot(_tile(grad, i, offset + e, T, E), tl.trans(_tile(v, j, offset + e, T, E)), dw)
-        _, slope = _function(z, KIND)
+            dw = _dot(_load_tile(grad, i, offset + e, T, E), tl.trans(_load_tile(v, j, offset + e, T, E)), dw)
+        _, slope = _value_and_slope(z, KIND)
         dz = tl.where(i[:, None] >= j[None, :], (dw - mean_i[:, None]) * slope, 0.0)
         dq_i = _dot(dz.to(k.dtype.element_ty), k_j, dq_i)
         db_i += tl.sum(dz, 1)
@@ -151,20 +151,20 @@ def _backward_keys(
     if not FIRST:
         e += (tl.program_id(1) + 1) * BLOCK_E
     q, b, v, grad, mean = q + n * T * D, b + n * T, v + n * T * E, grad + n * T * E, mean + n * T
-    k_j, v_j = _tile(k + n * T * D, j, d, T, D), _tile(v, j, e, T, E)
+    k_j, v_j = _load_tile(k + n * T * D, j, d, T, D), _load_tile(v, j, e, T, E)
     dk_j, dv_j = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK, BLOCK_E), tl.float32)
     for start in range(first_token, T, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        q_i, g_i = _tile(q, i, d, T, D), _tile(grad, i, e, T, E)
-        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _row(b, i, T, SHIFTED)[None, :]
-        w, slope = _function(z, KIND)
+        q_i, g_i = _load_tile(q, i, d, T, D), _load_tile(grad, i, e, T, E)
+        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _load_row(b, i, T, SHIFTED)[None, :]
+        w, slope = _value_and_slope(z, KIND)
         mask = i[None, :] >= j[:, None]  # the mask holds queries beyond T, too: their gradients are 0
         dv_j = _dot(tl.where(mask, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
         if FIRST:
             dw = _dot(v_j, tl.trans(g_i), tl.zeros((BLOCK, BLOCK), tl.float32))
             for offset in range(BLOCK_E, E, BLOCK_E):
-                dw = _dot(_tile(v, j, offset + e, T, E), tl.trans(_tile(grad, i, offset + e, T, E)), dw)
-            dz = tl.where(mask, (dw - _row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
+                dw = _dot(_load_tile(v, j, offset + e, T, E), tl.trans(_load_tile(grad, i, offset + e, T, E)), dw)
+            dz = tl.where(mask, (dw - _load_row(mean, i, T, SUMMED)[None, :]) * slope, 0.0)
             dk_j = _dot(dz.to(q.dtype.element_ty), q_i, dk_j)
     if FIRST:
         _store(dk + n * T * D, dk_j * FACTOR, j, d, T, D)
@@ -172,14 +172,14 @@ def _backward_keys(
 
 
 def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool) -> dict[str, int | str | bool]:
-    """The constants of a kernel launch for inputs of `dtype`, head size `size`, values `width` wide.
+    """The options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width` dimensions.
 
-    They are fixed, not tuned. With them compiled kernels spill few registers, and on GPUs with no more than 99 KiB of shared memory
-    they fit into it.
+    Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of GPUs that have
+    no more than 99 KiB.
     """
-    least = NARROWEST if dtype == torch.bfloat16 else 16
-    block_d, block_e = (max(least, triton.next_power_of_2(x)) for x in (size, min(width, PIECE)))
-    short = dtype == torch.bfloat16 and block_d + block_e <= 128
+    min_columns = FEWEST_COLUMNS if dtype == torch.bfloat16 else 16
+    block_d, block_e = (max(min_columns, triton.next_power_of_2(x)) for x in (size, min(width, PIECE_COLUMNS)))
+    is_small = dtype == torch.bfloat16 and block_d + block_e <= 128
     return {
         "D": size,
         "E": width,
@@ -190,8 +190,8 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
         "BLOCK": 64 if dtype == torch.bfloat16 else 32,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
-        "num_warps": 4 if short else 8,
-        "num_stages": 3 if short else 2,
+        "num_warps": 4 if is_small else 8,
+        "num_stages": 3 if is_small else 2,
     }
 
 
@@ -207,7 +207,7 @@ class _ElementwiseAttention(torch.autograd.Function):
         placeholder = q  # passed for arguments that the kernel does not read
         arguments = q, k, v, placeholder if shift is None else shift, output, sums if summed else placeholder
         with torch.cuda.device_of(q):
-            _forward[(blocks, triton.cdiv(v.size(-1), PIECE))](*arguments, q.size(1), **ctx.options)
+            _forward[(blocks, triton.cdiv(v.size(-1), PIECE_COLUMNS))](*arguments, q.size(1), **ctx.options)
         ctx.save_for_backward(q, k, v, shift, *((output, sums) if summed else ()))
         return output.to(v.dtype)
 
@@ -216,7 +216,7 @@ class _ElementwiseAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
         grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
-        blocks, pieces = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), triton.cdiv(v.size(-1), PIECE)
+        blocks, pieces = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), triton.cdiv(v.size(-1), PIECE_COLUMNS)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))
         inputs = q, k, v, b, grad.contiguous(), mean.contiguous()

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Command-line arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +7,14 @@ import typer
 
 from lm.config.presets import is_override
 from lm.errors import ConfigError
-from lm.files import expanded
-from lm.machine import without_collection
+from lm.files import expand_home
+from lm.machine import without_garbage_collection
 from lm.schema import Plain
 
 Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
-New = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
+NewFolder = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
 
 
 def _allow(packages: list[str] | None) -> None:
@@ -29,21 +29,21 @@ AllowPlugin = Annotated[
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """A run's keys, with the shape of the model `init_from`. Imports `lm.runs.loading`, and with it torch, only when called."""
-    with without_collection():
+    """Call `lm.runs.loading.with_shape_of`: merge keys of files, of the model `init_from`, and overrides. Imports torch when called."""
+    with without_garbage_collection():
         from lm.runs.loading import with_shape_of
 
     return with_shape_of(init_from, file_keys, overrides)
 
 
 def check_results(out: Path | None) -> None:
-    """Raises ConfigError if `out` is neither a .csv nor a .json file."""
+    """Raise ConfigError if the file name `out` ends neither in .csv nor in .json."""
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
 
 
 def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path], list[str]]:
-    """The paths and the overrides `KEY=VALUE` of a command line. Raises ConfigError with `message` if there is no path."""
+    """Split command-line arguments into (paths, overrides `KEY=VALUE`). Raises ConfigError with `message` if there is no path."""
     paths, overrides = split_overrides(arguments)
     if not paths:
         raise ConfigError(message)
@@ -51,6 +51,6 @@ def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path],
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """The paths and the overrides `KEY=VALUE` of a command line."""
+    """Split command-line arguments into (paths, overrides `KEY=VALUE`)."""
     overrides = [text for text in arguments if is_override(text)]
-    return [expanded(text) for text in arguments if text not in overrides], overrides
+    return [expand_home(text) for text in arguments if text not in overrides], overrides

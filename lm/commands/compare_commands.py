@@ -10,8 +10,8 @@ import typer
 from lm.commands.arguments import paths_and_overrides
 from lm.errors import ConfigError
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax")]
-Out = Annotated[
+RunFolders = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax")]
+ReportFolder = Annotated[
     Path | None,
     typer.Option("--out", "-o", help="folder to write [default: the run's own folder; of several runs, `report` beside the first]"),
 ]
@@ -101,7 +101,7 @@ def judge(
     print_verdicts(judgement, lines, f"{primary.metric} of {table}, {primary.better} is better")
 
 
-def report(runs: Runs, out: Out = None, baseline: Baseline = None) -> None:
+def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:
     """Write the report of one run, or compare several.
 
     Writes report.html, the picture overview.png, and tables as CSV, Markdown and LaTeX.

@@ -34,8 +34,8 @@ from lm.schema import Plain, build_named, to_plain
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
 
 VOCABULARY, LENGTH = 60, 32
-MOST_DOCUMENTS = 1000  # largest number of documents that are read from a source
-STEPS = 23  # optimizer steps before its state is saved, and after: a prime, which no period divides
+MAX_DOCUMENTS = 1000  # most documents that the checks read from a source
+STEPS_PER_START = 23  # steps before an optimizer's state is saved, and steps after; a prime, which no period divides
 
 
 def _decoder(device: str = "cpu", vocabulary: int = VOCABULARY) -> Decoder:
@@ -48,7 +48,7 @@ def _optimizer(options: Optimizer, decoder: Decoder) -> torch.optim.Optimizer:
 
 
 def _step(optimizer: torch.optim.Optimizer, decoder: Decoder, rate: float) -> float:
-    """Make a step at a learning rate on a fixed batch; returns the loss before it, in nats per token."""
+    """Make one optimizer step at the learning rate `rate` on a fixed batch; return the loss before the step, in nats per token."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -96,15 +96,15 @@ def resumed_state(options: Optimizer) -> None:
     """
     decoders = _decoder(), _decoder()
     optimizers = [_optimizer(options, decoder) for decoder in decoders]
-    for _ in range(STEPS):
+    for _ in range(STEPS_PER_START):
         _step(optimizers[0], decoders[0], 1e-2)
     decoders[1].load_state_dict(decoders[0].state_dict())
     load_named_state(optimizers[1], named_state(optimizers[0]))
     for optimizer, decoder in zip(optimizers, decoders, strict=True):
-        for _ in range(STEPS):
+        for _ in range(STEPS_PER_START):
             _step(optimizer, decoder, 1e-2)
     for (name, a), b in zip(decoders[0].named_parameters(), decoders[1].parameters(), strict=True):
-        require(torch.equal(a, b), f"{name} differs after {STEPS} steps from the saved state")
+        require(torch.equal(a, b), f"{name} differs after {STEPS_PER_START} steps from the saved state")
 
 
 def implied_state(options: Optimizer) -> None:
@@ -124,7 +124,7 @@ def same_documents(source: OutsideSource) -> None:
 
     read from files or a fixed seed, in a fixed order
     """
-    first, second = (list(islice(source.documents(), MOST_DOCUMENTS)) for _ in range(2))
+    first, second = (list(islice(source.documents(), MAX_DOCUMENTS)) for _ in range(2))
     require(all(isinstance(text, str) for text in first), "a document is no text")
     require(any(text.strip() for text in first), "all documents are blank")
     require(first == second, "the second call gives other documents")
@@ -144,7 +144,7 @@ def pure_sequences(task: Task) -> None:
 
     take all random numbers from `draw`
     """
-    with _text_of(task) as text:
+    with _task_text(task) as text:
         for subset in ("train", "test"):
             for index in range(20):
                 first, second = (example(task, 1, index, 256, subset, text) for _ in range(2))
@@ -156,7 +156,7 @@ def answers_in_place(task: Task) -> None:
 
     spans are [start, stop) in `tokens`; evidence of (0, 0) says that the sequence does not show it
     """
-    with _text_of(task) as text:
+    with _task_text(task) as text:
         samples = [example(task, 1, index, 256, text=text) for index in range(20)]
     for sample in samples:
         for (start, stop), (first, last) in zip(sample.questions, sample.evidence, strict=True):
@@ -169,14 +169,14 @@ def different_sequences(task: Task) -> None:
 
     `entropy` is at most the entropy of a sequence, in nats
     """
-    with _text_of(task) as text:
+    with _task_text(task) as text:
         sequences = [example(task, 1, index, 256, subset, text).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
-    require(len(set(sequences)) == len(sequences) or task.distinct(256, "test") < len(sequences), "two of 40 sequences are the same")
+    require(len(set(sequences)) == len(sequences) or task.n_distinct(256, "test") < len(sequences), "two of 40 sequences are the same")
 
 
 @contextlib.contextmanager
-def _text_of(task: Task) -> Iterator[Text | None]:
-    """Made-up text for a task in text; None for a task over symbols of its own."""
+def _task_text(task: Task) -> Iterator[Text | None]:
+    """Yield made-up `Text` for a task in text, or None for a task over symbols, which needs no text."""
     if task.vocab_size is not None:
         yield None
         return
@@ -186,11 +186,11 @@ def _text_of(task: Task) -> Iterator[Text | None]:
 
 @contextlib.contextmanager
 def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config, Store]]:
-    """A configuration with made-up text and these evaluations, and its token store."""
+    """Yield a configuration with a corpus of made-up text and the plugins `evaluations`, and the token store of that corpus."""
     words = ["a short text", "of words that are made up", "for an evaluation", "to be measured on"]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(12):
-            text = " ".join(words[(number + place) % 4] + f" {place % 7}." for place in range(120))
+            text = " ".join(words[(number + word_index) % 4] + f" {word_index % 7}." for word_index in range(120))
             Path(folder, f"{number}.txt").write_text(text, encoding="utf-8")
         config = parse(
             {
@@ -207,7 +207,7 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
 
 
 def _measure_twice(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
-    """Yield, for each of two measurements of a decoder on made-up text, the decoder and the series that the evaluation gives."""
+    """Run the evaluation twice on one decoder and made-up text; after each run, yield the decoder and the measured series."""
     with _made_up_text([options]) as (config, store):
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])
@@ -249,7 +249,7 @@ KINDS: dict[str, tuple[Table, tuple[Callable[..., None], ...]]] = {  # the table
 
 
 def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
-    """Each promise of an extension in words, and how the extension breaks it; empty if the promise is kept.
+    """Yield (promise, breach) for each promise of an extension, both in words; the breach is empty if the promise is kept.
 
     Args:
         noun: one of `KINDS`.

@@ -17,15 +17,15 @@ PACKAGES = ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf"
 
 
 def facts() -> dict[str, Plain]:
-    """Everything that `lm info` prints: `lm` (version, commit, folder), versions, devices, kernels, wandb and extras."""
+    """Collect the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels, wandb, extras."""
     import torch
 
-    from lm.model.device import has_native_bf16
+    from lm.model.device import native_bf16_hardware
     from lm.training.banner import git_state
 
     (commit, dirty), compiler = git_state(), cpp_compiler()
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    bf16 = has_native_bf16("gpu" if gpus else "cpu") or "emulated"
+    bf16 = native_bf16_hardware("gpu" if gpus else "cpu") or "emulated"
     triton = "no: not installed" if not _version("triton") else "yes" if torch.cuda.is_available() else "in tests alone: no GPU"
     return {
         "lm": {"version": lm.__version__, "commit": commit, "changed": dirty, "folder": str(Path(lm.__file__).parent)},
@@ -33,7 +33,7 @@ def facts() -> dict[str, Plain]:
         "devices": {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": bf16},
         "kernels": {"torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++", "Triton": triton},
         "wandb": _wandb(),
-        "extras": missing_of_extras(),
+        "extras": missing_requirements(),
     }
 
 
@@ -54,8 +54,8 @@ def _wandb() -> str:
         return str(error)
 
 
-def missing_of_extras() -> dict[str, list[str]]:
-    """The requirements of each extra that are not installed in a suitable version; {} if the distribution is not installed."""
+def missing_requirements() -> dict[str, list[str]]:
+    """Map each extra to its requirements of which no suitable version is installed; {} if lm is not an installed distribution."""
     try:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def missing_of_extras() -> dict[str, list[str]]:
 
 
 def lines(content: Mapping[str, Plain]) -> list[str]:
-    """The lines that `lm info` prints for these facts."""
+    """Format facts, by heading, as the lines that `lm info` prints."""
     output = []
     for title, block in content.items():
         if not isinstance(block, dict):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, Checkpoint, New, Results, Source, check_results, paths_and_overrides, split_overrides
+from lm.commands.arguments import AllowPlugin, Checkpoint, NewFolder, Results, Source, check_results, paths_and_overrides, split_overrides
 from lm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ NeedleOption = Annotated[
     bool,
     typer.Option("--needle", help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300"),
 ]
-To = Annotated[str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")]
-Init = Annotated[
+Normalizer = Annotated[str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")]
+InitialValues = Annotated[
     str | None,
     typer.Option(
         help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old model); default: its own"
@@ -114,8 +114,8 @@ def diagnose(
 
 def swap(
     source: Source,
-    to: To,
-    out: New,
+    to: Normalizer,
+    out: NewFolder,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -123,7 +123,7 @@ def swap(
             help="of a model without a training run: the configuration of the text to measure on; overrides, e.g. eval.sequences=512",
         ),
     ] = None,
-    init: Init = None,
+    init: InitialValues = None,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,
 ) -> None:
@@ -147,7 +147,7 @@ def import_(
     source: Annotated[
         str, typer.Argument(metavar="FOLDER|FILE.gguf|NAME", help="model in the format of transformers, GGUF file, or name on the hub")
     ],
-    out: New,
+    out: NewFolder,
     length: Annotated[int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]")] = None,
     revision: Annotated[str | None, typer.Option(help="of a model on the hub: commit, tag or branch")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]")] = None,
@@ -167,7 +167,7 @@ def import_(
 
 def export(
     source: Source,
-    out: New,
+    out: NewFolder,
     checkpoint: Checkpoint = "last",
     format: Annotated[Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")] = "lm",
     push: Annotated[str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name")] = None,

@@ -35,20 +35,20 @@ from lm.runs.record import read_run
 
 @dataclass(frozen=True)
 class Compared:
-    """An experiment that was judged."""
+    """A judged experiment, which `compare` returns: its folder, verdicts and runs."""
 
     folder: Path  # the folder of its runs, verdicts and report
-    verdicts: pd.DataFrame  # one line a size and arm, as in verdicts.csv: rate, mean, verdict, difference with the ends of its interval, p
-    runs: tuple[Path, ...]  # folders of the runs that have begun, of its present configuration
+    verdicts: pd.DataFrame  # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p
+    runs: tuple[Path, ...]  # folders of the runs of the current configuration that have begun
 
     @property
     def report(self) -> Path:
-        """The report, an HTML page."""
+        """Path of the experiment's report, an HTML page."""
         return self.folder / REPORT / PAGE
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """All results of its runs (`lm.results`)."""
+        """All measured values of the experiment's runs, as from `lm.results`."""
         return results(*self.runs)
 
 
@@ -84,8 +84,8 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     if is_interrupted:
         raise KeyboardInterrupt
     if process.returncode:
-        _, has_words, words = f"\n{errors}".rpartition("\nerror: ")
-        raise RunError(words.strip() if has_words else f"{config.run_folder}: training ended with exit status {process.returncode}")
+        _, has_message, message = f"\n{errors}".rpartition("\nerror: ")
+        raise RunError(message.strip() if has_message else f"{config.run_folder}: training ended with exit status {process.returncode}")
     return config.run_folder
 
 
@@ -99,7 +99,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
         verbose: whether progress is printed.
 
     Returns:
-        The measured values, with the columns of `lm.results`; a model folder has only `run` and `folder` of those that describe a run.
+        The measured values, with the columns of `lm.results`; for a model folder, no column but `run` and `folder` describes the run.
 
     Raises LMError: `lm eval` would end with this error.
     """
@@ -112,7 +112,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
 
 
 def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
-    """Train what an experiment needs and judge it, as `lm compare` does; a second call continues.
+    """Train the missing runs of an experiment, judge it as `lm compare` does, and return the verdicts; a second call continues.
 
     Args:
         arguments: the experiment's file or its name among the presets, and overrides of the base configuration as in `train`.
@@ -147,16 +147,16 @@ def judge(
     """Judge anybody's runs, as `lm judge` does.
 
     Args:
-        table: a CSV file or a frame, one value a line: columns arm, seed and value, and any others of `lm.results`.
+        table: a CSV file or a frame with one value in each row: columns arm, seed and value, and any others of `lm.results`.
         metric: the metric to judge, where the column `metric` has several.
         better: `lower` or `higher`; None: as the table's column `better` says, else `lower`.
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that other arms are compared with; None: the first arm.
         where: a condition on columns, as in `pandas.DataFrame.query`.
-        by: a column or columns by whose values runs are judged apart, in one family; by default `size`.
+        by: columns that split the runs into separately judged groups, which form one family of tests; by default `size`.
 
     Returns:
-        One line for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of `by` as text.
+        A row for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of the columns `by` as text.
 
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
@@ -165,20 +165,20 @@ def judge(
     return _verdict_frame(io.StringIO(csv_text(judgement.lines(), intervals=INTERVALS)))
 
 
-def _verdict_frame(text: Path | io.StringIO) -> pd.DataFrame:
-    """Read a CSV of verdicts; only empty cells are missing values, as an arm may be named None."""
-    return pd.read_csv(text, keep_default_na=False, na_values=[""])
+def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:
+    """Read a CSV of verdicts into a frame; only empty cells are missing values, since an arm may be named None."""
+    return pd.read_csv(csv_file, keep_default_na=False, na_values=[""])
 
 
 def _folder_columns(folder: Path) -> dict[str, object]:
-    """Columns of `lm.results` that describe the run in a run folder, by name; for a model folder `run` and `folder` alone."""
+    """Map each column of `lm.results` that describes a run to its value for this folder; a model folder has only `run` and `folder`."""
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder))
     return {"run": folder.resolve().name, "folder": str(folder)}
 
 
 def _arguments(values: Sequence[Given]) -> list[str]:
-    """Command-line arguments for `values`: files and overrides as text, each key of a mapping as an override."""
+    """Convert files, overrides and mappings to command-line arguments: each key of a mapping becomes an override."""
     texts = []
     for value in values:
         if isinstance(value, Mapping):
@@ -191,7 +191,7 @@ def _arguments(values: Sequence[Given]) -> list[str]:
 
 
 def _silence_unless(verbose: bool) -> contextlib.AbstractContextManager:
-    """A context in which nothing is printed unless `verbose`."""
+    """A context that discards everything printed within it, unless `verbose`."""
     context = contextlib.ExitStack()
     for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr) if not verbose else ():
         context.enter_context(redirect(io.StringIO()))

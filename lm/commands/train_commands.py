@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from lm.commands.arguments import AllowPlugin, with_shape_of
-from lm.machine import without_collection
+from lm.machine import without_garbage_collection
 
 Configuration = Annotated[
     list[str], typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win")
@@ -105,7 +105,7 @@ def check_extension(
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """Print a line for each (label, promise, how it is broken). Raises typer.Exit if a promise is broken."""
+    """Print a line for each (label, promise, breach); an empty breach: the promise is kept. Raises typer.Exit if any is broken."""
     broken_count = 0
     for label, promise, breach in results:
         broken_count += bool(breach)
@@ -153,7 +153,7 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
     (without one `run`) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
-    with without_collection():
+    with without_garbage_collection():
         from lm.config.load import load
         from lm.training.train import train
 

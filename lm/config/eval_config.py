@@ -18,12 +18,12 @@ from lm.schema import Plain, block_of, key, optional, section, sections, to_plai
 Suite = Literal["quick", "full"]
 Quantity = Literal["loss", "accuracy"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
-DIAGNOSE = ("train", "eval", "diagnose")  # commands in which the keys of diagnostics act
+COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
-MOST_LENGTHS = 65536  # most training lengths in a sequence
-TOKENS_AFTER = 7  # most tokens read beyond a needle's sequence: a number of up to 8 tokens in place of an answer of 1 or more
-MOST_SEQUENCES = 10**6
-MOST_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
+MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
+MAX_OVERRUN = 7  # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
+MAX_SEQUENCES = 10**6
+MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
 SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # of the suite `full`, with YaRN
 
 
@@ -34,7 +34,7 @@ class Timing:
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """True if the evaluation runs after `step`: every `every` steps, and at the fractions `at` of the run."""
+        """Whether the evaluation runs after `step`: at every multiple of `every`, and at each of the fractions `at` of `max_steps`."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
@@ -43,7 +43,7 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 @dataclass
 class EvaluationConfig(Timing):
-    """Base of the options of a kind of evaluation, with the class that measures it and the problems of its options."""
+    """Base class of the options of one kind of evaluation, such as recall: which class measures it, when, and with which settings."""
 
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
     kind: ClassVar[str]  # the name of a plugin's results; lm's own have the name of their block
@@ -52,59 +52,59 @@ class EvaluationConfig(Timing):
     quantity: ClassVar[Quantity | None] = None  # the quantity of `metrics`; None: unknown before the evaluation has run
 
     def wanted(self, data: DataConfig) -> bool:
-        """Whether the evaluation is switched on, for a model that was trained on `data`."""
+        """Whether these options switch the evaluation on for a model trained on `data`."""
         return bool(getattr(self, self.switch))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
-        """Problems with the rest of the configuration, by paths relative to this block; they count only if the evaluation is wanted."""
+        """Yield contradictions between this block and other keys, by paths relative to this block; used only if the evaluation is on."""
         return ()
 
     def metrics(self, data: DataConfig) -> list[str] | None:
-        """The names in metrics.jsonl of the metrics that have a value for each sequence or question, for a model trained on `data`; None:
-        unknown before the evaluation has run."""
+        """Names, as in metrics.jsonl, of the metrics with one value per sequence or question, for a model trained on `data`. None if the
+        names are unknown before the evaluation has run."""
         return None
 
-    def misspelt(self, normalizers: list[Options]) -> Iterator[Problem]:
-        """Problems of the options for `normalizers` in this block's inference settings; they count even if the evaluation is off."""
+    def inference_problems(self, normalizers: list[Options]) -> Iterator[Problem]:
+        """Yield errors in the options that this block's inference settings give to `normalizers`; used even if the evaluation is off."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         for index, setting in enumerate(settings):
             yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes to this block that a named suite of `lm eval` makes."""
+        """The changes that the suite `name` of `lm eval` makes to this block, as {key: new value}."""
         if name == "full":
             return self.full_suite(data, model)
         return {key: min(maximum, getattr(self, key)) for key, maximum in self.quick_suite.items()}
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """Changes to this block that the suite `full` makes, as far as the model allows them."""
+        """The changes that the suite `full` makes to this block, as {key: new value}; only changes that the model supports."""
         return {}
 
 
-def out_of_reach(
-    path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last: bool, beyond: int = 0
+def size_problems(
+    path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last_position: bool, overrun: int = 0
 ) -> Iterator[Problem]:
-    """Problems of the key `path`: more than `MOST_TOKENS` tokens in all sequences, or a sequence beyond the model's last position.
+    """Yield problems of the key `path`: more than `MAX_TOKENS` tokens in all sequences, or a sequence beyond the model's last position.
 
-    longest_factor: the length of each of the `sequences` sequences, in training lengths. has_last: whether the model has no
-    positions beyond the training length. beyond: the number of tokens after a sequence's end that are read, too.
+    longest_factor: length of a sequence, in training lengths; there are `sequences` of them. has_last_position: whether the model has no
+    position beyond the training length. overrun: the number of tokens read after the end of a sequence.
     """
     tokens = longest_factor * data.seq_len
-    if sequences * tokens > MOST_TOKENS:
-        reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MOST_TOKENS:,} tokens in all"
+    if sequences * tokens > MAX_TOKENS:
+        reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MAX_TOKENS:,} tokens in all"
         yield Problem(path, value, reason, "measure fewer or shorter sequences")
-    if has_last and round(tokens) + beyond > data.seq_len:
-        reason = "learned positions end at the training length" + f", and {beyond} tokens after the sequence are read" * bool(beyond)
+    if has_last_position and round(tokens) + overrun > data.seq_len:
+        reason = "learned positions end at the training length" + f", and {overrun} tokens after the sequence are read" * bool(overrun)
         yield Problem(path, value, reason, "leave longer sequences out, or train with model.position=rope")
 
 
-def empty_sequences(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
-    """Problems of the key `path`: one for each of `factors` of the training length that gives less than a token."""
+def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
+    """Yield a problem of the key `path` for each of `factors` that gives sequences of less than one token."""
     return (Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1)
 
 
 def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
-    """The lengths (predicted tokens in a sequence) that are `factors` times the training length, ascending."""
+    """Sequence lengths in predicted tokens, ascending and without duplicates: each of `factors` times the training length."""
     return sorted({round(factor * data.seq_len) for factor in factors})
 
 
@@ -118,16 +118,16 @@ class LongContextConfig(EvaluationConfig):
         8.0,
         "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are long enough for",
         ge=0,
-        le=MOST_LENGTHS,
+        le=MAX_FACTOR,
     )
-    sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MOST_SEQUENCES)
+    sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MAX_SEQUENCES)
     inference: list[InferenceSetting] = sections(
         InferenceSetting, "inference settings there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
     )
 
     @property
     def longest_factor(self) -> float:
-        """The length of the longest sequences that may be measured, in training lengths."""
+        """Length of the longest sequences that this evaluation may measure, in training lengths."""
         return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def metric(self, setting: str) -> str:
@@ -141,9 +141,9 @@ class LongContextConfig(EvaluationConfig):
         if data.symbolic:
             reason = "there is no text to read beyond the training length"
             yield Problem("length_factor", self.length_factor, reason, "set it to 0; eval.recall has longer sequences of the tasks")
-        yield from empty_sequences("length_factor", [self.longest_factor], data)
-        has_last = model.position.has_last and self.length_factor != "auto"  # `auto` keeps within learned positions
-        yield from out_of_reach("length_factor", self.length_factor, self.longest_factor, self.sequences, data, has_last)
+        yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
+        has_last_position = model.position.has_last_position and self.length_factor != "auto"  # `auto` keeps within learned positions
+        yield from size_problems("length_factor", self.length_factor, self.longest_factor, self.sequences, data, has_last_position)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if not model.position.rotates:
@@ -158,7 +158,7 @@ class ByLengthConfig(EvaluationConfig):
     switch: ClassVar[str] = "lengths"
     quantity: ClassVar[Quantity] = "loss"
     lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
-    sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
+    sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def problems(self) -> Iterator[Problem]:
@@ -180,7 +180,7 @@ class ByLengthConfig(EvaluationConfig):
             remedy = "leave it out; eval.recall has tasks of several lengths"
             yield Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy)
         longest_factor = max(self.lengths) / data.seq_len
-        yield from out_of_reach("lengths", self.lengths, longest_factor, self.sequences, data, model.position.has_last)
+        yield from size_problems("lengths", self.lengths, longest_factor, self.sequences, data, model.position.has_last_position)
 
 
 @dataclass
@@ -190,7 +190,7 @@ class TextsConfig(EvaluationConfig):
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
     of: dict[str, Source] = variants(SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict)
-    sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MOST_SEQUENCES)
+    sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MAX_SEQUENCES)
 
     def problems(self) -> Iterator[Problem]:
         for name in self.of:
@@ -204,7 +204,7 @@ class TextsConfig(EvaluationConfig):
         return [self.metric(name) for name in self.of]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from out_of_reach("sequences", self.sequences, 1, self.sequences, data, model.position.has_last)
+        yield from size_problems("sequences", self.sequences, 1, self.sequences, data, model.position.has_last_position)
         if data.symbolic:
             yield Problem("of", list(self.of), "needs a model of text", "leave it out")
 
@@ -215,8 +215,8 @@ class RecallConfig(EvaluationConfig):
     quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
     tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
-    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MOST_LENGTHS)
-    sequences: int = key(128, "sequences of each task and length", ge=1, le=MOST_SEQUENCES)
+    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR)
+    sequences: int = key(128, "sequences of each task and length", ge=1, le=MAX_SEQUENCES)
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
 
     def wanted(self, data: DataConfig) -> bool:
@@ -246,8 +246,8 @@ class RecallConfig(EvaluationConfig):
             elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
                 yield Problem(path, task.name, reason, "set its options as in data.tasks")
-        longest_factor, has_last = max(self.length_factors), model.position.has_last
-        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.sequences, data, has_last)
+        longest_factor, has_last_position = max(self.length_factors), model.position.has_last_position
+        yield from size_problems("length_factors", self.length_factors, longest_factor, self.sequences, data, has_last_position)
 
 
 @dataclass
@@ -255,7 +255,7 @@ class FinetuneConfig:
     """Supervised fine-tuning of a copy of the model before a needle evaluation; the model itself stays as it is."""
 
     steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
-    batch_sequences: int = key(16, "sequences in a step", ge=1, le=MOST_SEQUENCES)
+    batch_sequences: int = key(16, "sequences in a step", ge=1, le=MAX_SEQUENCES)
     lr: float = key(2e-4, "peak learning rate of AdamW: a third each of warm-up, constant and decay", gt=0)
 
 
@@ -265,13 +265,13 @@ class NeedleConfig(EvaluationConfig):
     switch: ClassVar[str] = "length_factors"
     quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
-    length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MOST_LENGTHS)
+    length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR)
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
-    trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1, le=MOST_SEQUENCES)
+    trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1, le=MAX_SEQUENCES)
     needles: int = key(1, "needles in a sequence, each asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
     heads_at: float | None = key(
-        None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0, le=MOST_LENGTHS
+        None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0, le=MAX_FACTOR
     )
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
     inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
@@ -284,19 +284,19 @@ class NeedleConfig(EvaluationConfig):
         return f"needle/{'control' if control else 'exact'} {length} {setting}"
 
     def metrics(self, data: DataConfig) -> list[str]:
-        lengths, kinds = lengths_of(self.length_factors, data), (False, True) if self.depths else (True,)
-        return [self.metric(control, length, setting.label) for setting in self.inference for control in kinds for length in lengths]
+        lengths, controls = lengths_of(self.length_factors, data), (False, True) if self.depths else (True,)
+        return [self.metric(control, length, setting.label) for setting in self.inference for control in controls for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
         if data.symbolic:
             yield Problem("length_factors", self.length_factors, "needs a model of text", "set it to []")
         longest_factor = max(*self.length_factors, self.heads_at or 0)
-        has_last = model.position.has_last
-        yield from out_of_reach("length_factors", self.length_factors, longest_factor, self.trials, data, has_last, TOKENS_AFTER)
+        has_last_position = model.position.has_last_position
+        yield from size_problems("length_factors", self.length_factors, longest_factor, self.trials, data, has_last_position, MAX_OVERRUN)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        is_possible = not data.symbolic and not model.position.has_last
+        is_possible = not data.symbolic and not model.position.has_last_position
         return {"length_factors": [1, 2, 4, 8, 16], "heads_at": 4.0, "finetune": {"steps": 300}} if is_possible else {}
 
 
@@ -315,7 +315,9 @@ class DownstreamConfig(EvaluationConfig):
         if data.symbolic:
             yield Problem("tasks", self.tasks, "needs a model of text", "set it to []")
         if self.max_length:
-            yield from out_of_reach("max_length", self.max_length, self.max_length / data.seq_len, 1, data, model.position.has_last)
+            yield from size_problems(
+                "max_length", self.max_length, self.max_length / data.seq_len, 1, data, model.position.has_last_position
+            )
 
 
 Statistics = Literal["concentration", "sparsity", "limits"]
@@ -323,14 +325,14 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class LimitsConfig:
-    """Options for measuring the limits of normalization (arXiv 2508.17821); the first three are choices that the paper leaves open."""
+    """Options for measuring the limits of normalization (arXiv 2508.17821); the paper leaves the first three options open."""
 
     vectors: Literal["embedding", "input", "value"] = key(
         "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
     )
     unit: bool = key(True, "divide each x by its length, as Theorem 2 supposes")
     first_token: bool = key(True, "count the first token of the document, which may be an attention sink, among the keys")
-    queries: int = key(16, "queries of each sequence, among those that are described", ge=1, le=MOST_SEQUENCES)
+    queries: int = key(16, "queries of each sequence, among those that are described", ge=1, le=MAX_SEQUENCES)
     sample_size: int = key(
         144, "values in each sample of the tests for the critical number of keys: heads of the paper's model", ge=2, le=10**5
     )
@@ -351,9 +353,9 @@ class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     statistics: list[Statistics] = key(["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}")
-    length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MOST_LENGTHS)
-    sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
-    queries: int = key(64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MOST_SEQUENCES)
+    length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MAX_FACTOR)
+    sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
+    queries: int = key(64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES)
     text: str | None = key(None, "UTF-8 file to read in place of held-out text")
     by_position: bool = key(False, "also each head's numbers at each number of visible keys")
     top_k: list[int] = key([8, 64], "numbers of keys whose weight is summed, the largest weights first", ge=1)
@@ -378,7 +380,7 @@ class DiagnosticsConfig(EvaluationConfig):
             yield Problem("text", self.text, "needs a model of text", "leave it out")
         if data.symbolic and factor != 1:
             yield Problem("length_factor", factor, "there is no text to read at other lengths", "set it to 1")
-        yield from out_of_reach("length_factor", factor, factor, self.sequences, data, model.position.has_last)
+        yield from size_problems("length_factor", factor, factor, self.sequences, data, model.position.has_last_position)
 
 
 EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
@@ -387,13 +389,13 @@ EVALUATIONS = Table(EVALUATION, {})  # lm's evaluations have blocks in `EvalConf
 
 @dataclass
 class EvalConfig:
-    """The options of the validation, as keys of this block, and of each further kind of evaluation, as a block of its name."""
+    """Options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall` or `needle`."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
-    sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MOST_SEQUENCES)
+    sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
     on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
     swap_lengths: list[float] = key(
-        [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", gt=0, le=MOST_LENGTHS
+        [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", gt=0, le=MAX_FACTOR
     )
     long_context: LongContextConfig = section(LongContextConfig, "loss by position, beyond the training length or within it")
     by_length: ByLengthConfig | None = optional(ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths")
@@ -404,7 +406,7 @@ class EvalConfig:
         DownstreamConfig, "tasks of the lm-evaluation-harness, each metric by its name: downstream/TASK/METRIC"
     )
     diagnostics: DiagnosticsConfig | None = optional(
-        DiagnosticsConfig, "statistics of attention weights, also of the untrained model and of shuffled scores", {"acts_in": DIAGNOSE}
+        DiagnosticsConfig, "statistics of attention weights, also of the untrained model and of shuffled scores", {"acts_in": COMMANDS}
     )
 
     others: list[EvaluationConfig] = variants(EVALUATIONS, "evaluations from outside, by package.module:Class", omit_default=True)
@@ -412,24 +414,24 @@ class EvalConfig:
     @classmethod
     @cache
     def kind_names(cls) -> list[str]:
-        """The names of all kinds of evaluation but plugins, the validation first."""
+        """Names of the kinds of evaluation that lm itself has, the validation first; plugins are left out."""
         return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]
 
     @property
     def _plugin_evaluations(self) -> list[EvaluationConfig]:
-        """The plugin evaluations in `others` that could be built; `build` has reported the problems of the rest."""
+        """The plugin evaluations in `others` whose options are valid; `build` has reported the problems of the invalid entries."""
         return [evaluation for evaluation in self.others if isinstance(evaluation, EvaluationConfig)]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """The options of each kind of evaluation besides the validation, by name, without kinds that are null."""
+        """Map each kind of evaluation except the validation, plugins included, to its options; kinds whose block is null are left out."""
         blocks = {name: getattr(self, name) for name in self.kind_names()[1:]}
         return {kind: options for kind, options in blocks.items() if options is not None} | {
             options.kind: options for options in self._plugin_evaluations
         }
 
     def path(self, kind: str) -> str:
-        """The key path of the block with the options of a kind of evaluation."""
+        """The key path of the block that holds the options of `kind`, e.g. `eval.recall`, or `eval.others[0]` for a plugin."""
         plugin_kinds = [getattr(evaluation, "kind", None) for evaluation in self.others]
         return f"eval.others[{plugin_kinds.index(kind)}]" if kind in plugin_kinds else f"eval.{kind}"
 
@@ -440,16 +442,16 @@ class EvalConfig:
                 yield Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`")
 
     def measurement_classes(self, data: DataConfig) -> dict[str, str]:
-        """The measuring class (`module:Class`) of each kind of evaluation that is wanted of a model trained on `data`, validation first."""
+        """Map each kind of evaluation that is on for a model trained on `data` to its measuring class, `module:Class`; validation first."""
         measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
     def quantity(self, kind: str) -> Quantity | None:
-        """The quantity that a kind of evaluation measures; None: unknown before it has run."""
+        """The quantity that `kind` measures, `loss` or `accuracy`; None if it is unknown before the evaluation has run."""
         return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
-        """The options that determine what a kind of evaluation measures: all but null options and the keys of `Timing`."""
+        """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing` are left out."""
         if kind == "validation":
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}

@@ -6,36 +6,36 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from lm.attention.options import Options
-from lm.config.model_config import Position, divided_below, order_problems
+from lm.config.model_config import Position, divide_low_frequencies, period_limit_problems
 from lm.errors import Problem
 from lm.schema import key, variant, yaml_scalar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-S_HELP = "s; null: the sequence's length in training lengths"
+FACTOR_HELP = "s; null: the sequence's length in training lengths"
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE as in training; the base class of RoPE scalings for sequences s times as long as in training."""
+    """RoPE unchanged from training; the base class of scalings of RoPE for sequences s times as long as in training."""
 
     name: ClassVar[str] = "as_trained"
 
     def s(self, trained_length: int, length: int) -> float:
-        """s: the option `factor` if it is set, else `length` / `trained_length`, at least 1."""
+        """The scaling factor s: the option `factor` if it is set, else max(1, `length` / `trained_length`)."""
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
-        """RoPE's base (theta) under this scaling; `theta`: the base in training."""
+        """RoPE's base under this scaling, from the base `theta` in training."""
         return theta
 
-    def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
-        """Radians per token of each pair of dimensions, (pairs,), from `frequencies`; `turns`: a pair's periods in the training length."""
+    def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
+        """Scaled radians per token of each pair of dimensions, (pairs,); `periods`: the periods of each pair within the training length."""
         return frequencies
 
     def logit_factor(self, s: float) -> float:
-        """The factor by which this scaling multiplies attention's logits."""
+        """The factor by which this scaling multiplies the attention logits."""
         return 1.0
 
 
@@ -55,18 +55,18 @@ class Interpolation(RopeScaling):
     """Position interpolation, arXiv 2306.15595: all frequencies divided by s."""
 
     name: ClassVar[str] = "interpolation"
-    factor: float | None = key(None, S_HELP, ge=1, le=1e6)
+    factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
 
-    def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
+    def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
         return frequencies / s
 
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling: theta times s^(D / (D - 2)), D the head size: the lowest frequency is divided by s and the highest stays."""
+    """NTK-aware scaling: theta times s^(D / (D - 2)) for head size D, which divides the lowest frequency by s and keeps the highest."""
 
     name: ClassVar[str] = "ntk"
-    factor: float | None = key(None, S_HELP, ge=1, le=1e6)
+    factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
         return theta * s ** (head_size / max(1, head_size - 2))
@@ -77,19 +77,19 @@ class YaRNScaling(RopeScaling):
     """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs, and a temperature."""
 
     name: ClassVar[str] = "yarn"
-    factor: float | None = key(None, S_HELP, ge=1, le=1e6)
+    factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
     fast: float = key(32.0, "pairs with at least so many periods in a training sequence stay as they are", gt=0, le=1e9)
     slow: float = key(1.0, "pairs with at most so many periods are interpolated by s", ge=0, le=1e9)
     temperature: bool = key(True, "multiply logits by (0.1 ln s + 1)^2")
 
-    def scaled_frequencies(self, frequencies: "Tensor", turns: "Tensor", s: float) -> "Tensor":
-        return divided_below(frequencies, turns, self.slow, self.fast, s)
+    def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
+        return divide_low_frequencies(frequencies, periods, self.slow, self.fast, s)
 
     def logit_factor(self, s: float) -> float:
         return (0.1 * math.log(s) + 1) ** 2 if self.temperature else 1.0
 
     def problems(self) -> Iterator[Problem]:
-        return order_problems(self.slow, self.fast)
+        return period_limit_problems(self.slow, self.fast)
 
 
 ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NTK, YaRNScaling)}
@@ -97,7 +97,7 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """RoPE scaling and normalizer options for evaluating a trained model, which stays as it is (`lm.model.swapped.for_inference`)."""
+    """RoPE scaling and normalizer options with which a trained model is evaluated; its weights do not change (`lm.model.swapped`)."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
@@ -106,20 +106,20 @@ class InferenceSetting:
 
     @property
     def label(self) -> str:
-        """A short description, e.g. `theta x 50` or `as trained, clip=true`; different for different settings."""
+        """A short description of the setting, e.g. `theta x 50` or `as trained, clip=true`; different settings have different labels."""
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
-            words += f" {_number(rope.factor)}"
+            words += f" {_number_text(rope.factor)}"
         options = [
-            f"{spec.name} {_number(getattr(rope, spec.name))}"
+            f"{spec.name} {_number_text(getattr(rope, spec.name))}"
             for spec in fields(rope)
             if spec.name != "factor" and getattr(rope, spec.name) != spec.default
         ]
         return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """A model's normalizer options under this setting, and the setting's problems; `path`: key path of the setting's `normalizer`."""
+        """Return the normalizer options as changed by this setting, and the problems; `path`: the key path of `normalizer` in errors."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
         problems += [
@@ -128,8 +128,8 @@ class InferenceSetting:
         ]
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
-    def undone_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
-        """A problem if YaRN's temperature multiplies queries, but not the scores of some normalizer; `path`: the setting's key path."""
+    def unused_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
+        """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q; `path`: the setting's key path."""
         layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
         if not layers or not getattr(self.rope, "temperature", False):
             return []
@@ -137,19 +137,19 @@ class InferenceSetting:
         return [Problem(f"{path}.rope.temperature", True, reason, "set it to false")]
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
-        """The options of this setting that none of the normalizers has."""
+        """Names of normalizer options in this setting that none of `normalizers` has."""
         names = {spec.name for options in normalizers for layer in options.layer_options() for spec in fields(layer)}
         return [name for name in self.normalizer if name not in names]
 
 
-def _number(value: float) -> str:
-    """A number in at most six digits, or in all of its digits if six would change its value."""
+def _number_text(value: float) -> str:
+    """Text of a number: six significant digits if they represent `value` exactly, else all digits."""
     text = f"{value:g}"
     return text if float(text) == value else repr(value)
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
-    """Problems of `settings` for a model with this position encoding, by paths relative to the evaluation's block."""
+    """Yield the problems of an evaluation's inference settings for a model with this `position`; paths are relative to its block."""
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         labels = [setting.label for setting in settings]
         yield Problem("inference", labels, "must be a list of different inference settings", "set it to [{}]")

@@ -19,7 +19,7 @@ OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugi
 
 
 def configuration_schema() -> Schema:
-    """The JSON Schema of a configuration file, with its blocks under `$defs`. It does not express contradictions between keys."""
+    """The JSON Schema of a configuration file, with each block under `$defs`; it can't express contradictions between keys."""
     definitions: dict[str, Schema] = {}
     root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -28,7 +28,7 @@ def configuration_schema() -> Schema:
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The JSON Schema of a block with the keys of `schema`; `name`: the value that its key `name` must have, or None without such a key."""
+    """The JSON Schema of a block with the fields of `schema` as keys; if `name` is given, the block has a key `name` with that value."""
     properties = {
         spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)} for spec in fields(schema)
     }
@@ -68,12 +68,12 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 
 def _interpolable(value: Schema) -> Schema:
-    """The JSON Schema `value`, extended to allow an interpolation in place of the value."""
+    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well; returned unchanged if any string is valid."""
     return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
-    """The JSON Schema of a block that `table` describes, or of its name alone; the block called `default` needs no key `name`."""
+    """The JSON Schema of a choice between the blocks in `table`, as a name or a block; a block of the name `default` may omit `name`."""
     options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)
@@ -87,7 +87,7 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
 
 
 def _type(hint: type, limits: Limits) -> Schema:
-    """The JSON Schema of a value of the type `hint` within `limits`, which hold for the items of lists and maps, too."""
+    """The JSON Schema of a value of type `hint` within `limits`; in a list or map, each item must be within `limits`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type(argument, limits) for argument in arguments]}

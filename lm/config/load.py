@@ -1,4 +1,4 @@
-"""Configurations from YAML files and overrides, and back.
+"""Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
 `load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one `ConfigError` with
 every problem, problems between several keys included. This module never imports torch.
@@ -14,26 +14,26 @@ from pathlib import Path
 from lm.attention.catalogue import OPTIONS, Layers
 from lm.attention.options import Options
 from lm.config import presets
-from lm.config.eval_config import empty_sequences
+from lm.config.eval_config import empty_sequence_problems
 from lm.config.training_config import WSD
-from lm.config.tree import Config, acting_in
-from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, interpolated, parse_yaml
+from lm.config.tree import Config, keys_acting_in
+from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, build_named, effect, field_at, flatten, is_block, own_problems, reference, suggest, to_plain
+from lm.schema import Plain, build, build_named, cross_key_problems, effect, field_at, flatten, is_block, reference, suggest, to_plain
 
 
 def check(config: Config) -> Iterator[Problem]:
-    """Problems of a configuration whose single keys are valid: missing values and contradictions between keys."""
+    """Yield the missing values of a configuration and the contradictions between its keys, each of which is valid by itself."""
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
-    yield from own_problems(config)
+    yield from cross_key_problems(config)
     if Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100:
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
         yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
     if data.symbolic and data.documents == "isolate":
         yield Problem("data.documents", data.documents, "each sequence of a task is a document of its own", "drop it")
     yield from check_phases(config)
-    if model.position.has_last and data.lengths.allows_shorter:
+    if model.position.has_last_position and data.lengths.allows_shorter:
         reason = "short sequences train the first learned positions only"
         yield Problem("data.lengths", data.lengths.name, reason, "set model.position=rope")
     yield from check_tasks(config)
@@ -41,8 +41,8 @@ def check(config: Config) -> Iterator[Problem]:
         reason = "has no rule for rates that transfer (model.transfer)"
         yield Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer")
     step_length, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
-    floor = optim.batch_tokens // step_length * step_length
-    sizes = " or ".join(str(size) for size in (floor, -(-optim.batch_tokens // step_length) * step_length) if size)
+    batch_floor = optim.batch_tokens // step_length * step_length
+    sizes = " or ".join(str(size) for size in (batch_floor, -(-optim.batch_tokens // step_length) * step_length) if size)
     cores = os.cpu_count() or 1
     machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # the run may be for another machine
     if optim.batch_tokens % data.seq_len:
@@ -66,16 +66,16 @@ def check(config: Config) -> Iterator[Problem]:
         yield Problem("train_only", config.train_only, reason, "name weights to go on from in init_from, or drop one")
     if trainer.max_steps:
         yield from check_steps(config)
-    yield from empty_sequences("eval.swap_lengths", config.eval.swap_lengths, data)
+    yield from empty_sequence_problems("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
-        conflicts = [*options.misspelt(normalizers), *(options.conflicts(data, model) if options.wanted(data) else ())]
+        conflicts = [*options.inference_problems(normalizers), *(options.conflicts(data, model) if options.wanted(data) else ())]
         yield from (replace(conflict, path=f"{config.eval.path(kind)}.{conflict.path}") for conflict in conflicts)
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, a profile, sources and tasks."""
-    data, optim, steps, phases, ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
+    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, profile, sources and tasks."""
+    data, optim, steps, phases, phase_ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
     yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
     if isinstance(optim.schedule, WSD) and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps:
@@ -85,23 +85,23 @@ def check_steps(config: Config) -> Iterator[Problem]:
         reason = f"is after the last step, trainer.max_steps = {steps}: nothing would be recorded"
         yield Problem("trainer.profile.first", profile.first, reason, "lower it")
     for index, phase in enumerate(phases):
-        path, start = f"phases[{index}]", ends[index - 1] if index else 0
+        path, start = f"phases[{index}]", phase_ends[index - 1] if index else 0
         if index and phase.until <= phases[index - 1].until:
             continue  # `check_phases` reports it
-        if ends[index] <= start:
+        if phase_ends[index] <= start:
             reason = f"leaves the phase no step of trainer.max_steps = {steps}"
             yield Problem(f"{path}.until", phase.until, reason, "raise it, or train for more steps")
-        elif phase.warmup_steps > ends[index] - start:
-            reason = f"is more than the {ends[index] - start} steps of the phase"
+        elif phase.warmup_steps > phase_ends[index] - start:
+            reason = f"is more than the {phase_ends[index] - start} steps of the phase"
             yield Problem(f"{path}.warmup_steps", phase.warmup_steps, reason, "lower it")
     yield from check_weights(config)
 
 
 def check_phases(config: Config) -> Iterator[Problem]:
     phases = config.phases
-    for index, (earlier, phase) in enumerate(pairwise(phases)):
-        if phase.until <= earlier.until:
-            yield Problem(f"phases[{index + 1}].until", phase.until, f"is not after phases[{index}].until = {earlier.until}", "raise it")
+    for index, (old_phase, phase) in enumerate(pairwise(phases)):
+        if phase.until <= old_phase.until:
+            yield Problem(f"phases[{index + 1}].until", phase.until, f"is not after phases[{index}].until = {old_phase.until}", "raise it")
     if not phases:
         return
     if phases[-1].until != 1:
@@ -115,7 +115,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
 
 
 def check_weights(config: Config) -> Iterator[Problem]:
-    """Problems of tasks and sources whose weights give less than one sequence of the run: they may never be drawn."""
+    """Yield a problem for each task or source that gets less than one sequence of the run by its weight, and so may never be drawn."""
     data = config.data
     weights = [(f"data.tasks[{index}].weight", task.weight, 1.0) for index, task in enumerate(data.tasks)]
     if len(data.sources) > 1:
@@ -133,7 +133,7 @@ def check_tasks(config: Config) -> Iterator[Problem]:
         if weighted.weight * n_sequences < 1 - 1e-6:
             reason = f"gives less than one of eval.sequences = {n_sequences} validation sequences: its loss would not be measured"
             yield Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences")
-        n_distinct = weighted.task.distinct(data.seq_len, "test")
+        n_distinct = weighted.task.n_distinct(data.seq_len, "test")
         if weighted.weight * n_sequences > max(1, n_distinct):
             reason = f"can't all differ: {weighted.task.name} has about {n_distinct:,.0f} test sequences of {data.seq_len} tokens"
             yield Problem("eval.sequences", n_sequences, reason, "lower it, or give the task more symbols or length")
@@ -149,9 +149,9 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 # ---------------------------------------------------------------- loading
 
 
-WithWeights = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
-MAX_BASES = 50  # files in a chain, each inheriting from the next
-# Each key with an alternative in its block: where changes have the key and not the alternative, `merge` drops the base's alternative.
+MergeModelKeys = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
+MAX_INHERITANCE = 50  # most files in a chain in which each inherits from the next
+# Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second from `base`.
 ALTERNATIVES = {
     "trainer.max_steps": "tokens_per_parameter",
     "trainer.tokens_per_parameter": "max_steps",
@@ -159,11 +159,11 @@ ALTERNATIVES = {
 }
 
 
-def load(arguments: list[str], with_weights: WithWeights | None = None) -> Config:
-    """The user's configuration from YAML files and `key=value` overrides, later ones winning; plugins that it names are imported.
+def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -> Config:
+    """Read the user's configuration from YAML files and `key=value` overrides, later ones winning; import the plugins that it names.
 
-    with_weights: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns all of these keys, merged
-    with the keys that the model in `init_from` determines, such as its shape.
+    merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys of files and
+    overrides, merged with the keys that the model in `init_from` determines, such as its shape.
 
     Raises ConfigError: all problems, in one message.
     """
@@ -185,31 +185,31 @@ def load(arguments: list[str], with_weights: WithWeights | None = None) -> Confi
     changes = read_overrides(overrides)
     weights = changes.get("init_from", tree.get("init_from"))
     if isinstance(weights, str) and "${" in weights:
-        weights = interpolated(merge(tree, changes))["init_from"]
-    has_weights = with_weights and weights and isinstance(weights, str)
-    tree = with_weights(weights, tree, changes) if has_weights else merge(tree, changes)
+        weights = resolve_interpolations(merge(tree, changes))["init_from"]
+    has_weights = merge_model_keys and weights and isinstance(weights, str)
+    tree = merge_model_keys(weights, tree, changes) if has_weights else merge(tree, changes)
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = name or "run"
     with PLUGINS.trusted():
-        config = parse(interpolated(tree))
-    refuse_undone_temperatures(config)
+        config = parse(resolve_interpolations(tree))
+    refuse_unused_temperatures(config)
     return config
 
 
-def refuse_undone_temperatures(config: Config) -> None:
-    """Raise ConfigError if YaRN's temperature has no effect. `parse`, which also reads configurations of trained models, allows it."""
+def refuse_unused_temperatures(config: Config) -> None:
+    """Raise ConfigError if YaRN's temperature would not scale some normalizer's scores; `parse` allows this, for trained models."""
     normalizers = [phase.normalizer for phase in config.plan]
     if problems := [
         problem
         for kind, options in config.eval.kinds.items()
         for index, setting in enumerate(getattr(options, "inference", []))
-        for problem in setting.undone_temperature(normalizers, f"{config.eval.path(kind)}.inference[{index}]")
+        for problem in setting.unused_temperature(normalizers, f"{config.eval.path(kind)}.inference[{index}]")
     ]:
         raise ConfigError(problems)
 
 
 def load_normalizer(name: str, overrides: list[str]) -> Options:
-    """The options of a normalizer that the user names, with `option=value` texts; a plugin is imported.
+    """Return the options of the normalizer `name`, with `option=value` texts applied; if it is a plugin, import it.
 
     Raises ConfigError: all problems, in one message.
     """
@@ -218,7 +218,7 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 
 
 def parse(plain: dict[str, Plain]) -> Config:
-    """The checked configuration from plain data, without interpolation.
+    """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
     Raises ConfigError: all problems, in one message.
     """
@@ -236,20 +236,20 @@ def parse(plain: dict[str, Plain]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML, from which `parse_yaml` and `parse` read the same configuration."""
+    """Write the configuration as YAML text; `parse_yaml` and `parse` read the same configuration from it."""
     return dump_yaml(to_plain(config))
 
 
 def read_yaml(path: Path) -> dict[str, Plain]:
-    """The file's keys merged over the keys of its `base:` files (paths relative to the file, else names of presets).
+    """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file, else names of presets).
 
-    Raises ConfigError: it names the file that can't be read or is not a configuration.
+    Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
     return _read(path, (), {})
 
 
 def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
-    """Read a file as `read_yaml` does. `heirs` are the files that inherit from it; `cache` has the keys of files read before."""
+    """Read a file as `read_yaml` does; `heirs` are the files that inherit from this file, `cache` has the keys of files read before."""
     try:
         resolved_path = path.resolve()
         if resolved_path in cache:
@@ -277,29 +277,29 @@ def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain
     plain = {} if plain is None else plain
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must hold keys and values, not {abbreviated(as_written(plain), 40)}{hint}")
-    cache[resolved_path] = over_bases(plain, path, "base", (*heirs, resolved_path), cache)
+    cache[resolved_path] = merge_bases(plain, path, "base", (*heirs, resolved_path), cache)
     return cache[resolved_path]
 
 
-def over_bases(
+def merge_bases(
     plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
 ) -> dict[str, Plain]:
-    """The keys of a block of the file `path`, merged over the keys of the files that its `base` names, later files winning. Names are
-    paths relative to `path`, else presets.
+    """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base` lists, and return them.
+    Later files win; each is a path relative to `path`, else a preset.
 
     Args:
-        key: the path of `base` in the file, for errors.
-        heirs: the files that inherit from the bases, each from the next.
+        key: the path of the key `base` in the file, for errors.
+        heirs: the files that inherit from the files in `base`, each from the next.
         cache: the keys of files that were read before, by path; files read now are added.
 
-    Raises ConfigError: `base` is of another form, or one of the files can't be read or is not a configuration.
+    Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """
     bases, cache = plain.get("base", []), {} if cache is None else cache
     names = bases if isinstance(bases, list) else [bases]
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: {Problem(key, bases, 'must be a file or a list of files')}")
-    if names and len(heirs) > MAX_BASES:
-        raise ConfigError(f"{path}: is inherited from through more than {MAX_BASES} files by `base:`")
+    if names and len(heirs) > MAX_INHERITANCE:
+        raise ConfigError(f"{path}: is inherited from through more than {MAX_INHERITANCE} files by `base:`")
     tree: dict[str, Plain] = {}
     for name in names:
         tree = merge(tree, _read(presets.find(name, parent=path.parent), heirs, cache))
@@ -307,7 +307,7 @@ def over_bases(
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
-    """`key.path=value` texts as nested plain data. Raises ConfigError for text of another form."""
+    """Parse `key.path=value` texts into nested plain data. Raises ConfigError if a text has another form."""
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
         path, sign, text = override.partition("=")
@@ -315,12 +315,12 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
         is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # of other types, an empty value is null
-        blocks.append({path: "" if is_empty else _value(text, abbreviated(override, 80))})
-    return nested(*blocks)
+        blocks.append({path: "" if is_empty else _override_value(text, abbreviated(override, 80))})
+    return nest_keys(*blocks)
 
 
-def _value(text: str, source: str) -> Plain:
-    """The plain data of an override's YAML, in which # begins no comment. Raises ConfigError, which names `source`, if it is not valid."""
+def _override_value(text: str, source: str) -> Plain:
+    """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is not valid YAML."""
     letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # a letter of private use, in place of #
     try:
         return _replace_letter(parse_yaml(text.replace("#", letter), source), letter, "#")
@@ -328,21 +328,21 @@ def _value(text: str, source: str) -> Plain:
         raise ConfigError(str(error).replace(letter, "#")) from None
 
 
-def _replace_letter(plain: Plain, letter: str, other: str) -> Plain:
-    """Plain data with `letter` replaced by `other` in all texts and keys."""
+def _replace_letter(plain: Plain, letter: str, replacement: str) -> Plain:
+    """Replace `letter` by `replacement` in all texts and keys of plain data, and return the new data."""
     if isinstance(plain, list):
-        return [_replace_letter(item, letter, other) for item in plain]
+        return [_replace_letter(item, letter, replacement) for item in plain]
     if isinstance(plain, dict):
-        return {_replace_letter(name, letter, other): _replace_letter(item, letter, other) for name, item in plain.items()}
-    return plain.replace(letter, other) if isinstance(plain, str) else plain
+        return {_replace_letter(name, letter, replacement): _replace_letter(item, letter, replacement) for name, item in plain.items()}
+    return plain.replace(letter, replacement) if isinstance(plain, str) else plain
 
 
-def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
-    """The dotted keys of `blocks` as nested blocks, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}.
+def nest_keys(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
+    """Turn dotted keys into nested blocks and merge `blocks`, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}.
 
     path: the beginning of the keys' paths in errors, such as `arms.ssmax.`.
 
-    Raises ConfigError: too deep a key, or a block that has one key twice.
+    Raises ConfigError: a key has too many parts, or a block has one key twice.
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
@@ -360,26 +360,26 @@ def nested(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
 
 
 def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
-    """`key=value` texts as nested plain data, for a command on a trained model: `eval`, `swap` or `diagnose`.
+    """Parse `key=value` texts into nested plain data, for a command on a trained model: `eval`, `swap` or `diagnose`.
 
-    Raises ConfigError: it names each key that has no effect in the command, since it belongs to the checkpoint or to training.
+    Raises ConfigError: a key has no effect in the command, since the key belongs to the checkpoint or to training.
     """
-    changes = interpolated(read_overrides(overrides))
+    changes = resolve_interpolations(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
     refused_keys = [(path, value) for path, _, value in parts if (key_effect := effect(Config, path)) and command not in key_effect.acts_in]
     if refused_keys:
-        remedy = "free to change: " + ", ".join(acting_in(command))
+        remedy = "free to change: " + ", ".join(keys_acting_in(command))
         raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused_keys])
     return changes
 
 
 def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """`base` overridden by `changes`; both are keys of the block `prefix` (such as `optim.`).
+    """Return the keys of `base`, overridden by `changes`; both hold keys of the block at the path `prefix` (such as `optim.`).
 
-    A block whose `name` changes replaces the old block whole, so that options of one normalizer are never applied to another. A key
-    that `changes` sets removes its alternative (`ALTERNATIVES`) from `base`: `max_steps` removes `tokens_per_parameter`, for example.
+    A block with a new `name` replaces the old block entirely, so that options of one normalizer are never applied to another. A key set
+    in `changes` removes the key that excludes it (`ALTERNATIVES`) from `base`: `max_steps` removes `tokens_per_parameter`, for example.
 
-    Raises ConfigError: `changes` has null in place of a block that has keys, or a block in place of a number: probably a mistake.
+    Raises ConfigError: `changes` has null where `base` has a block with keys, or a block where `base` has a number.
     """
     result = dict(base)
     for name, value in changes.items():
@@ -410,7 +410,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
 
 
 def reference_markdown() -> str:
-    """The text of docs/config.md: every key with its type, default and description."""
+    """Write the text of docs/config.md: a table of all keys with type, default, effect and description."""
     lines = [
         "# Configuration reference",
         "",

@@ -13,28 +13,28 @@ from lm.schema import key, optional, variant
 if TYPE_CHECKING:
     from torch import Tensor
 
-ORIGINAL_HELP = "context length before the frequencies were rescaled, tokens"
+ORIGINAL_LENGTH_HELP = "context length before the frequencies were rescaled, tokens"
 
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """RoPE's frequencies as theta gives them; the base class of rescalings made before or in training."""
+    """RoPE's frequencies without rescaling; the base class of rescalings that a model was, or will be, trained with."""
 
     name: ClassVar[str] = "none"
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
-        """Radians per token of each pair of dimensions, (pairs,), from `frequencies` before rescaling; `theta`: RoPE's base in training."""
+        """Rescaled radians per token of each pair of dimensions, (pairs,), from `frequencies` before rescaling; `theta`: RoPE's base."""
         return frequencies
 
     @property
     def amplitude(self) -> float:
-        """A factor on cos and sin; logits are multiplied by its square."""
+        """The factor on RoPE's cos and sin, by whose square attention logits are multiplied."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class LinearScaling(TrainedScaling):
-    """Position interpolation, arXiv 2306.15595: all frequencies divided by one factor."""
+    """Position interpolation, arXiv 2306.15595: all frequencies divided by `factor`."""
 
     name: ClassVar[str] = "linear"
     factor: float = key(2.0, "divides all frequencies", gt=0, le=1e6)
@@ -45,28 +45,28 @@ class LinearScaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(TrainedScaling):
-    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged; between, linear in periods per `original` tokens.
+    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged, with a transition linear in a pair's periods.
 
-    Source: `apply_scaling` of github.com/meta-llama/llama-models.
+    Periods are counted per `original` tokens. Source: `apply_scaling` of github.com/meta-llama/llama-models.
     """
 
     name: ClassVar[str] = "llama3"
     factor: float = key(8.0, "divides low frequencies", gt=0, le=1e6)
     slow: float = key(1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9)
     fast: float = key(4.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
-    original: int = key(8192, ORIGINAL_HELP, ge=1, le=10**9)
+    original: int = key(8192, ORIGINAL_LENGTH_HELP, ge=1, le=10**9)
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         periods = self.original * frequencies / (2 * math.pi)
-        return divided_below(frequencies, periods, self.slow, self.fast, self.factor)
+        return divide_low_frequencies(frequencies, periods, self.slow, self.fast, self.factor)
 
     def problems(self) -> Iterator[Problem]:
-        return order_problems(self.slow, self.fast)
+        return period_limit_problems(self.slow, self.fast)
 
 
 @dataclass(frozen=True)
 class YarnScaling(TrainedScaling):
-    """YaRN, arXiv 2309.00071, as in its authors' code: high frequencies unchanged, low ones divided by `factor`, and a transition between.
+    """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a transition.
 
     Source: `YaRNScaledRotaryEmbedding` of github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is
     linear in the number of periods, as in the inference setting `yarn`.
@@ -76,7 +76,7 @@ class YarnScaling(TrainedScaling):
     factor: float = key(4.0, "divides low frequencies", gt=0, le=1e6)
     slow: float = key(1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9)
     fast: float = key(32.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
-    original: int = key(8192, ORIGINAL_HELP, ge=1, le=10**9)
+    original: int = key(8192, ORIGINAL_LENGTH_HELP, ge=1, le=10**9)
     attention_factor: float | None = key(None, "multiplies cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
     whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
 
@@ -95,18 +95,18 @@ class YarnScaling(TrainedScaling):
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
     def problems(self) -> Iterator[Problem]:
-        return order_problems(self.slow, self.fast)
+        return period_limit_problems(self.slow, self.fast)
 
 
-def divided_below(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
-    """The `frequencies` of pairs, divided by `factor` for at most `slow` periods and unchanged from `fast` periods on; between, linear in
-    `periods`: how many full turns each pair makes in the context length before scaling."""
+def divide_low_frequencies(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
+    """Divide the frequencies of pairs with at most `slow` periods by `factor`, and keep those of pairs with at least `fast` periods.
+    Between `slow` and `fast` the multiplier is linear in `periods`, the number of full turns of a pair in the context before scaling."""
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
 
-def order_problems(slow: float, fast: float) -> Iterator[Problem]:
-    """A problem if `fast` is not above `slow`; both are numbers of periods, between which a scaling has its transition."""
+def period_limit_problems(slow: float, fast: float) -> Iterator[Problem]:
+    """Yield a problem if `fast` is not above `slow`, the numbers of periods between which a scaling's transition lies."""
     if fast <= slow:
         yield Problem("fast", fast, f"is not above slow = {slow:g}")
 
@@ -118,11 +118,11 @@ TRAINED_SCALINGS = {v.name: v for v in (TrainedScaling, LinearScaling, Llama3Sca
 
 
 class Position:
-    """Base of the encodings of token positions."""
+    """Base class of the options of position encodings."""
 
     name: ClassVar[str]
     rotates: ClassVar[bool] = False  # true if queries and keys are rotated by angles that can be rescaled
-    has_last: ClassVar[bool] = False  # true if positions beyond the training length have no encoding
+    has_last_position: ClassVar[bool] = False  # true if positions beyond the training length have no encoding
 
     @property
     def label(self) -> str:
@@ -172,7 +172,7 @@ class Learned(Position):
     """A learned vector per position; can't be evaluated beyond the training length."""
 
     name: ClassVar[str] = "learned"
-    has_last: ClassVar[bool] = True
+    has_last_position: ClassVar[bool] = True
 
 
 @dataclass
@@ -189,19 +189,19 @@ class AttentionBlock:
     name: ClassVar[str] = "attention"
 
     def key_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of each head's queries and keys; with `differential`, for each of a head's two attention maps."""
+        """Dimensions of each head's queries and keys; with `differential`, the dimensions in each of a head's two attention maps."""
         return self.value_dims(model) // model.maps
 
-    def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
-        """The option of `model` that determines `key_dims`, and its value."""
+    def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
+        """Return the name and value of the option of `model` that determines `key_dims`, for errors."""
         return ("n_embd", model.n_embd) if model.head_size is None else ("head_size", model.head_size)
 
     def value_dims(self, model: "ModelConfig") -> int:
         """Dimensions of each head's values."""
         return model.head_size or model.n_embd // model.n_head
 
-    def resolved(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """Values for the options of `model` that may be null: the same for all configurations of one model."""
+    def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
+        """The resolved values, by key, of options of `model` that may be null; any two configurations of one model have equal values."""
         return {
             "n_kv_head": model.kv_heads,
             "head_size": model.value_dims,
@@ -211,11 +211,11 @@ class AttentionBlock:
         }
 
     def label(self, model: "ModelConfig") -> str:
-        """The layer's MLP and its hidden width, in words."""
+        """A text such as `swiglu 704`: the activation and hidden width of the MLP."""
         return f"{model.mlp} {model.mlp_width}"
 
-    def problems_of(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Problems of options of `model` that contradict this block, by paths relative to `model`."""
+    def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
+        """Yield the options of `model` that contradict this block, as problems with paths relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
             remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
             yield Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy)
@@ -223,13 +223,13 @@ class AttentionBlock:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason, f"e.g. {math.gcd(model.n_head, model.n_kv_head)}")
         if model.value_dims % model.maps:
-            name, value = self.dims_from(model)
+            name, value = self.key_dims_option(model)
             yield Problem(name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even")
 
 
 @dataclass
 class GAUBlock:
-    """A gated attention unit, arXiv 2202.10447: one head, no MLP; two of them stand for one block of attention and MLP."""
+    """A gated attention unit, arXiv 2202.10447: one head and no MLP; two units have about the size of one attention block with MLP."""
 
     name: ClassVar[str] = "gau"
     expansion: float = key(2.0, "width of gate and values, in model widths", gt=0, le=64)
@@ -239,21 +239,21 @@ class GAUBlock:
         """Dimensions of queries and keys."""
         return self.key_size
 
-    def dims_from(self, model: "ModelConfig") -> tuple[str, int]:
-        """The option of `model` that determines `key_dims`, and its value."""
+    def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
+        """Return the name and value of the option of `model` that determines `key_dims`, for errors."""
         return "block.key_size", self.key_size
 
     def value_dims(self, model: "ModelConfig") -> int:
-        """Width of the gate and the values."""
+        """Dimensions of the values, which are also those of the gate."""
         return int(self.expansion * model.n_embd)
 
-    def resolved(self, model: "ModelConfig") -> dict[str, int | bool]:
+    def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool]:
         return {}  # the options that may be null are for attention and MLP
 
     def label(self, model: "ModelConfig") -> str:
         return f"gated attention units of width {self.value_dims(model)}"
 
-    def problems_of(self, model: "ModelConfig") -> Iterator[Problem]:
+    def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
         if self.value_dims(model) < 1:
             reason = f"gives no values in a model of model.n_embd = {model.n_embd}"
             yield Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more")
@@ -278,10 +278,10 @@ class GAUBlock:
 
 @dataclass
 class Transfer:
-    """Width and depth of a base model: `optim` has its learning rate, weight decay and epsilon, which are rescaled (`lm.model.transfer`).
+    """Width and depth of a base model; `optim` holds the base model's learning rate, weight decay and epsilon, and lm rescales them.
 
-    The base model's heads have the same size, and its n_head, n_kv_head and n_mlp are in proportion to its width. If n_mlp is null, the
-    proportion is approximate: the default for swiglu is rounded up to a multiple of 64.
+    See `lm.model.transfer`. The base model has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width. If
+    n_mlp is null, the proportion is approximate: the default for swiglu is rounded up to a multiple of 64.
     """
 
     base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
@@ -364,12 +364,12 @@ class ModelConfig:
 
     @property
     def maps(self) -> int:
-        """The number of attention maps of each head."""
+        """The number of attention maps of each head: 2 with `differential`, else 1."""
         return 2 if self.differential else 1
 
     @property
     def kv_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """The number of key and value heads, fewer than query heads with grouped queries."""
         return self.n_kv_head or self.n_head
 
     @property
@@ -382,12 +382,12 @@ class ModelConfig:
 
     @property
     def scales_with_q(self) -> bool:
-        """Whether a factor on the queries is the same factor on the logits q.k, in all layers."""
+        """Whether multiplying queries by a factor multiplies the attention logits by the same factor, in all layers."""
         return all(layer.scales_with_q for layer in self.normalizer.layer_options())
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of the MLP."""
+        """Hidden width of the MLP: `n_mlp`, or its default if null."""
         if self.n_mlp:
             return self.n_mlp
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
@@ -395,10 +395,10 @@ class ModelConfig:
     def problems(self) -> Iterator[Problem]:
         dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
         remedy = "shorten the list: it is repeated over the layers"
-        yield from self.block.problems_of(self)
+        yield from self.block.model_problems(self)
         if self.position.rotates:
             if dims % 2:
-                name, value = self.block.dims_from(self)
+                name, value = self.block.key_dims_option(self)
                 yield Problem(name, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even")
             if self.position.rotated(dims) == 0:
                 reason = f"rotates nothing of a head of size {dims}"
@@ -414,13 +414,13 @@ class ModelConfig:
 
     @property
     def base_shape(self) -> dict[str, int]:
-        """Width and depth of the base model, by the keys of `transfer`; without one, this model's width and depth."""
+        """Width and depth of the base model, by the keys of `transfer`; a missing value is the width or depth of this model."""
         base = self.transfer or Transfer()
         return {"base_width": base.base_width or self.n_embd, "base_depth": base.base_depth or self.n_layer}
 
     @property
     def size_multipliers(self) -> tuple[float, float]:
-        """The multipliers m and l of `lm.model.transfer`: width and depth, each divided by the base model's."""
+        """The multipliers m and l of `lm.model.transfer`: this model's width and depth, divided by the base model's width and depth."""
         width, depth = self.base_shape.values()
         return self.n_embd / width, self.n_layer / depth
 

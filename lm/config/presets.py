@@ -9,7 +9,7 @@ import lm
 from lm.errors import ConfigError
 from lm.schema import suggest
 
-_FOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # folders in which a name is looked up, by kind
+_SUBFOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # subfolders to search for a preset, by kind
 
 
 def folder() -> Path:
@@ -19,10 +19,10 @@ def folder() -> Path:
 
 
 def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
-    """The file that an argument of the command line names: an existing file, else the preset of that name, else the argument as a path.
+    """Find the file that a command-line argument names: an existing file, else the preset of that name, else the argument as a path.
 
-    A folder of the same name hides no preset. A preset's name is its path within `configs`, with or without that folder and `.yaml`, e.g.
-    `recipes/modern` or `configs/softmax.yaml`.
+    A preset is preferred to a folder of the same name. A preset's name is its path in the folder of presets, e.g. `recipes/modern`; the
+    subfolder and `.yaml` may be left out, and `configs/` may stand before it.
 
     Args:
         kind: `experiments` for an experiment, empty for a configuration.
@@ -34,16 +34,16 @@ def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
         return path
     relative_path = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
     relative_path = relative_path if relative_path.suffix in (".yaml", ".yml") else relative_path.with_name(f"{relative_path.name}.yaml")
-    return next((file for place in _FOLDERS[kind] if (file := folder() / place / relative_path).is_file()), path)
+    return next((file for subfolder in _SUBFOLDERS[kind] if (file := folder() / subfolder / relative_path).is_file()), path)
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument of the command line is a `key=value`: it has a `=`, and is not the path of a file or folder."""
+    """Whether a command-line argument is an override `key=value`: it has a `=`, and no file or folder has this path."""
     return "=" in argument and not os.path.exists(os.path.expanduser(argument))
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield each preset's name, and the first sentence of the comment on the first line of its file."""
+    """Yield (name, description) of each preset; the description is the first sentence of the comment on its file's first line."""
     root = folder()
     for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
         line = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -52,7 +52,7 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def suggestion(path: Path) -> str:
-    """A remedy for the missing file `path`: the preset with the most similar name, else the command that lists presets."""
+    """A hint for the error that `path` does not exist: the preset with the most similar name, else the command that lists presets."""
     known_names = [name for name, _ in names()]
     text = suggest(path.with_suffix("").as_posix(), [*known_names, *(name.rpartition("/")[2] for name in known_names)])
     return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"

@@ -15,22 +15,22 @@ from lm.schema import Plain, key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
 MAX_PAIRS_TIMES_VALUES = 2**22  # most pairs x values in a sequence, which lm.data.tasks compares one by one
-HELD_OUT = 8  # one in so many of a task's contents is in test sequences only
+HELD_OUT = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
 
 
 @dataclass(frozen=True)
 class Chance:
-    """Accuracy of chance: of random picks among the answers that the sequence shows, without regard to the question."""
+    """Accuracy at chance level: the expected accuracy of answers picked at random from the answers that the sequence shows."""
 
-    teacher_forced: float  # the right answers to earlier questions stand in the sequence, and are not picked again
-    rollout: float  # the picks themselves stand there instead (greedy decoding)
+    teacher_forced: float  # the sequence has the right answers to earlier questions, and these answers are not picked again
+    rollout: float  # greedy decoding: the sequence has the earlier picks in place of the right answers
 
     @classmethod
     def for_questions(cls, candidates: int, questions: int) -> "Chance | None":
-        """Chance for `questions` questions with different answers, without repeated picks; None for one candidate, which leaves no choice.
+        """Chance level for `questions` questions whose answers differ, if no answer is picked twice; None if there is only one candidate.
 
-        Under teacher forcing question i (from 0) has `candidates` - i answers left; with k questions on k candidates, chance is
-        (1 + 1/2 + ... + 1/k) / k. In a rollout the picks are a random arrangement, each right with probability 1 / `candidates`.
+        Under teacher forcing, question i (from 0) has `candidates` - i answers left. With k questions and k candidates, chance level is
+        (1 + 1/2 + ... + 1/k) / k. In a rollout, picks are in random order, and each is right with probability 1 / `candidates`.
         """
         if candidates == 1:
             return None
@@ -38,37 +38,37 @@ class Chance:
 
 
 class Task(ABC):
-    """Base of a synthetic task's options. A task's docstring says which contents training and test sequences never share ("Disjoint")."""
+    """Base class of the options of synthetic tasks. Under "Disjoint", a docstring says what training and test sequences never share."""
 
     name: ClassVar[str]
 
     def make(self, draw: object, length: int, text: object) -> object:
-        """An `Example`, a sequence of `length` + 1 tokens, of a plugin's task; lm.data.tasks makes the sequences of lm's own tasks.
+        """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: lm.data.tasks makes the sequences of lm's own.
 
         Args:
-            draw: the random numbers, a `Draw`.
-            text: tokenizer and filler, a `Text`, for a task without `vocab_size`.
+            draw: a `Draw`, the source of all random numbers.
+            text: a `Text` with tokenizer and filler, for a task without `vocab_size`.
 
-        Raises NoRoom: the task doesn't fit.
+        Raises NoRoom: the task doesn't fit into `length` tokens.
         """
         raise NotImplementedError
 
     @property
     def vocab_size(self) -> int | None:
-        """The number V of symbols of a task over symbols 0 to V - 1; None for a task in text."""
+        """The number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text."""
         return None
 
     @property
     def chance(self) -> Chance | None:
-        """Accuracy of chance in test sequences; None if no single number applies to all questions."""
+        """Chance level in test sequences; None if it differs between questions."""
         return None
 
     @abstractmethod
     def entropy(self, length: int) -> float:
-        """Entropy in nats, or a lower bound of it, of the task's sequences of `length` predicted tokens."""
+        """Entropy in nats, or a lower bound of the entropy, of the task's sequences of `length` predicted tokens."""
 
-    def distinct(self, length: int, subset: Literal["train", "test"]) -> float:
-        """The approximate number of different training or test sequences. If more are drawn, some repeat: draws are independent."""
+    def n_distinct(self, length: int, subset: Literal["train", "test"]) -> float:
+        """The approximate number of different sequences that the subset can have; with more draws, some sequences repeat."""
         fraction = 1 / HELD_OUT if subset == "test" else 1 - 1 / HELD_OUT
         return fraction * exp(min(self.entropy(length), 100.0))
 
@@ -83,12 +83,12 @@ class MQAR(Task):
     """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys, each followed by its value.
 
     Symbols: keys, then values, then filler; if `joined`, then a symbol for each pair of key and value, ordered by key. A sequence ends
-    with its queries, of two tokens each: a key and its value. Keys and values of a sequence are all different, no key is asked for
-    twice, and filler has other symbols. So a value stands in its pair and in its answer, and nowhere else.
+    with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is asked for twice, and filler has
+    symbols of its own. So a value occurs only in its pair and in its answer.
 
-    Disjoint: lists of (key, value), by their hash; a single pair may be in training and in test sequences. With `held_out: pairs` a pair
-    whose key and value, each counted from 0, sum to a multiple of 8 is in test sequences only, any other in training sequences only.
-    A model that has learned the pairs of training is then wrong in test sequences more often than chance.
+    Disjoint: lists of (key, value), by their hash; a single pair may occur in both subsets. With `held_out: pairs`, single pairs are
+    disjoint: test sequences have the pairs whose key and value, each counted from 0, sum to a multiple of 8, and training the others.
+    A model that has memorised the pairs of training is then wrong in test sequences more often than chance.
     """
 
     name: ClassVar[str] = "mqar"
@@ -117,10 +117,10 @@ class MQAR(Task):
         return Chance.for_questions(self.pairs, self.queries)
 
     def entropy(self, length: int) -> float:
-        """Entropy of the pairs and the filler, without the pairs' positions and the queries."""
-        filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
+        """Entropy of the pairs and the filler; the pairs' positions and the queries are not counted."""
+        n_filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
         list_entropy = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
-        return list_entropy + filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
+        return list_entropy + n_filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
 
     def problems(self) -> Iterator[Problem]:
         if self.queries > self.pairs:
@@ -142,7 +142,7 @@ class MQAR(Task):
 class Copy(Task):
     """Copying (after arXiv 2402.01032): a string among filler, a mark, and the string again, which is the answer.
 
-    Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string stands nowhere else.
+    Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string occurs nowhere else.
 
     Disjoint: strings, by their hash.
     """
@@ -158,16 +158,16 @@ class Copy(Task):
 
     def entropy(self, length: int) -> float:
         """Entropy of the string, its position and the filler."""
-        room = max(0, length - 2 * self.span)
-        return self.span * log(self.symbols) + log(room + 1) + room * log(self.filler)
+        n_filler = max(0, length - 2 * self.span)
+        return self.span * log(self.symbols) + log(n_filler + 1) + n_filler * log(self.filler)
 
 
 @dataclass
 class Induction(Task):
-    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random ones; at the end, mark and symbol again.
+    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random symbols; at the end, mark and symbol again.
 
-    Symbols: the random symbols, then the mark, which stands twice. The answer's symbol is as frequent elsewhere as any other:
-    its absence would reveal it.
+    Symbols: the random symbols, then the mark, which occurs twice in a sequence. The symbol after the mark, which is the answer, is
+    drawn like all others: it may occur elsewhere, so that frequencies do not reveal it.
 
     Disjoint: whole sequences, by their hash.
     """
@@ -191,12 +191,12 @@ class Induction(Task):
 
 @dataclass
 class Maximum(Task):
-    """Retrieval of the largest (after arXiv 2410.01104): items among filler, a mark, the payload of the highest priority.
+    """Maximum retrieval (after arXiv 2410.01104): items among filler, then a mark, then the payload of the item of highest priority.
 
     An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the mark.
-    Priorities and payloads of a sequence are all different, so the answer stands in its item and nowhere else.
+    Priorities and payloads of a sequence all differ, so the answer occurs only in its item and at the end.
 
-    Disjoint: the (priority, payload) of the items in the order of the sequence, by their hash.
+    Disjoint: the list of (priority, payload) in the order of the sequence, by its hash.
     """
 
     name: ClassVar[str] = "max"
@@ -214,7 +214,7 @@ class Maximum(Task):
         return Chance.for_questions(self.items, 1)
 
     def entropy(self, length: int) -> float:
-        """Entropy of the items and the filler, without the items' positions."""
+        """Entropy of the items and the filler; the items' positions are not counted."""
         list_entropy = _log_arrangements(self.priorities, self.items) + _log_arrangements(self.payloads, self.items)
         return list_entropy + max(0, length - 1 - 2 * self.items) * log(self.filler)
 
@@ -225,11 +225,11 @@ class Maximum(Task):
 
 @dataclass
 class FlipFlop(Task):
-    """Flip-flop (arXiv 2306.00946): instructions write, ignore and read, each with a symbol; a read has the last written symbol.
+    """Flip-flop (arXiv 2306.00946): write, ignore and read instructions, each before a symbol; after a read, the last written symbol.
 
-    Symbols: the written symbols, then write, ignore, read, then a start, with which sequences of even `length` begin. The first
-    instruction is a write, the last a read. Ignored symbols are drawn from the same symbols: nothing but the order reveals the answer.
-    Chance is not one number: half of the reads follow another read without a write between them and have its answer.
+    Symbols: the written symbols, then write, ignore, read, then a start symbol that begins sequences of even `length`. The first
+    instruction is a write, the last a read. Ignored symbols are drawn from the written symbols: only the order reveals the answer.
+    Chance level differs between questions: about half of the reads repeat the answer of the read before, with no write between them.
 
     Disjoint: whole sequences, by their hash.
     """
@@ -243,20 +243,20 @@ class FlipFlop(Task):
         return self.symbols + 4
 
     def entropy(self, length: int) -> float:
-        """Entropy of the instructions, of which the first is a write and the last a read; a read's symbol adds none."""
+        """Entropy of instructions and symbols; the first and last instruction and the symbols after reads are determined and add none."""
         probability = (1 - self.ignored) / 2  # probability of a write, and of a read
-        verb_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
-        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (verb_entropy + (1 - probability) * log(self.symbols))
+        instruction_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
+        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (instruction_entropy + (1 - probability) * log(self.symbols))
 
 
 @dataclass
 class Needle(Task):
     """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in text of the corpus.
 
-    The sequence ends with a question for each needle and its number. Seven-digit numbers and cities of a sequence all differ. An
-    answer's number stands in its needle and in its answer and nowhere else in the text, and is the same tokens in both.
+    The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a sequence all
+    differ. A number occurs only in its needle and in its answer, as the same tokens.
 
-    Disjoint: numbers, by their hash; filler, by the corpus's split into documents. Cities are shared.
+    Disjoint: numbers, by their hash; filler, by the split of the corpus into documents. Both subsets have the same cities.
     """
 
     name: ClassVar[str] = "needle"
@@ -266,7 +266,7 @@ class Needle(Task):
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
-        """Entropy of the numbers, without cities, the needles' positions and filler."""
+        """Entropy of the numbers alone; cities, the needles' positions and filler are not counted."""
         return (self.needles + self.distractors) * log(9 * 10**6)
 
     @property
@@ -276,11 +276,11 @@ class Needle(Task):
 
 @dataclass
 class Passkey(Task):
-    """The pass key among grass (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key.", five digits, asked at the end.
+    """Pass key retrieval (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key." in filler, then a question for KEY.
 
-    The key stands twice in its sentence, in the answer, and nowhere else, as the same tokens each time.
+    KEY has five digits, and occurs twice in its sentence and once in the answer, as the same tokens, and nowhere else.
 
-    Disjoint: keys, by their hash; filler of the corpus, too, by its split into documents.
+    Disjoint: keys, by their hash; filler from the corpus, by the split of the corpus into documents.
     """
 
     name: ClassVar[str] = "passkey"
@@ -289,7 +289,7 @@ class Passkey(Task):
     absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
-        """Entropy of the key, without its position and the filler."""
+        """Entropy of the key alone; its position and the filler are not counted."""
         return log(9 * 10**4)
 
 
@@ -298,7 +298,7 @@ TASKS = Table(TASK, {task.name: task for task in (MQAR, Copy, Induction, Maximum
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each of `tasks` (plain data): the task's name and, for several tasks of one name, the options in which they differ."""
+    """A name for each of `tasks` (plain data), such as `mqar (pairs 8)`; options that differ between tasks of one name are in brackets."""
     names = []
     for task in tasks:
         namesakes = [namesake for namesake in tasks if namesake["name"] == task["name"]]

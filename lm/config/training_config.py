@@ -23,13 +23,13 @@ class Constant:
     name: ClassVar[str] = "constant"
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """Learning rate of an optimizer step after warm-up, as a fraction of the peak; `step` counts from 0 at the run's start."""
+        """Learning rate of a step after warm-up, as a fraction of the peak; `step` is counted from 0 at the start of the run."""
         return 1.0
 
 
 @dataclass
 class Cosine:
-    """A learning rate that decays along half a cosine, from its peak to `final_fraction` of it."""
+    """A learning rate that decays along half a cosine, from the peak to `final_fraction` of the peak."""
 
     name: ClassVar[str] = "cosine"
     final_fraction: float = key(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
@@ -41,7 +41,7 @@ class Cosine:
 
 @dataclass
 class WSD:
-    """A learning rate that stays at its peak after warm-up, then decays linearly over the last `decay_fraction` of the steps."""
+    """A learning rate that stays at its peak after warm-up, then decays linearly over the last fraction `decay_fraction` of the steps."""
 
     name: ClassVar[str] = "wsd"
     decay_fraction: float = key(0.2, "fraction of all steps over which the rate decays", gt=0, le=1)
@@ -53,31 +53,31 @@ class WSD:
 
 
 class Optimizer:
-    """Base of the options of an optimizer, the rule by which gradients become updates."""
+    """Base class of the options of optimizers, the rules by which gradients become updates."""
 
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
     weight_decay: ClassVar[float] = 0.0  # of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
-        """The torch optimizer of a plugin; lm.training.optimizers makes the torch optimizers of lm's own.
+        """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of lm's own options.
 
-        groups: torch's groups of named parameters, each with its `name`, `weight_decay` and, where `has_eps`, perhaps `eps`.
+        groups: torch's groups of named parameters; each has `name`, `weight_decay` and, if `has_eps(name)`, perhaps `eps`.
         """
         raise NotImplementedError
 
     def has_eps(self, group: str) -> bool:
-        """Whether the update of this group has an epsilon, from the option `eps` or from `optim.groups`."""
+        """Whether the update of the parameters in `group` uses an epsilon, from the option `eps` or from `optim.groups`."""
         return False
 
     def kept(self, group: str) -> int:
-        """The number of state values that the optimizer keeps for each value of a parameter in this group, for estimates of disk space."""
+        """The number of values of optimizer state per parameter value in `group`, for estimates of checkpoint size."""
         return 2
 
     @property
     def width_exponent(self) -> float | None:
-        """Exponent e: `model.transfer` multiplies the learning rate of matrices by m^-e, m the width over the base model's; None: no rule
-        is known."""
+        """Exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over the base
+        model's width; None if no rule is known."""
         return None
 
 
@@ -98,13 +98,13 @@ class AdamW(Optimizer):
 
     @property
     def width_exponent(self) -> float:
-        """1: if all entries of a matrix change by d, its outputs change by up to width times d."""
+        """Return 1: if all entries of a matrix change by d, its outputs change by up to width times d."""
         return 1.0
 
 
 @dataclass
 class Muon(AdamW):
-    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`; AdamW, with its options, for other groups."""
+    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, by its options, for other groups."""
 
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
@@ -121,16 +121,16 @@ class Muon(AdamW):
         return group != "matrices"  # where AdamW makes the update
 
     def kept(self, group: str) -> int:
-        """1 for a momentum of Muon, 2 for the moments of AdamW."""
+        """Return 1 for the group with Muon's momentum, 2 for groups with AdamW's two moments."""
         return 1 if group == "matrices" else 2
 
     @property
     def width_exponent(self) -> float:
-        """0.5 or 0, by `adjust_lr`, so that an update's largest singular value is the same at every width."""
+        """Return 0.5 or 0, by `adjust_lr`, so that an update's largest singular value is the same at every width."""
         return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
-        """The learning rate of a projection, as a multiple of its group's rate."""
+        """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning rate."""
         return 0.2 * math.sqrt(max(outputs, inputs)) if self.adjust_lr == "match_rms_adamw" else math.sqrt(max(1, outputs / inputs))
 
 
@@ -148,7 +148,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """Options by group of parameters; each trained parameter is in exactly one group."""
+    """Options for each group of parameters; each trained parameter is in exactly one group."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
     embedding: Group = section(Group, "embeddings of tokens (also a tied head, and those of values) and learned positions")
@@ -182,7 +182,7 @@ class OptimConfig:
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
-        """Learning rate of step `step` (0-based). Warm-up is linear and ends at the peak; the rate of step 0 is lr / warmup_steps."""
+        """Learning rate of the 0-based `step`. Warm-up is linear and ends at the peak; step 0 has the rate lr / warmup_steps."""
         warmup_steps = self.warmup(max_steps)
         factor = (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
         return self.lr * factor
@@ -192,7 +192,7 @@ class OptimConfig:
         return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:
-        """The weight decay of a group: a step subtracts learning rate x weight decay x weight."""
+        """The weight decay coefficient of `group`: a step subtracts learning rate x coefficient x weight from each weight."""
         group_decay = getattr(self.groups, group).weight_decay
         optimizer_decay = self.optimizer.weight_decay if group in DECAYED_GROUPS else 0.0
         return optimizer_decay if group_decay is None else group_decay
@@ -213,7 +213,7 @@ class OptimConfig:
 
 @dataclass
 class Phase:
-    """A phase of training with its own normalizer; at its start the normalizers are swapped and all other state is kept."""
+    """A phase of training with its own normalizer: when a later phase starts, the normalizers are swapped and all other state is kept."""
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
     normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")

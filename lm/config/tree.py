@@ -1,6 +1,6 @@
 """The configuration as a tree of dataclasses, its canonical form, and the effect of each key. Imports no torch.
 
-`lm.config.load` reads and checks it.
+`lm.config.load` reads and checks configurations.
 """
 
 import re
@@ -15,13 +15,13 @@ from lm.config.data_config import DataConfig
 from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
-from lm.files import expanded
+from lm.files import expand_home
 from lm.schema import Effect, Plain, block_of, build, effect, flatten, key, reference, section, sections, to_plain
 
 
 @dataclass
 class ExperimentConfig:
-    """Experiment, arm, size, stage and rate of a run of `lm compare`, which writes them into the configuration; null in other runs."""
+    """Experiment, arm, size, stage and rate of a run of `lm compare`, which sets these keys; null in runs of other commands."""
 
     name: str | None = key(None, "name of the experiment")
     arm: str | None = key(None, "arm of the run")
@@ -67,11 +67,11 @@ class Config:
 
     @property
     def run_folder(self) -> Path:
-        return expanded(self.runs) / self.name
+        return expand_home(self.runs) / self.name
 
     @property
     def first_step(self) -> int | None:
-        """The step at which the run starts; None if it branches from last.ckpt or a run folder: the step stands in that file."""
+        """The step at which the run starts; None if it branches from last.ckpt or a run folder, as only the checkpoint file holds it."""
         if not self.branch_from:
             return 0
         match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
@@ -79,7 +79,7 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """The number of processes on all machines."""
+        """The number of processes on all machines together."""
         return self.trainer.devices * self.trainer.num_nodes
 
     @property
@@ -89,24 +89,24 @@ class Config:
 
     @property
     def micro_batch(self) -> int:
-        """The number of sequences in one forward pass: as set, or the largest divisor of `rank_sequences` within 16,384 tokens."""
+        """Sequences in one forward pass: `trainer.micro_batch`, or the largest divisor of `rank_sequences` within 16,384 tokens."""
         max_sequences = max(1, 16384 // self.data.seq_len)
         divisors = [size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0]
         return self.trainer.micro_batch or divisors[-1]
 
     @property
     def checkpoint_every(self) -> int:
-        """Steps between checkpoints: as set, or a tenth of the run."""
+        """Steps between checkpoints: `trainer.checkpoint_every`, or a tenth of the run if null."""
         return self.trainer.checkpoint_every or max(1, self.trainer.max_steps // 10)
 
     @property
     def validation_every(self) -> int:
-        """Steps between validations: as set, or a twentieth of the run."""
+        """Steps between validations: `eval.every`, or a twentieth of the run if null."""
         return self.eval.every or max(1, self.trainer.max_steps // 20)
 
     @property
     def plan(self) -> list[Phase]:
-        """The phases of training: `phases`, or a single phase with `model.normalizer`."""
+        """The phases of training: the key `phases`, or if it is empty a single phase with `model.normalizer`."""
         return self.phases or [Phase(1.0, self.model.normalizer)]
 
     @property
@@ -115,17 +115,17 @@ class Config:
 
     @property
     def plugin_names_by_key(self) -> dict[str, str]:
-        """The `package.module:Class` of each plugin that the configuration names, by the path of the key that names it."""
+        """Map the path of each key that names a plugin to the plugin's `package.module:Class`."""
         names = {path: value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name"}
         return {path: name for path, name in names.items() if isinstance(name, str) and ":" in name}
 
     @property
     def phase_ends(self) -> list[int]:
-        """The number of steps done at the end of each phase of the plan."""
+        """The number of optimizer steps done by the end of each phase of `plan`."""
         return [round(phase.until * self.trainer.max_steps) for phase in self.plan]
 
     def phase_at(self, step: int) -> int:
-        """Index of the phase of the plan that training is in after `step` steps; after all steps, of the last phase."""
+        """Index in `plan` of the phase in which training is after `step` steps; after all steps, the last index."""
         return min(bisect_right(self.phase_ends, step), len(self.plan) - 1)
 
     def model_in(self, phase: int) -> ModelConfig:
@@ -136,9 +136,9 @@ class Config:
 
 
 def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
-    """A configuration (plain data, as in config.yaml) with each null of `model` resolved and each list of normalizers as short as possible.
+    """Return a configuration (plain data, as in config.yaml) with null keys of `model` resolved and lists of normalizers shortened.
 
-    Configurations of one model are equal in this form. Imports no plugin; a model that can't be read stays as it is.
+    Two configurations of one model have equal canonical `model` blocks. No plugin is imported; an invalid `model` is returned unchanged.
     """
     model = config.get("model")
     if not isinstance(model, dict):
@@ -147,7 +147,7 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     model_config = build(ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems)
     if problems:
         return config
-    resolved_values = {name: value for name, value in model_config.block.resolved(model_config).items() if name in model}
+    resolved_values = {name: value for name, value in model_config.block.resolved_options(model_config).items() if name in model}
     # A key whose resolved value is null is left out: it has the value of another key.
     model = {name: value for name, value in (model | resolved_values).items() if value is not None or name not in resolved_values}
     result = {**config, "model": _with_shortest_list(model, model_config.n_layer)}
@@ -157,10 +157,10 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
-    """The dotted keys in which two configurations (plain data) differ, with the values of both; None where a key is absent.
+    """Map each dotted key in which two configurations (plain data) differ to its value in each; None where a key is absent.
 
-    Keys are left out that are written alike and differ only because they follow from another key, e.g. `head_size: null` from `n_embd`.
-    The options of a block whose `name` differs are left out, too.
+    A key written alike in both, e.g. `head_size: null`, is left out, even if another key such as `n_embd` changes its resolved value.
+    If the `name` of a block differs, other options of the block are left out.
     """
     flat_configs = [flatten(config) for config in (config_a, config_b)]
     resolved_configs = [flatten(canonical(config)) for config in (config_a, config_b)]
@@ -171,7 +171,7 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
-    """The block with the shortest list of normalizers that has the same effect, if its `normalizer` is a list for the layers."""
+    """Shorten a block's list of normalizers for the layers to its period, with the same effect; other blocks are returned unchanged."""
     normalizer = block.get("normalizer") if isinstance(block, dict) else None
     normalizers = normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
     if not isinstance(normalizers, list) or not normalizers:
@@ -189,34 +189,34 @@ LEARNED_EFFECTS = ("model", "training", "numerics")  # values of `Effect.affects
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
 def effect_of(path: str) -> Effect:
-    """The effect of the key at a dotted path; a key that this version does not know counts as one that affects training."""
+    """The effect of the key at a dotted path; a key that this version does not know is taken to affect training."""
     return effect(Config, path) or Effect()
 
 
 def is_learned(path: str) -> bool:
-    """True if the key affects the weights that a run learns: runs that differ in it belong to different arms."""
+    """Whether the key at `path` affects the weights that a run learns; runs that differ in such a key belong to different arms."""
     return effect_of(path).affects in LEARNED_EFFECTS
 
 
-def acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
-    """The paths of the keys that have an effect in a command; a block's path stands for all of its keys."""
+def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
+    """Paths of the keys of `schema` that have an effect in `command`; the path of a block stands for all keys of the block."""
     paths = []
     for spec in fields(schema):
         key_path = f"{path}{spec.name}"
         if command in effect_of(key_path).acts_in:
             paths.append(key_path)
         elif block := block_of(spec):
-            paths += acting_in(command, block, f"{key_path}.")
+            paths += keys_acting_in(command, block, f"{key_path}.")
     return paths
 
 
 @lru_cache(maxsize=1)
 def recorded_per_start() -> tuple[str, ...]:
-    """Keys that distinguish arms and may change on resume; environment.json records the value that each start of a run used."""
+    """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start of a run."""
     return tuple(path for path, *_ in reference(Config) if is_learned(path) and effect_of(path).on_resume == "free")
 
 
-def function_of(model: ModelConfig) -> dict[str, Plain]:
-    """The options that determine which function a model's weights compute, by dotted paths within `model`, in canonical form."""
+def function_options(model: ModelConfig) -> dict[str, Plain]:
+    """Values of the options, by dotted path within `model`, that determine which function a model's weights compute; in canonical form."""
     plain = canonical({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}

@@ -1,7 +1,7 @@
-"""YAML text to plain data and back, and interpolations `${...}`, for configuration files and the values of overrides.
+"""Converts YAML text to plain data and back, and resolves interpolations `${...}`, for configuration files and override values.
 
-A text may hold anything, by mistake or by intent. Its size, depth and expansion are bounded while it is parsed, so that no text
-takes long, fills the memory or exceeds the interpreter's recursion limit.
+Texts are not trusted: size, depth and expansion are bounded while a text is parsed. So no text takes long, fills the memory or
+exceeds the interpreter's recursion limit.
 """
 
 import math
@@ -29,7 +29,7 @@ _FLOAT = re.compile(
     |\.(?:nan|NaN|NAN)$""",
     re.VERBOSE,
 )
-_BREAKS = re.compile("[\x85\u2028\u2029]")
+_UNICODE_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")  # no leading zeros: in YAML 1.1, 010 is 8
 
 
@@ -37,7 +37,7 @@ _Parser = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as fast; nodes are composed, and counted, in Python
-    """YAML 1.1 restricted to plain data: no tags of objects, dates or base-60 numbers, no repeated keys; `1e-4` is a number."""
+    """Loads YAML 1.1 restricted to plain data: no object tags, dates, base-60 numbers or repeated keys; `1e-4` is a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         character: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
@@ -78,14 +78,14 @@ class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as
         return node
 
     def integer(self, node: yaml.ScalarNode) -> int:
-        """The integer that a node holds, of at most 64 bits."""
+        """Convert a node to an integer. Raises MarkedYAMLError above 64 bits."""
         number = self.construct_yaml_int(node) if len(node.value) < 100 else 2**64
         if not -(2**63) <= number < 2**63:
             raise yaml.MarkedYAMLError(problem="has an integer of more than 64 bits", problem_mark=node.start_mark)
         return number
 
     def text(self, node: yaml.ScalarNode) -> str:
-        """The text that a node holds, without characters that files and file names can't hold."""
+        """Convert a node to text. Raises MarkedYAMLError if the text has characters that files or file names can't hold."""
         text = self.construct_yaml_str(node)
         if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
             raise yaml.MarkedYAMLError(problem="has text with a NUL or a surrogate character", problem_mark=node.start_mark)
@@ -99,8 +99,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
-        """The node of a text; quoted with escapes if it has line breaks that PyYAML would write as they are and read as spaces."""
-        return self.represent_scalar(_TAG + "str", text, style='"' if _BREAKS.search(text) else None)
+        """Make the node of a text. Unicode line breaks are written as escapes in quotes, since PyYAML would read them back as spaces."""
+        return self.represent_scalar(_TAG + "str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None)
 
 
 _Loader.add_constructor(_TAG + "int", _Loader.integer)
@@ -112,7 +112,7 @@ for kind in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str | bytes, source: str) -> Plain:
-    """The plain data that a YAML text (in UTF-8) stands for; None if it is empty.
+    """Parse a YAML text (in UTF-8) and return its plain data; None if the text is empty.
 
     Raises ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` is the text's name.
     """
@@ -138,12 +138,12 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
 
 
 def dump_yaml(plain: Plain) -> str:
-    """Plain data as YAML, which `parse_yaml` reads back."""
+    """Write plain data as YAML, from which `parse_yaml` returns the same data."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flow_yaml(value: object, key: str) -> str:
-    """A value of `key` as YAML on one line; paths become texts. Raises ConfigError: YAML can't hold it."""
+    """Write the value of `key` as YAML on one line; paths become texts. Raises ConfigError if YAML can't represent the value."""
     try:
         text = yaml.dump(_plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf)
         return text.removesuffix("\n...\n").strip("\n")
@@ -157,7 +157,7 @@ def override(key: str, value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """A value with its maps, sequences, paths and NumPy numbers converted to plain data."""
+    """Convert mappings, sequences, paths and NumPy numbers within a value to plain data."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -173,10 +173,10 @@ def _plain(value: object) -> object:
 MAX_INTERPOLATIONS = 16  # most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
 
 
-def interpolated(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """The keys that a user wrote, with the interpolations `${...}` in their values resolved.
+def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
+    """Resolve the interpolations `${...}` in the values of `plain`, a configuration that a user wrote, and return the new configuration.
 
-    Configurations of checkpoints and exports are data, and are never interpolated: `${...}` could read the user's environment variables.
+    Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
     Raises ConfigError: an interpolation can't be resolved, or there are too many to expand in a reasonable time.
     """

@@ -1,7 +1,7 @@
 """The tokens that a run reads: the global batch of step t is a pure function of the store, the configuration, the seed and t.
 
 World size, workers, micro-batch and restarts do not change the batch, so a run that resumes needs no data state but t.
-The length of a step's sequences and the stream of each slot are such functions, too. Their options are in lm/config/data_config.py.
+The sequence length of step t, and the source or task of each sequence, are pure functions of t, too (lm/config/data_config.py).
 """
 
 from abc import ABC, abstractmethod
@@ -23,18 +23,18 @@ from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem
 
 T = TypeVar("T")
-BLOCK = 1024  # slots that are assigned to streams together
+BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
 _SAMPLER_SEED = 2**61  # seed word that separates the draws of a sampler from the draws of epochs
 
 
 def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each member's group, and the member's index within that group, for groups of sizes `counts` in order: both int64 (members,)."""
+    """Two int64 arrays (sum of `counts`,) for items in consecutive groups of sizes `counts`: each item's group, and its index there."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """The draws of block or epoch `number`, from the cache `draws` or made by `draw`; those of `number` - 1 stay: a step may need both."""
+def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
+    """Return `draws[number]`, made by `draw` if it is missing. The cache `draws` keeps the blocks or epochs `number` and `number` - 1."""
     if number not in draws:
         for old_number in [old_number for old_number in draws if old_number != number - 1]:
             del draws[old_number]
@@ -43,11 +43,11 @@ def _cached(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
 
 
 class StratifiedSampler:
-    """Assigns slots 0, 1, ... to streams by weight: a stream with a fraction w of all weights is due once, at random, in every 1 / w slots.
+    """Assigns slots 0, 1, ... to streams: a stream with a fraction w of all weights gets one slot, at random, in about every 1 / w slots.
 
-    A slot holds `seq_len` tokens of a source or task (`DrawnLengths` has steps as slots, and lengths as streams). Slots go to streams in
-    the order in which streams are due. Of the first t slots a stream has t x w, to within 1 + w x number of streams. As streams are due
-    at random, no stream always has the same slots of a step, such as every tenth.
+    A slot holds `seq_len` tokens; a stream is a source or a task (`DrawnLengths` uses steps as slots and lengths as streams). Each stream
+    draws one due time in each interval of 1 / w slots; slots go to streams in the order of due times. A stream gets t x w of the first t
+    slots, to within 1 + w x number of streams. The random due times keep a stream from always filling the same slots of a step.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -59,25 +59,25 @@ class StratifiedSampler:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def assign(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The index of the stream of each of `slots` (k,), and each slot's number, from 0, among its stream's slots: both int64 (k,)."""
-        blocks, places = np.divmod(slots, BLOCK)
+        """Two int64 arrays (k,) for `slots` (k,): the index of each slot's stream, and the slot's number, from 0, within this stream."""
+        block_numbers, slots_in_block = np.divmod(slots, BLOCK)
         streams, stream_slots = np.empty_like(slots), np.empty_like(slots)
-        for block in np.unique(blocks):
-            in_block = blocks == block
-            streams[in_block], stream_slots[in_block] = (values[places[in_block]] for values in self.block(int(block)))
+        for block in np.unique(block_numbers):
+            is_in_block = block_numbers == block
+            streams[is_in_block], stream_slots[is_in_block] = (values[slots_in_block[is_in_block]] for values in self.block(int(block)))
         return streams, stream_slots
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The streams and numbers, as in `assign`, of the `BLOCK` slots that begin with slot `block` x BLOCK."""
-        return _cached(self._blocks, block, lambda: self._draw_block(block * BLOCK))
+        """Return the two arrays of `assign` for the `BLOCK` slots from slot `block` x BLOCK on."""
+        return _cached_draw(self._blocks, block, lambda: self._draw_block(block * BLOCK))
 
     def _draw_block(self, first_slot: int) -> tuple[np.ndarray, np.ndarray]:
-        # Time is counted in slots. Before time t, t slots are due, give or take one a stream; slots of this block, from `begin` to `end`.
+        # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from `begin` to `end`.
         begin, end = first_slot - len(self.weights) - 1, first_slot + BLOCK + len(self.weights) + 1
         stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
         counts = np.ceil(end * self.weights).astype(np.int64) + 1 - stream_starts
-        streams, place = members(counts)
-        stream_slots = place + stream_starts[streams]
+        streams, index_in_stream = members(counts)
+        stream_slots = index_in_stream + stream_starts[streams]
         # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy versions.
         shifts = []
         for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True)):
@@ -95,21 +95,21 @@ _LENGTH_SEED = 2**63  # seed word that separates the draws of lengths from the d
 
 
 class Lengths(ABC):
-    """The number of tokens in each sequence of a step."""
+    """Gives the sequence length of each training step, in tokens; all sequences of a step have one length."""
 
     shortest: int  # the smallest length
     left_out: float = 0.0  # fraction of the tokens that an epoch does not read
 
     @abstractmethod
     def __call__(self, step: int) -> int:
-        """The length of the sequences of `step` (0-based)."""
+        """Return the length, in tokens, of the sequences of `step` (0-based)."""
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """{length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
+        """Return {length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
         return _fractions(Counter(map(self, range(steps))))
 
     def note(self) -> str:
-        """Words on the fraction of the tokens that an epoch leaves out; empty for lengths that leave out less than a sequence."""
+        """Say which fraction of the tokens an epoch leaves out; empty if an epoch leaves out less than one sequence."""
         return ""
 
 
@@ -119,7 +119,7 @@ def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
 
 
 class StepwiseLengths(Lengths):
-    """Lengths that follow one another: the keys of `length_by_step` are the steps at which they begin, ascending from 0."""
+    """Sequence lengths by a schedule: from each step (key) of `length_by_step` on, its length (value) is used; steps ascend from 0."""
 
     def __init__(self, length_by_step: Mapping[int, int]):
         self.steps, self.lengths, self.shortest = list(length_by_step), list(length_by_step.values()), min(length_by_step.values())
@@ -129,7 +129,7 @@ class StepwiseLengths(Lengths):
 
 
 class DrawnLengths(Lengths):
-    """Lengths drawn for each step by weight. A length's weight is its fraction of the steps, and so of the tokens."""
+    """Sequence lengths drawn at random for each step: a length's weight is its fraction of the steps, and so of the tokens."""
 
     def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
         self.lengths = sorted(weights)
@@ -137,16 +137,16 @@ class DrawnLengths(Lengths):
         self.sampler = StratifiedSampler([weights[length] for length in self.lengths], (*seed_words, _LENGTH_SEED))
 
     def __call__(self, step: int) -> int:
-        block, place = divmod(step, BLOCK)
-        return self.lengths[self.sampler.block(block)[0][place]]
+        block, step_in_block = divmod(step, BLOCK)
+        return self.lengths[self.sampler.block(block)[0][step_in_block]]
 
 
 class DocumentPieces(Lengths):
-    """Sequences that are pieces of single documents, cut as `DocumentLengths` says; none is below 16 tokens, which give next to no context.
+    """Cuts each document into pieces of power-of-two lengths (`DocumentLengths`), `longest` to 16 tokens; each piece is one sequence.
 
-    Tokens that fit in no piece are left out at a document's beginning and end; each epoch draws how many at the beginning. The target of
-    the text's last token is the text's first token. All pieces of a step have one length, and steps come in a random order. An epoch
-    reads, of each length, as many pieces as fill whole steps, chosen at random; lengths with too few pieces for a step are left out.
+    Up to 15 tokens of a document fit in no piece: each epoch draws how many are skipped at the document's beginning, the rest at its
+    end. The target of the text's last token is the text's first token. All pieces of a step have one length; the order of steps is random.
+    An epoch fills as many whole steps as it can with pieces of each length, chosen at random, and leaves out the remaining pieces.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
@@ -160,7 +160,7 @@ class DocumentPieces(Lengths):
         self.shortest = SHORTEST_PIECE
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
-        self.offsets, self.spare = offsets[:-1], sizes % SHORTEST_PIECE
+        self.offsets, self.n_unused = offsets[:-1], sizes % SHORTEST_PIECE
         self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: each piece's document, and where it begins in it
         starts = np.zeros_like(sizes)
         length = longest
@@ -183,11 +183,11 @@ class DocumentPieces(Lengths):
         if epoch == self._epoch:
             return
         random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
-        shift = (random.random_raw(len(self.offsets)) % (self.spare + 1).astype(np.uint64)).astype(np.int64)
+        n_skipped = (random.random_raw(len(self.offsets)) % (self.n_unused + 1).astype(np.uint64)).astype(np.int64)
         self._starts = {}
         for length, (document, offset) in self.pieces.items():
             order = np.argsort(random.random_raw(len(document)), kind="stable") if len(document) else []
-            self._starts[length] = (self.offsets[document] + shift[document] + offset)[order]
+            self._starts[length] = (self.offsets[document] + n_skipped[document] + offset)[order]
         lengths = np.repeat(list(self.steps), list(self.steps.values()))
         self._order = lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")]
         self._epoch = epoch
@@ -198,7 +198,7 @@ class DocumentPieces(Lengths):
         return int(self._order[epoch_step])
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """{length: fraction of the tokens that an epoch reads}, whatever `steps` is: to count `steps` steps would need large draws."""
+        """Return {length: fraction of an epoch's tokens}. `steps` is ignored: counting single steps would need draws of many epochs."""
         return _fractions(self.steps)
 
     def note(self) -> str:
@@ -206,13 +206,13 @@ class DocumentPieces(Lengths):
         return f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """`Stream.read` for slots of a single step; `length` is the length of this step's sequences."""
+        """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length` tokens."""
         slots_per_step = self.step_tokens // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
-        """The index in the split of the first token of each of a step's sequences: int64 (step_tokens / length,)."""
+        """Return where the sequences of step `step` begin, as token indices in the split: int64 (step_tokens / length,)."""
         length = self(step)
         epoch_step = step % self.steps_per_epoch
         n_steps_before = int((self._order[:epoch_step] == length).sum())
@@ -228,7 +228,7 @@ _SOURCE_SEED = 2**62  # seed word of a mixture's first source; each source adds 
 
 
 class Batch(NamedTuple):
-    """Sequences to train on or to evaluate."""
+    """A batch of B sequences of T tokens, to train on or to evaluate."""
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the token that follows each, or `IGNORED`
@@ -237,11 +237,11 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":
-        """The batch whose tokens and targets are the first and the last T tokens of `sequences` (B, T + 1).
+        """Make a batch of `sequences` (B, T + 1): the first T tokens of each are the inputs, the last T the targets.
 
         Args:
-            answers: (B, T) bool, true for predictions that count; None: all count.
-            end_of_text: id of the token that begins each document, if documents are not to see each other; None: they do.
+            answers: (B, T) bool, true for predictions that count in the loss; None: all predictions count.
+            end_of_text: id of the token that begins each document, to isolate documents; None: a query sees earlier documents, too.
         """
         sequences = torch.as_tensor(sequences)
         tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
@@ -261,62 +261,62 @@ class Batch(NamedTuple):
 
 
 class Stream(Protocol):
-    """Endless slots of `seq_len` tokens, each filled by one sequence or by several shorter ones."""
+    """A source of training sequences: slots 0, 1, ... of `seq_len` tokens, each filled by one sequence or several shorter sequences."""
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Sequences of `length` tokens in `slots` (k,), each with its last target, int64 (k x seq_len / length, length + 1), and a mask.
+        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), each with its last token's target, and a mask.
 
-        The mask is true for predictions that count: bool (k x seq_len / length, length), or None if all count.
+        The mask, bool (k x seq_len / length, length), is true for predictions that count in the loss; None: all count.
         """
 
 
 class TextStream:
-    """Sequences of a part of a split: the tokens from `first` to `first + n_tokens`, read as a circle, whose first token follows its last.
+    """Reads sequences from the `n_tokens` tokens of a split from index `first` on (one source's text), joined end to start into a circle.
 
-    Every document begins with the end-of-text token, so the seam of the circle is a border of documents. Each epoch cuts the circle, from a
-    random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and visits these in a random order. A sequence's last
-    token is the next sequence's first. Every token is a target once an epoch, but for fewer than `seq_len` tokens after the last sequence.
+    Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts the circle, from a random
+    token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a random order. A sequence's last token is
+    the next sequence's first. Each epoch, every token is a target once, except fewer than `seq_len` tokens after the last sequence.
 
-    Raises ValueError: the part has no sequence of `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
+    Raises ValueError: the text is shorter than `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
-        self.split, self.first, self.n_tokens, self.seq_len, self.seed_words = split, first, n_tokens, seq_len, seed_words
+        self.split, self.first_token, self.n_tokens, self.seq_len, self.seed_words = split, first, n_tokens, seq_len, seed_words
         if n_tokens <= seq_len:
             raise ValueError(f"{n_tokens} tokens hold no sequence of {seq_len + 1}")
         self.sequences_per_epoch = n_tokens // seq_len
         self._epochs: dict[int, np.ndarray] = {}
 
     def epoch_starts(self, epoch: int) -> np.ndarray:
-        """The index in the part of the first token of each of an epoch's sequences, in the order of visits: int64 (sequences_per_epoch,).
+        """Return where an epoch's sequences begin, counted from token `first`, in the order of reading: int64 (sequences_per_epoch,).
 
-        Draws are of raw PCG64 output, which never changes between NumPy versions (the output of `Generator` may).
+        The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of `Generator` may).
         """
 
         def draw_starts() -> np.ndarray:
-            random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(self.sequences_per_epoch + 1)
-            return (int(random[-1]) % self.n_tokens + self.seq_len * np.argsort(random[:-1], kind="stable")) % self.n_tokens
+            raw_numbers = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(self.sequences_per_epoch + 1)
+            return (int(raw_numbers[-1]) % self.n_tokens + self.seq_len * np.argsort(raw_numbers[:-1], kind="stable")) % self.n_tokens
 
-        return _cached(self._epochs, epoch, draw_starts)
+        return _cached_draw(self._epochs, epoch, draw_starts)
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """The index in the part of the first token of each of `slots` (k,): int64 (k,)."""
-        epochs, places = np.divmod(slots, self.sequences_per_epoch)
+        """Return where the tokens of each slot of `slots` (k,) begin, counted from token `first`: int64 (k,)."""
+        epochs, sequence_numbers = np.divmod(slots, self.sequences_per_epoch)
         starts = np.empty_like(slots)
         for epoch in np.unique(epochs):
-            starts[epochs == epoch] = self.epoch_starts(int(epoch))[places[epochs == epoch]]
+            starts[epochs == epoch] = self.epoch_starts(int(epoch))[sequence_numbers[epochs == epoch]]
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """`Stream.read`; a slot has the same tokens for every length."""
+        """Return sequences as `Stream.read` does; a slot holds the same tokens whatever the sequence length."""
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
-        return self.split.circular_windows(starts.ravel(), length, self.first, self.n_tokens), None
+        return self.split.circular_windows(starts.ravel(), length, self.first_token, self.n_tokens), None
 
 
 class TaskStream:
-    """Sequences of a synthetic task, in which only predictions of answers count. They are drawn independently, so some may be equal.
+    """Makes training sequences of a synthetic task, in which only predictions of answers count; two of them may be equal by chance.
 
-    Raises TaskError: the task doesn't fit into `shortest` tokens, or has no contents (such as keys) or too little filler for training.
+    Raises TaskError: the task needs sequences of more than `shortest` tokens, has no training contents (keys, numbers), or lacks filler.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
@@ -330,13 +330,13 @@ class TaskStream:
 
 
 class TrainSequences:
-    """The sequences of every step of a run.
+    """Makes the global batch of every training step of a run.
 
     Args:
         batch_slots: slots of `seq_len` tokens in one optimizer step, over all processes.
         data: the sources' weights, the tasks, and the lengths of sequences. A step's text does not depend on the lengths, unless
             `data.lengths` is `documents`. No token is padding.
-        max_steps: steps of the run: a curriculum's lengths begin at fractions of it.
+        max_steps: number of steps of the run; a curriculum changes the sequence length at fractions of this number.
     """
 
     def __init__(self, store: Store, data: DataConfig, batch_slots: int, seed: int, max_steps: int = 1):
@@ -371,7 +371,7 @@ class TrainSequences:
         return weights, streams
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
-        """The global batch of a step, or the batch of its `count` slots from slot `first` on, in sequences of `length(step)` tokens."""
+        """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have `length(step)` tokens."""
         stop = self.batch_slots if count is None else first + count
         sequences, answers, is_text = self._sequences(step * self.batch_slots + np.arange(first, stop), self.length(step))
         batch = Batch.of(sequences, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
@@ -380,28 +380,28 @@ class TrainSequences:
         return batch
 
     def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Tokens and the mask of predictions that count, as in `Stream.read`, and a mask of the sequences that are text."""
+        """Return sequences and the mask of predictions that count, as `Stream.read` does, and a mask of the sequences that are text."""
         if self.sampler is None:
             sequences, answers = self.streams[0].read(slots, length)
             return sequences, answers, np.full(len(sequences), answers is None)
         streams, stream_slots = self.sampler.assign(slots)
-        per_slot = self.seq_len // length
-        sequences = np.empty((len(slots), per_slot, length + 1), np.int64)
-        answers = np.ones((len(slots), per_slot, length), bool)
-        is_text = np.ones((len(slots), per_slot), bool)
-        for number in np.unique(streams):
-            in_stream = streams == number
-            tokens, stream_answers = self.streams[number].read(stream_slots[in_stream], length)
-            sequences[in_stream] = tokens.reshape(-1, per_slot, length + 1)
+        sequences_per_slot = self.seq_len // length
+        sequences = np.empty((len(slots), sequences_per_slot, length + 1), np.int64)
+        answers = np.ones((len(slots), sequences_per_slot, length), bool)
+        is_text = np.ones((len(slots), sequences_per_slot), bool)
+        for stream_number in np.unique(streams):
+            is_in_stream = streams == stream_number
+            tokens, stream_answers = self.streams[stream_number].read(stream_slots[is_in_stream], length)
+            sequences[is_in_stream] = tokens.reshape(-1, sequences_per_slot, length + 1)
             if stream_answers is not None:
-                answers[in_stream], is_text[in_stream] = stream_answers.reshape(-1, per_slot, length), False
+                answers[is_in_stream], is_text[is_in_stream] = stream_answers.reshape(-1, sequences_per_slot, length), False
         return sequences.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
 def train_sequences(store: Store, config: Config, batch_slots: int | None = None) -> TrainSequences:
-    """The sequences that a configuration trains on, in steps of `batch_slots` slots; None: as many as `optim.batch_tokens` fill.
+    """Return the training sequences of a configuration, with `batch_slots` slots a step; None: `optim.batch_tokens` / `data.seq_len` slots.
 
-    Raises ConfigError: pieces of documents (`data.lengths=documents`) fill no step, or a task can't make its sequences.
+    Raises ConfigError: with `data.lengths=documents`, the pieces of no length fill a step; or a task can't make its sequences.
     """
     data = config.data
     slots = batch_slots or config.optim.batch_tokens // data.seq_len
@@ -413,19 +413,19 @@ def train_sequences(store: Store, config: Config, batch_slots: int | None = None
 
 
 class MicroBatches(Dataset[Batch]):
-    """One process's slots of every global batch, in micro-batches.
+    """A dataset of the micro-batches that process `rank` of `world` trains on: its slots of every global batch.
 
-    Item k is micro-batch k % accumulation of step k // accumulation: `micro_batch` slots of `seq_len` tokens.
+    Item k is micro-batch k % accumulation of step k // accumulation; a micro-batch has `micro_batch` slots of `seq_len` tokens.
     """
 
     def __init__(self, sequences: TrainSequences, rank: int, world: int, micro_batch: int):
         rank_slots = sequences.batch_slots // world
-        self.source, self.first, self.micro_batch = sequences, rank * rank_slots, micro_batch
+        self.source, self.first_slot, self.micro_batch = sequences, rank * rank_slots, micro_batch
         self.accumulation = rank_slots // micro_batch
 
     def __getitem__(self, index: int) -> Batch:
-        step, number = divmod(index, self.accumulation)
-        return self.source.batch(step, self.first + number * self.micro_batch, self.micro_batch)
+        step, micro_batch_number = divmod(index, self.accumulation)
+        return self.source.batch(step, self.first_slot + micro_batch_number * self.micro_batch, self.micro_batch)
 
 
 def train_loader(
@@ -438,7 +438,7 @@ def train_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """A loader of process `rank`'s micro-batches, from step `first_step` to the run's last step, `max_steps` - 1."""
+    """Return a data loader of the micro-batches of process `rank` of `world`, from step `first_step` to the last step, `max_steps` - 1."""
     batches = MicroBatches(sequences, rank, world, micro_batch)
     return DataLoader(
         batches,
@@ -454,7 +454,7 @@ def train_loader(
 
 
 def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
-    """The index of the first token of up to `limit` sequences of `seq_len` + 1 tokens, evenly spread over the split: int64 (k,).
+    """Return the token indices, int64 (k,), at which up to `limit` sequences of `seq_len` + 1 tokens begin, evenly spread over the split.
 
     No token is a target twice; a sequence's last token may be the next sequence's first.
     """
@@ -464,11 +464,11 @@ def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
 
 
 def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
-    """The index of the first token of up to `limit` windows of `length` + 1 tokens, each within one document: int64 (k,).
+    """Return the token indices, int64 (k,), at which up to `limit` windows of `length` + 1 tokens begin, each within one document.
 
-    A document of D tokens holds (D - 1) // length windows side by side in its middle. Of the windows of all
-    documents, `limit` that are evenly spread are chosen. Most begin inside a document, as training sequences
-    do, so that the loss by position shows the effect of the position and not of documents' beginnings.
+    A document of D tokens holds (D - 1) // length windows side by side in its middle; `limit` windows, evenly spread over all
+    documents' windows, are chosen. Most windows begin inside a document, as training sequences do, so that the loss by position
+    shows the effect of the position and not of documents' beginnings.
     """
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1

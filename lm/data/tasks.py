@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
-MOST_INDICES = 2**63
-MOST_TRIES = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
-MOST_CONTENTS = 50  # contents drawn until one fits into the sequence
+INDEX_LIMIT = 2**63
+MOST_ATTEMPTS = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
+MOST_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
 
 class TaskError(ValueError):
-    """A task that can't make the requested sequences."""
+    """Raised if a task can't make the requested sequences."""
 
 
 class NoRoom(TaskError):
-    """A task that doesn't fit into a sequence."""
+    """Raised if a task's contents don't fit into a sequence of the requested length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence, and the questions in it.
+    """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for them.
 
-    Spans are [start, stop) in `tokens`. A span in `questions` holds the tokens of an answer; the question stands before it.
-    Its span in `evidence` is where the sequence shows this answer: the same tokens, or one symbol for key and value (`MQAR.joined`).
+    Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` is where the sequence shows answer q
+    before: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
     """
 
     tokens: np.ndarray  # (length + 1,) int64
-    questions: np.ndarray  # (Q, 2) int64: spans in which answers are to be given, in order
-    evidence: np.ndarray  # (Q, 2) int64: spans in which the sequence shows the answers; (0, 0) if it doesn't show one
-    needles: np.ndarray  # (Q, 2) int64: spans of the evidence with the key, mark or sentence that it is in; (0, 0) without evidence
+    questions: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
+    evidence: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
+    needles: np.ndarray  # (Q, 2) int64: the span of each evidence with its key, mark or sentence; (0, 0) without evidence
 
     @property
     def answers(self) -> np.ndarray:
-        """The predictions that count, (length,) bool: entry t is true if token t + 1 is part of an answer."""
+        """The mask of predictions that count, (length,) bool: entry t is true if token t + 1 is part of an answer."""
         is_answer = np.zeros(len(self.tokens), bool)
         for start, stop in self.questions:
             is_answer[start:stop] = True
@@ -55,63 +55,63 @@ class Example:
 
 
 class Draw:
-    """The random numbers of one sequence, from raw PCG64 output, which never changes between NumPy versions.
+    """Draws the random numbers of one sequence, from raw PCG64 output, which never changes between NumPy versions.
 
-    seed, index: below 2^32 and 2^63. No two sequences share a stream of numbers.
+    Each (seed, subset, index) has its own stream of numbers; seed is below 2^32, index below 2^63.
     """
 
     def __init__(self, seed: int, subset: Subset, index: int):
         assert 0 <= seed < 2**32
-        assert 0 <= index < MOST_INDICES
+        assert 0 <= index < INDEX_LIMIT
         self.subset = subset
         self.raw: Callable[[int], np.ndarray] = np.random.PCG64(np.random.SeedSequence((seed, SUBSETS.index(subset), index))).random_raw
 
-    def below(self, limit: int, count: int) -> np.ndarray:
-        """`count` integers from 0 to `limit` - 1: int64."""
+    def integers(self, limit: int, count: int) -> np.ndarray:
+        """Draw `count` integers from 0 to `limit` - 1: int64 (count,)."""
         return (self.raw(count) % np.uint64(limit)).astype(np.int64)
 
-    def one(self, limit: int) -> int:
-        """An integer from 0 to `limit` - 1."""
+    def integer(self, limit: int) -> int:
+        """Draw one integer from 0 to `limit` - 1."""
         return self.raw() % limit
 
     def order(self, n: int, count: int | None = None) -> np.ndarray:
-        """`count` (default: all) different integers from 0 to `n` - 1, in random order: int64."""
+        """Draw `count` (default: `n`) different integers from 0 to `n` - 1, in random order: int64 (count,)."""
         return np.argsort(self.raw(n), kind="stable")[:count]
 
-    def places(self, room: int, widths: list[int]) -> np.ndarray:
-        """Random starts, int64, of blocks of `widths` in `room` positions, in this order without overlap; choices are equally likely."""
+    def block_starts(self, room: int, widths: list[int]) -> np.ndarray:
+        """Draw start positions, int64, of blocks of `widths` tokens in `room` positions: in order, disjoint, all choices equally likely."""
         spare = room - sum(widths)
         gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # number of filler tokens before each block
         return gaps + np.cumsum([0, *widths[:-1]])
 
-    def tries(self) -> Iterator[int]:
-        """Yield 0, 1, ...; for each the caller draws contents, such as keys, until some are usable. Raises TaskError after `MOST_TRIES`."""
-        yield from range(MOST_TRIES)
+    def attempts(self) -> Iterator[int]:
+        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after `MOST_ATTEMPTS`."""
+        yield from range(MOST_ATTEMPTS)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
-    def owns(self, *contents: int) -> bool:
-        """True if sequences of this subset may have these contents: by hash, 1 in `HELD_OUT` is for test, the others for training."""
+    def accepts(self, *contents: int) -> bool:
+        """Return whether `contents`, e.g. keys, belong to this subset: by hash, 1 in `HELD_OUT` is for test, the rest for training."""
         return (integer_hash(contents) % HELD_OUT == 0) == (self.subset == "test")
 
 
 def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
-    """A hash of integers in their order, the same on any machine."""
+    """Return a 64-bit hash of a sequence of integers, the same on any machine."""
     return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
 
 
 def require(room: int, contents: str, length: int) -> None:
-    """Raise NoRoom, naming `contents`, if `room`, the positions that remain for filler, is negative."""
+    """Raise NoRoom if `contents` don't fit: `room`, the number of positions left for filler, is negative."""
     if room < 0:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
 
 def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
-    """Spans [start, start + width): (Q, 2) int64."""
+    """Return the span [start, start + width) for each of `start`: (Q, 2) int64."""
     return np.add.outer(np.atleast_1d(np.asarray(start, np.int64)), (0, width))
 
 
 class Text:
-    """The tokenizer and the filler of a token store: training sequences take the training split, test sequences the held-out one."""
+    """A store's tokenizer and text for tasks: training sequences take filler from the training split, test sequences from the held-out."""
 
     def __init__(self, store: "Store"):
         self.vocab_size = store.vocab_size
@@ -119,23 +119,23 @@ class Text:
         self._splits = {"train": store.train, "test": store.val}
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text by itself, int64."""
+        """Return the token ids of `text`, encoded by itself, without special tokens: int64 (tokens,)."""
         return np.array(encoding_of(self._tokenizer, text).ids, np.int64)
 
     def decode(self, tokens: np.ndarray) -> str:
         return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """`count` consecutive tokens, int64: a random window within a document, or across documents if no document is long enough, or none
-        of `MOST_TRIES` windows lies within one.
+        """Return `count` consecutive tokens of a random window, int64 (count,), within one document if possible. The window may cross
+        documents if no document is long enough, or if all of `MOST_ATTEMPTS` random windows cross documents.
 
         Raises TaskError: the split has fewer than `count` tokens.
         """
         split = self._splits[draw.subset]
         if split.n_tokens < count:
             raise TaskError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
-        for _ in range(MOST_TRIES if split.longest > count else 1):
-            start = draw.one(split.n_tokens - count + 1)
+        for _ in range(MOST_ATTEMPTS if split.longest > count else 1):
+            start = draw.integer(split.n_tokens - count + 1)
             begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
             if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
                 break
@@ -148,12 +148,12 @@ class Text:
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
     width = 1 if task.joined else 2
     require(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
-    pairs = 1 + draw.one(task.pairs) if task.varied and draw.subset == "train" else task.pairs
+    pairs = 1 + draw.integer(task.pairs) if task.varied and draw.subset == "train" else task.pairs
     queries = min(task.queries, pairs)
     query_start = length + 1 - 2 * queries
     first_filler, first_pair = task.keys + task.values, task.keys + task.values + task.filler
-    tokens = first_filler + draw.below(task.filler, length + 1)
-    starts, query_pairs = draw.places(query_start, [width] * pairs), draw.order(pairs, queries)
+    tokens = first_filler + draw.integers(task.filler, length + 1)
+    starts, query_pairs = draw.block_starts(query_start, [width] * pairs), draw.order(pairs, queries)
     keys, values = _keys_and_values(task, pairs, draw)
     if task.joined:
         tokens[starts] = first_pair + keys * task.values + values
@@ -165,30 +165,30 @@ def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 
 def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-    for _ in draw.tries():
+    for _ in draw.attempts():
         keys, order = draw.order(task.keys, pairs), draw.order(task.values)
         if task.held_out == "pairs":
             break
-        if draw.owns(*keys, *order[:pairs]):
+        if draw.accepts(*keys, *order[:pairs]):
             return keys, order[:pairs]
     # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys take at most pairs - 1.
     is_free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(pairs, np.int64)
     for pair in range(pairs):
-        place = int(is_free[pair].argmax())
-        values[pair] = order[place]
-        is_free[:, place] = False
+        value_number = int(is_free[pair].argmax())
+        values[pair] = order[value_number]
+        is_free[:, value_number] = False
     return keys, values
 
 
 def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Example:
-    room = length - 2 * task.span
-    require(room, f"a string of {task.span} and its copy", length)
-    tokens = task.symbols + draw.below(task.filler, length + 1)
-    start, answer_start = draw.one(room + 1), length + 1 - task.span
-    for _ in draw.tries():
-        string = draw.below(task.symbols, task.span)
-        if draw.owns(*string):
+    n_filler = length - 2 * task.span
+    require(n_filler, f"a string of {task.span} and its copy", length)
+    tokens = task.symbols + draw.integers(task.filler, length + 1)
+    start, answer_start = draw.integer(n_filler + 1), length + 1 - task.span
+    for _ in draw.attempts():
+        string = draw.integers(task.symbols, task.span)
+        if draw.accepts(*string):
             break
     tokens[start : start + task.span] = tokens[answer_start:] = string
     tokens[answer_start - 1] = task.vocab_size - 1
@@ -197,23 +197,23 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
     require(length - 3, "two marks and two symbols", length)
-    start = draw.one(length - 2)  # position of the first mark; the last two tokens are the question and its answer
-    for _ in draw.tries():
-        tokens = draw.below(task.symbols, length + 1)
+    start = draw.integer(length - 2)  # position of the first mark; the last two tokens are the question and its answer
+    for _ in draw.attempts():
+        tokens = draw.integers(task.symbols, length + 1)
         tokens[start] = tokens[-2] = task.symbols
         tokens[-1] = tokens[start + 1]
-        if draw.owns(*tokens):
+        if draw.accepts(*tokens):
             break
     return Example(tokens, span(length), span(start + 1), span(start, 2))
 
 
 def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
     require(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
-    tokens = task.priorities + task.payloads + draw.below(task.filler, length + 1)
-    starts = draw.places(length - 1, [2] * task.items)
-    for _ in draw.tries():
+    tokens = task.priorities + task.payloads + draw.integers(task.filler, length + 1)
+    starts = draw.block_starts(length - 1, [2] * task.items)
+    for _ in draw.attempts():
         priorities, payloads = draw.order(task.priorities, task.items), draw.order(task.payloads, task.items)
-        if draw.owns(*priorities, *payloads):
+        if draw.accepts(*priorities, *payloads):
             break
     tokens[starts], tokens[starts + 1] = priorities, task.priorities + payloads
     best_item = int(priorities.argmax())
@@ -222,22 +222,22 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
-    count, start = divmod(length + 1, 2)
+    n_instructions, start = divmod(length + 1, 2)
     require(length - 3, "a write and a read", length)
     write_id, ignore_id, read_id = task.symbols, task.symbols + 1, task.symbols + 2
     threshold = round((1 - task.ignored) / 2 * 2**32)
-    for _ in draw.tries():
-        numbers = draw.below(2**32, count)
-        verbs = np.select([numbers < threshold, numbers < 2 * threshold], [write_id, read_id], ignore_id)
-        verbs[0], verbs[-1] = write_id, read_id
+    for _ in draw.attempts():
+        random_numbers = draw.integers(2**32, n_instructions)
+        instructions = np.select([random_numbers < threshold, random_numbers < 2 * threshold], [write_id, read_id], ignore_id)
+        instructions[0], instructions[-1] = write_id, read_id
         # For each instruction, the index of the latest write up to it.
-        last_write = np.maximum.accumulate(np.where(verbs == write_id, np.arange(count), 0))
-        values = draw.below(task.symbols, count)
-        symbols = np.where(verbs == read_id, values[last_write], values)
-        tokens = np.concatenate((np.full(start, task.symbols + 3), np.stack((verbs, symbols), 1).ravel()))
-        if draw.owns(*tokens):
+        last_write = np.maximum.accumulate(np.where(instructions == write_id, np.arange(n_instructions), 0))
+        values = draw.integers(task.symbols, n_instructions)
+        symbols = np.where(instructions == read_id, values[last_write], values)
+        tokens = np.concatenate((np.full(start, task.symbols + 3), np.stack((instructions, symbols), 1).ravel()))
+        if draw.accepts(*tokens):
             break
-    reads = np.flatnonzero(verbs == read_id)
+    reads = np.flatnonzero(instructions == read_id)
     writes = start + 2 * last_write[reads]
     return Example(tokens, span(start + 2 * reads + 1), span(writes + 1), span(writes, 2))
 
@@ -253,16 +253,16 @@ CITIES = (
     "Rome", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore", "Sofia", "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto",
     "Vienna", "Warsaw", "Zurich",
 )  # fmt: skip
-GRASS = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+GRASS_FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> Example:
-    total = task.needles + task.distractors
-    cities = [CITIES[city] for city in draw.order(len(CITIES), total)]
+    n_cities = task.needles + task.distractors
+    cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
     openings = [text.encode(f" The special magic {city} number is:") for city in cities]
     questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
     full_stop = text.encode(".")
-    cities_in_text = range(task.needles if task.absent else 0, total)
+    cities_in_text = range(task.needles if task.absent else 0, n_cities)
     order = draw.order(task.needles)  # the order of the questions
 
     def build(numbers: list[np.ndarray]) -> Example:
@@ -270,18 +270,18 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
         answered_questions = [(questions[index], numbers[index]) for index in order]
         depth = None if task.absent else task.depth
         sequence, answers, starts = haystack(draw, length, sentences, answered_questions, depth, text.filler)
-        edges = np.zeros((total, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
+        bounds = np.zeros((n_cities, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
         for index, begin in zip(cities_in_text, starts, strict=True):
-            edges[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
-        return Example(sequence, answers, edges[order, 1:3], edges[order][:, [0, 3]])
+            bounds[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
+        return Example(sequence, answers, bounds[order, 1:3], bounds[order][:, [0, 3]])
 
-    occurrences = [1 + (index in cities_in_text) if index < task.needles else 1 for index in range(total)]
+    occurrences = [1 + (index in cities_in_text) if index < task.needles else 1 for index in range(n_cities)]
     return without_leaks(draw, text, 7, occurrences, build)
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
     parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
-    question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS)
+    question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS_FILLER)
 
     def filler(draw: Draw, count: int) -> np.ndarray:
         return np.resize(grass, count) if task.filler == "grass" else text.filler(draw, count)
@@ -298,13 +298,13 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def without_leaks(draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
-    """The sequence that `build` makes of the tokens of random numbers with `digits` digits; these are drawn until number i stands exactly
-    `occurrences[i]` times in the sequence's text."""
-    for _ in draw.tries():
+    """Draw random numbers of `digits` digits and return the sequence that `build` makes of their tokens; repeat until number i occurs
+    exactly `occurrences[i]` times in the sequence's text."""
+    for _ in draw.attempts():
         numbers: list[int] = []
         while len(numbers) < len(occurrences):
-            number = 10 ** (digits - 1) + draw.one(9 * 10 ** (digits - 1))
-            if draw.owns(number) and number not in numbers:
+            number = 10 ** (digits - 1) + draw.integer(9 * 10 ** (digits - 1))
+            if draw.accepts(number) and number not in numbers:
                 numbers.append(number)
         sequence = build([text.encode(f" {number}") for number in numbers])
         decoded_text = text.decode(sequence.tokens)
@@ -321,24 +321,24 @@ def haystack(
     depth: float | None,
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sentences in `filler`, then questions with their answers: the sequence (length + 1,), the answers' spans (Q, 2), and the sentences'
-    first positions, int64. `depth`: fraction of the filler before the first of `sentences`; None: random, as for the others.
+    """Insert `sentences` into `filler`, append questions with answers; return the sequence (length + 1,), the answers' spans (Q, 2) and
+    the sentences' start positions, int64. `depth`: fraction of filler before `sentences[0]`; None, and for other sentences: random.
 
     Raises NoRoom: no room for the sentences and questions.
     """
     ending = [part for pair in answered_questions for part in pair]
-    room = length + 1 - sum(map(len, [*sentences, *ending]))
-    require(room, "the needles and their questions", length)
-    depths = draw.below(room + 1, len(sentences))  # tokens of filler before each sentence
+    n_filler = length + 1 - sum(map(len, [*sentences, *ending]))
+    require(n_filler, "the needles and their questions", length)
+    depths = draw.integers(n_filler + 1, len(sentences))  # tokens of filler before each sentence
     if depth is not None and sentences:
-        depths[0] = round(depth * room)
+        depths[0] = round(depth * n_filler)
     order, widths = np.argsort(depths, kind="stable"), np.array([len(sentence) for sentence in sentences], np.int64)
     starts = np.empty_like(depths)
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
-    hay = np.insert(filler(draw, room), np.repeat(depths[order], widths[order]), sentence_tokens)
-    answers = (len(hay) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)  # from the end of a question to the end of its answer
-    return np.concatenate((hay, *ending)), answers, starts
+    body = np.insert(filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
+    answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)  # from the end of a question to the end of its answer
+    return np.concatenate((body, *ending)), answers, starts
 
 
 # ---------------------------------------------------------------- any task
@@ -358,12 +358,12 @@ GENERATORS: dict[type[Task], Generator] = {
 
 
 def example(task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: Text | None = None) -> Example:
-    """Sequence `index` of a task: a pure function of the arguments, on any machine.
+    """Make sequence `index` of a task: a pure function of the arguments, the same on any machine.
 
     Args:
-        length: predicted tokens; the sequence has one more token.
-        subset: training or test sequences, which never share a stream of random numbers.
-        text: tokenizer and filler for the tasks in text.
+        length: number of predicted tokens; the sequence has one more token.
+        subset: whether to make a training or a test sequence; the two never share a stream of random numbers.
+        text: the tokenizer and filler, for tasks in text.
 
     Raises:
         NoRoom: the task doesn't fit into the sequence.
@@ -371,7 +371,7 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
             outside lm made an invalid sequence.
     """
     draw = Draw(seed, subset, index)
-    for tries_left in reversed(range(MOST_CONTENTS)):
+    for tries_left in reversed(range(MOST_CONTENT_DRAWS)):
         try:
             generator = GENERATORS.get(type(task))
             sequence = generator(task, draw, length, text) if generator else task.make(draw, length, text)
@@ -385,7 +385,7 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
 
 
 def _problem_of(sequence: object, length: int, vocab_size: int) -> str:
-    """Words on why a sequence that the `make` of a task from outside lm returned can't be used; empty if it can."""
+    """Say why a sequence that a plugin task's `make` returned can't be used; empty if the sequence is valid."""
     if not isinstance(sequence, Example):
         return f"{type(sequence).__name__}, not an Example"
     tokens, questions = np.asarray(sequence.tokens), np.asarray(sequence.questions)
@@ -393,23 +393,23 @@ def _problem_of(sequence: object, length: int, vocab_size: int) -> str:
         return f"tokens of shape {tokens.shape} and type {tokens.dtype}, not length + 1 = {length + 1:,} integers"
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         return f"token {tokens.min() if tokens.min() < 0 else tokens.max()}, not in 0 to {vocab_size - 1:,}"
-    counts = [len(questions), len(sequence.evidence), len(sequence.needles)]
-    if len({*counts}) > 1 or not counts[0]:
-        return "{} questions, {} of evidence and {} needles, not as many of each and at least one".format(*counts)
+    span_counts = [len(questions), len(sequence.evidence), len(sequence.needles)]
+    if len({*span_counts}) > 1 or not span_counts[0]:
+        return "{} questions, {} of evidence and {} needles, not as many of each and at least one".format(*span_counts)
     wrong_spans = [f"[{start}, {stop})" for start, stop in questions if not 0 < start < stop <= length + 1]
     return f"the question {wrong_spans[0]}, not within [1, {length + 1:,})" if wrong_spans else ""
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
-    """Raise TaskError if the task can't make sequences of `length`, or fewer than `count` different ones."""
+    """Raise TaskError if the task can't make sequences of `length` predicted tokens, or fewer than `count` different sequences."""
     example(task, seed, 0, length, subset, text)
-    if count > (n_distinct := task.distinct(length, subset)):
-        kind = "test" if subset == "test" else "training"
-        raise TaskError(f"{count:,} {kind} sequences can't all differ: there are about {n_distinct:,.0f}")
+    if count > (n_distinct := task.n_distinct(length, subset)):
+        subset_name = "test" if subset == "test" else "training"
+        raise TaskError(f"{count:,} {subset_name} sequences can't all differ: there are about {n_distinct:,.0f}")
 
 
 def symbol_tokenizer(tasks: list[Task]) -> "Tokenizer":
-    """A tokenizer in which symbol i is the word "i", and the last id is the end of text."""
+    """Make a tokenizer of the tasks' symbols: token i is the word "i", and the last id is the end-of-text token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     size = max(task.vocab_size for task in tasks)

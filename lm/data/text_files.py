@@ -1,6 +1,6 @@
-"""Local files as documents: plain text, .jsonl (.ndjson) and .parquet, the first two also compressed.
+"""Reads documents from local files: plain text and .jsonl (.ndjson), also compressed, and .parquet.
 
-`column_texts` and `Unreadable` serve all readers of documents.
+All readers of documents use `column_texts` and `Unreadable`.
 """
 
 import codecs
@@ -20,7 +20,7 @@ import numpy as np
 
 from lm.config.data_config import Files
 from lm.errors import DataError, one_line
-from lm.files import FileHashes, expanded
+from lm.files import FileHashes, expand_home
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 14  # bytes read at a time
 ROWS = 256  # rows of a parquet file or hub dataset read at a time
-TO_UTF8 = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
+UTF8_REMEDY = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
 
 
 class Unreadable(DataError):
-    """A file, document or row that can't be read.
+    """Raised for a file, document or row that can't be read.
 
     Attributes:
-        n_bytes: bytes that are lost: of the document or row, or of the rest of the file on disk; None: `UnreadableGuard` sets the number.
+        n_bytes: number of bytes that can't be read, of a document, a row or the rest of a file; None: `UnreadableGuard` sets the number.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -50,7 +50,7 @@ Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
 
 @dataclass
 class UnreadableGuard:
-    """A context in which documents are read: an `Unreadable` ends the context, and is passed to `on_error` instead of the caller."""
+    """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with the error."""
 
     on_error: OnError
     n_bytes: int = 0  # size of the file, document or row
@@ -72,12 +72,12 @@ class UnreadableGuard:
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
-    """The value, if it is a text; empty for null. Raises Unreadable for other types and for text that is not valid Unicode."""
+    """Return `value` if it is a text, or "" if it is None. Raises Unreadable for other types and for text that is not valid Unicode."""
     if value is None:
         return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
-        kind = type(value).__name__ if not isinstance(value, np.ndarray) else "a list of numbers"
-        raise Unreadable(f"{location} holds {kind}, not text; remove the row or set data.source.column")
+        type_name = type(value).__name__ if not isinstance(value, np.ndarray) else "a list of numbers"
+        raise Unreadable(f"{location} holds {type_name}, not text; remove the row or set data.source.column")
     if re.search("[\ud800-\udfff]", value):  # JSON can escape half of a surrogate pair, which UTF-8 can't encode
         raise Unreadable(f"{location} holds a lone surrogate, not valid Unicode; remove it")
     return value
@@ -91,21 +91,21 @@ def column_texts(
     offset: int = 0,
     parse: Parse = text_of,
 ) -> Iterator[str | np.ndarray]:
-    """The documents in a column of tables; `offset`: rows of the file before these tables, for the row's number in errors."""
-    number = offset
+    """Yield the documents in a column of tables. `offset`: number of the file's rows before these tables, for row numbers in errors."""
+    row_number = offset
     for table in tables:
         check_column(location, column, table.schema.names)
         for scalar in table.column(column):
-            number += 1
-            row = f"{location}: row {number}: column '{column}'"
+            row_number += 1
+            row = f"{location}: row {row_number}: column '{column}'"
             with UnreadableGuard(on_error):
-                yield parse(_value(scalar, row), row)
+                yield parse(_cell_value(scalar, row), row)
 
 
-def _value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
-    """The value of a table's cell; a list of whole numbers as an array (numbers,).
+def _cell_value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
+    """Return the value of a table's cell as a Python value; a list of whole numbers as an array (numbers,).
 
-    Raises Unreadable: a text that is not UTF-8, also within another value, or a value that Python lacks, such as a date after 9999.
+    Raises Unreadable: the value is or contains a text that is not UTF-8, or Python has no such value, such as a date after 9999.
     """
     items = getattr(scalar, "values", None)  # for a struct, `values` is a method
     is_whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
@@ -113,7 +113,7 @@ def _value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
         return items.to_numpy(zero_copy_only=False) if is_whole else scalar.as_py()
     except UnicodeDecodeError:
         n_bytes = scalar.as_buffer().size if hasattr(scalar, "as_buffer") else None
-        raise Unreadable(f"{location} is not UTF-8; {TO_UTF8}", n_bytes) from None
+        raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}", n_bytes) from None
     except (ValueError, OverflowError) as error:
         raise Unreadable(f"{location} can't be read: {one_line(error)}; remove the row or set data.source.column") from None
 
@@ -128,7 +128,7 @@ def check_column(location: str, column: str, names: list[str]) -> None:
 
 
 def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
-    """An `Unreadable` for the file, or part of a file, at `location`, whose reading raised `error`; `n_bytes`: number of bytes lost."""
+    """Make an `Unreadable` from the `error` that reading the file, or part of a file, at `location` raised. `n_bytes`: bytes not read."""
     if isinstance(error, PermissionError | FileNotFoundError):
         reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
         return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
@@ -146,13 +146,13 @@ def documents(source: Files, root: Path, on_error: OnError, vocabulary: object =
 
 
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The files with the hashes of their content, and the options of reading."""
+    """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect reading."""
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:
-    """The hash of a file; "unreadable" for a file that `documents` can't read either, which `data.on_error` may leave out."""
+    """Return a file's sha256, or "unreadable" for a file that can't be read: `documents` handles this error by `data.on_error`."""
     try:
         return hashes.sha256(path)
     except DataError:
@@ -160,14 +160,14 @@ def _sha256(path: Path, hashes: FileHashes) -> str:
 
 
 def expand(source: Files) -> list[Path]:
-    """The files that `source.paths` names: sorted, each once; folders are searched recursively.
+    """Return the files that `source.paths` names, sorted, without duplicates; folders are searched recursively.
 
     Raises DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
     matches: set[Path] = set()
-    for path in (expanded(name) for name in source.paths):
+    for path in (expand_home(name) for name in source.paths):
         if path.is_dir():
-            files = [file for file in files_in(path) if _reader(file, source)]
+            files = [file for file in files_in(path) if _reader_of(file, source)]
             if not files:
                 reason = "the folder holds no files; put some there, or name another in data.source.paths"
                 if ignored_counts := _ignored_by_suffix(path, source):
@@ -183,7 +183,7 @@ def expand(source: Files) -> list[Path]:
                 raise DataError(f"{path}: {_reason_missing(path)} (data.source.paths)")
         matches.update(files)
     for path in matches:
-        if not _reader(path, source):
+        if not _reader_of(path, source):
             ids = "; token ids are read by data.source={name: tokens, ...}" if path.suffix in (".bin", ".idx") and source.suffixes else ""
             raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported_suffixes(source)}{ids}")
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
@@ -191,8 +191,8 @@ def expand(source: Files) -> list[Path]:
 
 
 def description(source: Files) -> str:
-    """Words on how many files are read, and how many files of the folders are ignored, by suffix. Raises DataError as `expand` does."""
-    folders = [path for path in (expanded(name) for name in source.paths) if path.is_dir()]
+    """Say how many files are read, and how many files in folders are ignored, by suffix. Raises DataError as `expand` does."""
+    folders = [path for path in (expand_home(name) for name in source.paths) if path.is_dir()]
     ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
     return f"{len(expand(source)):,} files read, " + (f"{_ignored_in_words(ignored_counts)}{remedy}" if ignored_counts else "0 ignored")
@@ -205,16 +205,16 @@ def _ignored_in_words(ignored_counts: Counter[str]) -> str:
 
 def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
     hidden: list[Path] = []
-    counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader(file, source))
+    counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader_of(file, source))
     return counts + Counter(hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden))
 
 
 def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
-    """Yield all files below a folder but hidden ones: also files in linked folders, and broken links. Each folder is entered once.
+    """Yield all files below a folder, also broken links and files in linked folders, except hidden ones. Each folder is entered once.
 
     hidden: a list to which hidden files and folders are appended.
 
-    Raises DataError: a folder can't be read. Without the error its files would be left out unnoticed.
+    Raises DataError: a folder can't be read. Without this error the folder's files would be left out unnoticed.
     """
     entered_paths: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):
@@ -243,12 +243,12 @@ def _reason_missing(path: Path) -> str:
     return "no such file or folder" + (f"; did you mean '{path.parent / matches[0]}'?" if matches else "")
 
 
-def _reader(path: Path, source: Files) -> Reader | None:
-    """The reader of a file by its suffix, in upper or lower case; None for other suffixes."""
+def _reader_of(path: Path, source: Files) -> Reader | None:
+    """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not supported."""
     compressed = path.suffix.lower() in (".gz", ".zst")
     suffix = (Path(path.stem) if compressed else path).suffix.lower()
-    reader = _txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
-    return None if compressed and reader is _parquet else reader
+    reader = _read_txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
+    return None if compressed and reader is _read_parquet else reader
 
 
 def _supported_suffixes(source: Files) -> str:
@@ -258,24 +258,24 @@ def _supported_suffixes(source: Files) -> str:
 
 
 def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Iterator[str | np.ndarray]:
-    """The documents of files, each in the format of its suffix; `parse` makes a document of a row's value.
+    """Yield the documents of files, whose suffixes tell their formats; `parse` makes a document of a value in a row.
 
     `on_error` is called with the error of each file, document or row that can't be read.
     """
     for path in paths:
         with UnreadableGuard(on_error, size_of([path]), str(path)):
-            yield from _reader(path, source)(path, source, on_error, parse)
+            yield from _reader_of(path, source)(path, source, on_error, parse)
 
 
 def size_of(paths: Iterable[Path]) -> int:
-    """Bytes of all files among `paths` that exist."""
+    """Return the total size, in bytes, of the files among `paths` that exist."""
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-class _Stream(io.RawIOBase):
-    """A file's bytes, decompressed if its suffix is .gz or .zst. Unlike `zstandard`, pyarrow reports a truncated file.
+class _FileStream(io.RawIOBase):
+    """A stream of a file's bytes, decompressed if the suffix is .gz or .zst, by pyarrow: `zstandard` would not report a truncated file.
 
-    Raises Unreadable: the file is damaged; its content up to some 64 kB before the damage has been read.
+    Raises Unreadable: the file is damaged; its content up to about 64 kB before the damage has been read.
     """
 
     file = None  # until `__init__` opens it: Python closes a stream whose `__init__` failed, too
@@ -302,19 +302,19 @@ class _Stream(io.RawIOBase):
         super().close()
 
 
-def _txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
-    with io.BufferedReader(_Stream(path), BLOCK) as file:
-        for begin, content in _split_at(file, source.separator.encode()):
+def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
+    with io.BufferedReader(_FileStream(path), BLOCK) as file:
+        for begin, content in _split_at_separator(file, source.separator.encode()):
             with UnreadableGuard(on_error, len(content)):
                 text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text
 
 
-def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
-    """(index of the first byte, bytes) of each document between separators. Line ends of a separator may be \\n or \\r\\n in the file.
+def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
+    """Yield (index of the first byte, bytes) of each document between separators, whose line ends may be \\n or \\r\\n in the file.
 
-    No UTF-8 character begins within another, so that none is split.
+    The split can't cut a character in two: in UTF-8 no character's bytes begin within another character.
     """
     lines = separator.replace(b"\r\n", b"\n").split(b"\n")
     pattern = re.compile(rb"\r?\n".join(map(re.escape, lines)))
@@ -325,10 +325,10 @@ def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, 
             search_start = max(0, len(content) + 1 - max_match_bytes)
             content += block
             while separator and (match := pattern.search(content, search_start)):
-                rest = content[match.end() :]
+                next_content = content[match.end() :]
                 del content[match.start() :]
                 yield begin, content
-                begin, content, search_start = begin + match.end(), rest, 0
+                begin, content, search_start = begin + match.end(), next_content, 0
     except Unreadable as damage:
         damage.n_bytes += len(content)
         raise
@@ -336,19 +336,19 @@ def _split_at(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, 
 
 
 def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
-    """The text of `content`, which is at byte `begin` of a file, without a byte order mark; line ends stay as they are."""
-    mark = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
+    """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark; line ends stay unchanged."""
+    n_mark_bytes = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
-        return str(memoryview(content)[mark:], "utf-8")
+        return str(memoryview(content)[n_mark_bytes:], "utf-8")
     except UnicodeDecodeError as error:
         is_utf16 = begin == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        remedy = TO_UTF8.replace("latin1", "utf-16") if is_utf16 else TO_UTF8
-        raise Unreadable(f"{location}: not UTF-8 at byte {begin + mark + error.start}; {remedy}") from None
+        remedy = UTF8_REMEDY.replace("latin1", "utf-16") if is_utf16 else UTF8_REMEDY
+        raise Unreadable(f"{location}: not UTF-8 at byte {begin + n_mark_bytes + error.start}; {remedy}") from None
 
 
-def _jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
+def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     begin = 0
-    with io.BufferedReader(_Stream(path), BLOCK) as file:
+    with io.BufferedReader(_FileStream(path), BLOCK) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
             with UnreadableGuard(on_error, len(line)):
@@ -372,7 +372,7 @@ def _json_object(text: str, location: str) -> dict[str, Plain]:
     return row
 
 
-def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
+def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -382,17 +382,17 @@ def _parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iter
     ):  # with other options a whole row group would be in memory
         check_column(str(path), source.column, file.schema_arrow.names)
         offset = 0
-        for number in range(file.num_row_groups):
-            group = file.metadata.row_group(number)
-            columns = [group.column(index) for index in range(group.num_columns)]
+        for group_number in range(file.num_row_groups):
+            row_group = file.metadata.row_group(group_number)
+            columns = [row_group.column(index) for index in range(row_group.num_columns)]
             columns = [column for column in columns if f"{column.path_in_schema}.".startswith(f"{source.column}.")]
-            row_bytes = sum(column.total_uncompressed_size for column in columns) // max(1, group.num_rows)
-            rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
-            batches = file.iter_batches(rows, [number], [source.column], use_threads=False)
-            location = f"{path}: row group {number + 1} of {file.num_row_groups}"
+            row_bytes = sum(column.total_uncompressed_size for column in columns) // max(1, row_group.num_rows)
+            batch_rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
+            batches = file.iter_batches(batch_rows, [group_number], [source.column], use_threads=False)
+            location = f"{path}: row group {group_number + 1} of {file.num_row_groups}"
             with UnreadableGuard(on_error, sum(column.total_compressed_size for column in columns), location):
                 yield from column_texts(batches, source.column, str(path), on_error, offset, parse)
-            offset += group.num_rows
+            offset += row_group.num_rows
 
 
-READERS: dict[str, Reader] = {".jsonl": _jsonl, ".ndjson": _jsonl, ".parquet": _parquet}  # `_txt` reads `Files.suffixes`
+READERS: dict[str, Reader] = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}  # `_read_txt`: `Files.suffixes`

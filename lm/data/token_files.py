@@ -1,8 +1,8 @@
-"""Token ids that other programs prepared, as documents: .bin files of nanoGPT, modded-nanogpt and llm.c, Megatron's .idx and .bin, columns
-of ids, and saved datasets.
+"""Reads documents of token ids that other programs prepared: .bin files of nanoGPT, modded-nanogpt and llm.c, Megatron's .idx and .bin,
+columns of ids, and datasets saved by `datasets`.
 
-Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents are read without this token, which the
-store puts before each.
+Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents are read without this token; the store
+writes it before each document.
 """
 
 import dataclasses
@@ -16,26 +16,26 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.data_config import AnyTokenizer, Files, Tokens
+from lm.config.data_config import Files, TokenizerOptions, Tokens
 from lm.data import text_files
 from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, damaged, files_in, size_of
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
-from lm.files import FileHashes, expanded
+from lm.files import FileHashes, expand_home
 from lm.schema import Plain
 
-OTHER_TOKENIZER = "set data.tokenizer to the one that made the ids"
+TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
 _BLOCK = 2**22  # ids that are checked together
 
 
 class Vocabulary:
-    """The ids of a tokenizer. Checks documents of ids, and counts the bytes of their text.
+    """Checks documents of token ids against a tokenizer's vocabulary, and counts the bytes of their text.
 
     Attributes:
-        seen: facts on the checked documents: their number, the largest id, and how many began or ended with end of text.
+        seen: statistics of the checked documents: their number, the largest id, how many began or ended with the end-of-text token.
     """
 
-    def __init__(self, spec: AnyTokenizer):
+    def __init__(self, spec: TokenizerOptions):
         self.tokenizer, self.name = tokenizer_of(spec), spec.end_of_text
         self.end_of_text = self.tokenizer.token_to_id(spec.end_of_text)
         self.bytes = token_bytes(self.tokenizer)
@@ -44,9 +44,9 @@ class Vocabulary:
         self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
 
     def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
-        """The ids of a document, without an end-of-text token before or after it: uint32 (tokens,); empty for null.
+        """Check a document's ids and return them without a leading or trailing end-of-text token: uint32 (tokens,); empty for None.
 
-        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token stands within the document.
+        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token is inside the document.
         """
         ids = _id_array(ids, location)
         for begin in range(0, len(ids), _BLOCK):
@@ -54,14 +54,14 @@ class Vocabulary:
             is_wrong = (block < 0) | (block >= len(self.known))
             is_wrong |= ~self.known[np.where(is_wrong, 0, block)]
             if is_wrong.any():
-                place = begin + int(is_wrong.argmax())
-                reason = f"token {place:,} has the id {ids[place]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
-                raise Unreadable(f"{location}: {reason}; {OTHER_TOKENIZER}")
+                index = begin + int(is_wrong.argmax())
+                reason = f"token {index:,} has the id {ids[index]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
+                raise Unreadable(f"{location}: {reason}; {TOKENIZER_REMEDY}")
         n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text)
         n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text)
         document = ids[n_leading : len(ids) - n_trailing].astype(np.uint32)
-        if len(inner_places := np.flatnonzero(document == self.end_of_text)):
-            reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {n_leading + inner_places[0]:,}"
+        if len(positions := np.flatnonzero(document == self.end_of_text)):
+            reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{location}: {reason}; {remedy}")
         self.seen["documents"] += 1
@@ -71,18 +71,18 @@ class Vocabulary:
         return document
 
     def text(self, ids: np.ndarray) -> bytes:
-        """The text that ids stand for, in UTF-8."""
+        """Return the UTF-8 bytes of the decoded text of `ids`."""
         return decode(self.tokenizer, ids.tolist()).encode()
 
     def n_bytes(self, ids: np.ndarray) -> int:
-        """UTF-8 bytes of the text that ids stand for."""
+        """Return the number of UTF-8 bytes of the decoded text of `ids`."""
         if self.bytes is None:
             return len(self.text(ids))
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
 
 
 def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
-    """Ids as an array of whole numbers, (tokens,); empty for null, which is counted as a blank document."""
+    """Return `ids` as an array of whole numbers, (tokens,); empty for None, which counts as a blank document."""
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths
@@ -96,23 +96,23 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 
 
 def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
-    kind = FORMATS[source.format]
-    for path in kind.files(source):
-        with UnreadableGuard(on_error, size_of(kind.parts(path)), str(path)):
-            yield from kind.documents(path, source, vocabulary, on_error)
+    token_format = FORMATS[source.format]
+    for path in token_format.files(source):
+        with UnreadableGuard(on_error, size_of(token_format.parts(path)), str(path)):
+            yield from token_format.documents(path, source, vocabulary, on_error)
 
 
 def held_out(source: Tokens) -> Tokens | None:
-    """The files of `validation_paths`, which are held out whole, as a source; None if there are none."""
+    """Return a source of the files in `validation_paths`, all of whose documents are held out; None if there are no such files."""
     return dataclasses.replace(source, paths=source.validation_paths, validation_paths=[]) if source.validation_paths else None
 
 
 def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """The format, and the files with the hashes of their content; held-out files separately."""
-    kind = FORMATS[source.format]
+    """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the held-out files."""
+    token_format = FORMATS[source.format]
 
-    def hash_files(part: Tokens | None) -> list[Plain]:
-        paths = [path for file in (kind.files(part) if part else []) for path in kind.parts(file)]
+    def hash_files(token_source: Tokens | None) -> list[Plain]:
+        paths = [path for file in (token_format.files(token_source) if token_source else []) for path in token_format.parts(file)]
         return [{"path": str(path), "sha256": hashes.sha256(path)} for path in paths]
 
     column = {"column": source.column} if source.format in ("column", "saved") else {}
@@ -121,15 +121,15 @@ def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A file format of ids: functions that give a source's files, a file's documents, and the files to hash for a file."""
+    """Functions of a file format of ids: list a source's files, read a file's documents, and list a file's parts, such as .idx and .bin."""
 
     files: Callable[[Tokens], list[Path]]
     documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
     parts: Callable[[Path], list[Path]] = lambda path: [path]
 
 
-def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
-    """The files of a source that have the suffix; others are ignored in folders, and refused if the source names them."""
+def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
+    """Return a source's files with the suffix. Other files in folders are ignored; raises DataError if the source names another file."""
 
     def lacks_suffix(path: Path) -> bool:
         return path.exists() and all(file.suffix.lower() != suffix for file in (files_in(path) if path.is_dir() else [path]))
@@ -138,30 +138,30 @@ def _with_suffix(suffix: str, source: Tokens) -> list[Path]:
         matches = map(Path, glob.glob(str(path), recursive=True))
         return [path] if path.exists() else [match for match in matches if match.is_file()]
 
-    unsuitable_paths = [match for path in map(expanded, source.paths) for match in existing_paths(path) if lacks_suffix(match)]
+    unsuitable_paths = [match for path in map(expand_home, source.paths) for match in existing_paths(path) if lacks_suffix(match)]
     files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
-        culprit = unsuitable_paths[0] if unsuitable_paths else source.paths[0]
-        raise DataError(f"{culprit}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
+        rejected_path = unsuitable_paths[0] if unsuitable_paths else source.paths[0]
+        raise DataError(f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
 
 # ---------------------------------------------------------------- streams: documents are separated by end of text
 
 
-HEADER = 256  # int32 numbers: magic, version, number of ids, zeros
-HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): dtype of the ids, as in llm.c's data for GPT-2 and for Llama 3
+HEADER_NUMBERS = 256  # int32 numbers: magic, version, number of ids, zeros
+DTYPE_BY_HEADER = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by (magic, version): dtype of ids, as llm.c writes for GPT-2 and Llama 3
 
 
-def _header(path: Path) -> tuple[int, int, int]:
-    """The first three numbers of a file: magic, version and number of ids if it has a header; zeros if it is too short for one."""
-    header = np.fromfile(path, "<i4", HEADER)
-    return tuple(header[:3].tolist()) if len(header) == HEADER else (0, 0, 0)
+def _read_header(path: Path) -> tuple[int, int, int]:
+    """Return a file's first three int32: magic, version and number of ids if it has a header; zeros if it is too short for a header."""
+    header = np.fromfile(path, "<i4", HEADER_NUMBERS)
+    return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
 
 
-def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of a file of uint16 ids without a header; end of text follows each document."""
-    if _header(path)[:2] in HEADERS:
+def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """Yield the documents of a file of uint16 ids without a header, in which the end-of-text token follows each document."""
+    if _read_header(path)[:2] in DTYPE_BY_HEADER:
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if path.with_suffix(".idx").exists():
         raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron")
@@ -177,26 +177,26 @@ def _nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnErr
     yield from _split_stream(path, ids, vocabulary, on_error, border_offset=1)
 
 
-def _modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of a file of ids after a header; end of text precedes each document."""
-    *kind, count = _header(path)
+def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """Yield the documents of a file with a header, in which the end-of-text token precedes each document."""
+    *header, count = _read_header(path)
     size = path.stat().st_size
-    if (dtype := HEADERS.get(tuple(kind))) is None:
-        known_headers = " or ".join(f"{magic} {version}" for magic, version in HEADERS)
-        raise Unreadable(f"{path}: begins with {kind[0]} {kind[1]}, not with {known_headers}: damaged, or of another format")
-    expected_size = 4 * HEADER + count * np.dtype(dtype).itemsize
+    if (dtype := DTYPE_BY_HEADER.get(tuple(header))) is None:
+        known_headers = " or ".join(f"{magic} {version}" for magic, version in DTYPE_BY_HEADER)
+        raise Unreadable(f"{path}: begins with {header[0]} {header[1]}, not with {known_headers}: damaged, or of another format")
+    expected_size = 4 * HEADER_NUMBERS + count * np.dtype(dtype).itemsize
     if count < 1:
         raise Unreadable(f"{path}: its header says {count:,} ids: damaged")
     if size != expected_size:
         raise Unreadable(f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged")
-    yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER), vocabulary, on_error, border_offset=0)
+    yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, on_error, border_offset=0)
 
 
 def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
-    """The documents of a stream of ids; end of text is the last token of each document (`border_offset` 1) or the first (0)."""
+    """Yield the documents of an array of ids, each with the end-of-text token as its last token (`border_offset` 1) or first token (0)."""
     begin = number = 0
-    places = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
-    for end in chain(chain.from_iterable((place + border_offset).tolist() for place in places), [len(ids)]):
+    borders = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
+    for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
             with UnreadableGuard(on_error, (end - begin) * ids.itemsize):
@@ -212,23 +212,23 @@ CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of 
 
 
 def _index_and_ids(path: Path) -> list[Path]:
-    """The .idx file, and the .bin file beside it. Raises DataError if the .bin file is missing."""
-    if not (data := path.with_suffix(".bin")).is_file():
-        raise DataError(f"{path}: its ids are missing; put {data.name} beside it")
-    return [path, data]
+    """Return the paths of an .idx file and of the .bin file of the same name. Raises DataError if the .bin file is missing."""
+    if not (bin_path := path.with_suffix(".bin")).is_file():
+        raise DataError(f"{path}: its ids are missing; put {bin_path.name} beside it")
+    return [path, bin_path]
 
 
-def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """The documents of a .bin file, each of one or more sequences, as the .idx file at `path` divides the ids."""
-    _, data = _index_and_ids(path)
+def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+    """Yield the documents that the .idx file at `path` delimits in the .bin file; a document has any number of sequences."""
+    _, bin_path = _index_and_ids(path)
 
     def refusal(reason: str) -> Unreadable:
         return Unreadable(f"{path}: {reason}")
 
-    head = np.fromfile(path, INDEX_HEADER, 1)
-    if not len(head) or head["magic"][0] != b"MMIDIDX":
+    header = np.fromfile(path, INDEX_HEADER, 1)
+    if not len(header) or header["magic"][0] != b"MMIDIDX":
         raise refusal("is no index of Megatron (it begins otherwise): damaged, or of another format")
-    _, version, code, n_sequences, n_borders = head[0].item()
+    _, version, code, n_sequences, n_borders = header[0].item()
     if version != 1 or code not in CODES:
         raise refusal(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
     begin = INDEX_HEADER.itemsize
@@ -247,23 +247,23 @@ def _megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnEr
         raise refusal("its sequences do not follow each other: damaged")
     if n_borders < 1 or borders[0] != 0 or borders[-1] != n_sequences or (np.diff(borders) < 0).any():
         raise refusal(f"its documents do not divide its {n_sequences:,} sequences: damaged")
-    if data.stat().st_size != starts[-1] * dtype.itemsize:
-        raise refusal(f"{data.name} has {data.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
-    ids = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
+    if bin_path.stat().st_size != starts[-1] * dtype.itemsize:
+        raise refusal(f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
+    ids = np.memmap(bin_path, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
         with UnreadableGuard(on_error, (end - begin) * dtype.itemsize):
-            yield vocabulary.document(ids[begin:end], f"{data}: document {number:,}")
+            yield vocabulary.document(ids[begin:end], f"{bin_path}: document {number:,}")
 
 
 # ---------------------------------------------------------------- columns of ids
 
 
-def _column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
     return text_files.read_files([path], Files([str(path)], [], source.column), on_error, vocabulary.document)
 
 
-def _folders(source: Tokens) -> list[Path]:
-    paths = sorted(expanded(name) for name in source.paths)
+def _saved_folders(source: Tokens) -> list[Path]:
+    paths = sorted(expand_home(name) for name in source.paths)
     for path in paths:
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file()) if path.is_dir() else []
         if not (path / "state.json").is_file():
@@ -272,7 +272,7 @@ def _folders(source: Tokens) -> list[Path]:
     return paths
 
 
-def _saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
     import datasets
 
     try:
@@ -287,9 +287,9 @@ def _saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError
 
 
 FORMATS: dict[str, TokenFormat] = {
-    "nanogpt": TokenFormat(partial(_with_suffix, ".bin"), _nanogpt),
-    "modded-nanogpt": TokenFormat(partial(_with_suffix, ".bin"), _modded),
-    "megatron": TokenFormat(partial(_with_suffix, ".idx"), _megatron, _index_and_ids),
-    "column": TokenFormat(lambda source: text_files.expand(Files(source.paths, [])), _column),
-    "saved": TokenFormat(_folders, _saved, lambda path: sorted(files_in(path))),
+    "nanogpt": TokenFormat(partial(_files_with_suffix, ".bin"), _read_nanogpt),
+    "modded-nanogpt": TokenFormat(partial(_files_with_suffix, ".bin"), _read_modded),
+    "megatron": TokenFormat(partial(_files_with_suffix, ".idx"), _read_megatron, _index_and_ids),
+    "column": TokenFormat(lambda source: text_files.expand(Files(source.paths, [])), _read_column),
+    "saved": TokenFormat(_saved_folders, _read_saved, lambda path: sorted(files_in(path))),
 }

@@ -1,5 +1,5 @@
-"""Text to tokens and back: a byte-level BPE trained on the training documents, or a tokenizer in files: a tokenizer.json, GPT-2's or
-tiktoken's files, or a pretrained model's.
+"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json, GPT-2's or tiktoken's files, or the
+files of a pretrained model.
 
 Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`library_errors`).
 """
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import END_OF_TEXT, MAX_VOCAB, AnyTokenizer, PretrainedTokenizer, TrainedTokenizer
+from lm.config.data_config import END_OF_TEXT, MAX_VOCAB, PretrainedTokenizer, TokenizerOptions, TrainedTokenizer
 from lm.errors import DataError, LMError, one_line, panicked
-from lm.files import expanded
+from lm.files import expand_home
 from lm.schema import Plain, convert, to_plain
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 @contextmanager
 def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors and panics of the `tokenizers` library into a DataError of `failure`, its words and `remedy`. A panic is no Exception; a
-    pattern that takes too long on a text causes a panic. LMError, OSError and MemoryError pass: reading of texts may raise them."""
+    """Turn errors and panics of the `tokenizers` library into DataErrors with the text `failure: the library's message`, then `remedy`. The
+    library panics, e.g., if a pattern takes too long. LMError, OSError and MemoryError pass unchanged: reading of texts may raise them."""
     try:
         yield
     except (LMError, OSError, MemoryError):
@@ -43,8 +43,8 @@ def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{failure}: {one_line(error)}{remedy}") from None
 
 
-def identity(spec: AnyTokenizer) -> dict[str, Plain]:
-    """Plain data that changes exactly when the tokens may: settings, and sha256 of files. Raises DataError if a file is missing."""
+def identity(spec: TokenizerOptions) -> dict[str, Plain]:
+    """Return plain data that identifies a tokenizer: its options and the sha256 of its files. Raises DataError if a file is missing."""
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
@@ -52,19 +52,19 @@ def identity(spec: AnyTokenizer) -> dict[str, Plain]:
     return plain | {name: hashlib.sha256(read(Path(plain[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
 
 
-def origin(spec: AnyTokenizer) -> dict[str, Plain]:
-    """The name and the commit of a tokenizer that comes from the hub; {} for other tokenizers."""
+def origin(spec: TokenizerOptions) -> dict[str, Plain]:
+    """Return the model's name and the commit for a tokenizer that comes from the hub; {} for other tokenizers."""
     commit = pretrained(spec)[1] if isinstance(spec, PretrainedTokenizer) else ""
     return {"model": spec.model, "commit": commit} if commit else {}
 
 
-def tokenizer_of(spec: AnyTokenizer) -> "Tokenizer":
-    """The tokenizer that `spec` names, by files or by a model. Raises DataError if its files can't be read."""
+def tokenizer_of(spec: TokenizerOptions) -> "Tokenizer":
+    """Load the tokenizer whose files or pretrained model `spec` names. Raises DataError if the files can't be read."""
     return FILE_TOKENIZERS[spec.name](spec)
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
-    """A byte-level BPE: id 0 is <|endoftext|>, then `special_tokens`, then all 256 bytes, so that every text can be written.
+    """Train a byte-level BPE. Ids from 0 on: <|endoftext|>, `special_tokens`, all 256 bytes (so every text can be encoded), then merges.
 
     The same texts give the same tokenizer, on any number of cores.
 
@@ -94,16 +94,16 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 
 
 def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
-    """The tokenizer of a tokenizer.json, set up so that text that looks like a special token stays text.
+    """Load a tokenizer.json; text that looks like a special token is then encoded as ordinary text.
 
     Raises DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
-    return _parse_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
+    return _parse_named_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
 
 
-def _parse_content(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
-    """The tokenizer of a tokenizer.json, whose text `content()` returns; errors name its `source` and the configuration `key`."""
+def _parse_named_content(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
+    """Make a tokenizer from the text of a tokenizer.json that `content()` returns; errors name its `source` and the configuration `key`."""
     with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
         try:
             return parse_tokenizer(content(), end_of_text)
@@ -112,7 +112,7 @@ def _parse_content(content: Callable[[], str], end_of_text: str, source: str, ke
 
 
 def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
-    """`load_tokenizer` from the file's content; errors of the library pass unchanged."""
+    """Make a tokenizer, as `load_tokenizer` does, from the text of a tokenizer.json; the library's errors are not converted."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(json)
@@ -132,7 +132,7 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
 
 def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, without special tokens. Raises DataError: the library fails at one of them."""
+    """Return the token ids of each text, without special tokens. Raises DataError if the library can't encode a text."""
     try:
         with library_errors("data.tokenizer: can't encode text"):
             return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -143,55 +143,55 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 
 def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
-    """The `ids` of a text, without special tokens, and the `offsets` of its tokens. Raises DataError: the library fails at it."""
+    """Encode a text without special tokens; the result has `ids` and `offsets` (characters). Raises DataError if the library can't."""
     with library_errors(f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"):
         return tokenizer.encode(text, add_special_tokens=False)
 
 
 def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False) -> str:
-    """The text of tokens; `special`: special tokens included. Raises DataError: the library fails at them."""
+    """Return the text of token ids; `special`: include special tokens. Raises DataError if the library can't decode the ids."""
     with library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
         return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
 def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]]:
-    """The words that a tokenizer with a pre-tokenizer cuts a text into, with their offsets. Raises DataError: the library fails at it."""
+    """Return (word, (start, stop)) for each word into which the pre-tokenizer cuts a text. Raises DataError if the library can't cut it."""
     with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
         return tokenizer.pre_tokenizer.pre_tokenize_str(text)
 
 
 def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:
-    """Mask of the tokens that are special: (V,) bool."""
-    result = np.zeros(vocab_size(tokenizer), bool)
-    result[[index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = True
-    return result
+    """Return a mask of the vocabulary, (V,) bool, that is true for special tokens."""
+    is_special = np.zeros(vocab_size(tokenizer), bool)
+    is_special[[index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = True
+    return is_special
 
 
 def vocab_size(tokenizer: "Tokenizer") -> int:
-    """Size V of the vocabulary: one more than the largest id."""
+    """Return the size V of the vocabulary: one more than the largest id."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
-    """Number of UTF-8 bytes that each token stands for, (V,) fp32, 0 for special tokens; None if the tokenizer is not byte-level."""
+    """Return the number of UTF-8 bytes of each token's text, (V,) fp32, 0 for special tokens; None if the tokenizer is not byte-level."""
     from tokenizers import decoders, pre_tokenizers
 
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
-    result, alphabet = np.zeros(vocab_size(tokenizer), np.float32), set(pre_tokenizers.ByteLevel.alphabet())
+    n_bytes, alphabet = np.zeros(vocab_size(tokenizer), np.float32), set(pre_tokenizers.ByteLevel.alphabet())
     for token, index in tokenizer.get_vocab(with_added_tokens=False).items():
         # A byte-level vocabulary writes each byte as one character; a token with other characters is decoded as it is.
-        result[index] = len(token) if alphabet.issuperset(token) else len(token.encode())
+        n_bytes[index] = len(token) if alphabet.issuperset(token) else len(token.encode())
     for index, added_token in tokenizer.get_added_tokens_decoder().items():
-        result[index] = 0 if added_token.special else len(added_token.content.encode())
-    return result
+        n_bytes[index] = 0 if added_token.special else len(added_token.content.encode())
+    return n_bytes
 
 
-FILE_TOKENIZERS: dict[str, Callable[[AnyTokenizer], "Tokenizer"]] = {
+FILE_TOKENIZERS: dict[str, Callable[[TokenizerOptions], "Tokenizer"]] = {
     "file": lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     "gpt2": lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
     "tiktoken": lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
-    "pretrained": lambda spec: _parse_content(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
+    "pretrained": lambda spec: _parse_named_content(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
 }
 
 
@@ -202,15 +202,15 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files of tokenizers that transformers converts.
 VOCABULARY, SENTENCEPIECE = "vocab.json", ("tokenizer.model", "spiece.model")
 OLDER_FILES = (VOCABULARY, "merges.txt", *SENTENCEPIECE, "vocab.txt")
-CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # one of these files names the class of a tokenizer
+CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # files in which transformers finds the class of a tokenizer
 
 
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
-    """The content of a pretrained model's tokenizer.json, and the model's commit on the hub, which is empty for a folder.
+    """Return the text of a pretrained model's tokenizer.json, and the model's commit on the hub, or "" for a local folder.
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
-    if os.path.exists(folder := expanded(spec.model)):
+    if os.path.exists(folder := expand_home(spec.model)):
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
         return named_tokenizer(folder), ""
@@ -222,9 +222,9 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
     """Download the files of a model on the hub whose names match `patterns`. Returns their folder in the cache, named by the commit.
 
-    suffix: words at the end of error messages.
+    suffix: text appended to error messages.
 
-    Raises DataError: not a name on the hub, no such model, or no network and not in the cache.
+    Raises DataError: `name` is no valid name or no model of the hub, or there is no network and the files are not in the cache.
     """
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{suffix}")
@@ -237,16 +237,16 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
 
 
 def read_tokenizer(path: Path) -> str | None:
-    """The content of the tokenizer.json that `path` is or holds, or that transformers makes from older files there; None: no tokenizer.
+    """Return the text of a tokenizer.json: the file `path` or one in this folder, else converted from older files there; None: no files.
 
-    Raises DataError: files can't be read, or transformers or a package that it needs for them is not installed.
+    Raises DataError: files can't be read, or transformers, which converts them, or a package that it needs is not installed.
     """
-    file = path / TOKENIZER_FILE if path.is_dir() else path
-    if file.is_file():
+    tokenizer_path = path / TOKENIZER_FILE if path.is_dir() else path
+    if tokenizer_path.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            return tokenizer_path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise DataError(f"{file}: not readable: {one_line(error, 160)}") from None
+            raise DataError(f"{tokenizer_path}: not readable: {one_line(error, 160)}") from None
     if not path.is_dir():
         raise DataError(f"{path}: no such tokenizer")
     if not any((path / name).is_file() for name in OLDER_FILES):
@@ -261,9 +261,9 @@ def read_tokenizer(path: Path) -> str | None:
         vocabulary = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
-        is_bare = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any((path / name).is_file() for name in CLASS_FILES)
+        is_gpt2_pair = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any((path / name).is_file() for name in CLASS_FILES)
         remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / VOCABULARY}, merges: {path / 'merges.txt'}}}"
-        raise DataError(f"{path}: its tokenizer can't be converted: {remedy if is_bare else one_line(error, 200)}") from None
+        raise DataError(f"{path}: its tokenizer can't be converted: {remedy if is_gpt2_pair else one_line(error, 200)}") from None
     if missing_tokens := vocabulary.keys() - tokenizer.get_vocab().keys():
         reason = f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
         raise DataError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
@@ -271,7 +271,7 @@ def read_tokenizer(path: Path) -> str | None:
 
 
 def named_tokenizer(path: Path) -> str:
-    """`read_tokenizer` of a path that the user named. Raises DataError also if there is no tokenizer there."""
+    """Return the text of a tokenizer.json as `read_tokenizer` does, for a path of the user; if there is no tokenizer, raise DataError."""
     content = read_tokenizer(path)
     if content is None:
         raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
@@ -299,12 +299,12 @@ ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o20
 
 
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
-    """The tokenizer of encoder.json and vocab.bpe. Raises DataError if a file is missing or of another kind."""
+    """Make a tokenizer from GPT-2's encoder.json (`vocab`) and vocab.bpe (`merges`). Raises DataError if a file is missing or invalid."""
     try:
         ids = convert(dict[str, int], json.loads(read(vocab, "data.tokenizer.vocab")))
     except (ValueError, RecursionError):
         ids = MISSING
-    if ids is MISSING or not _are_ids(ids.values()):
+    if ids is MISSING or not _valid_ids(ids.values()):
         raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)")
     try:
         lines = read(merges, "data.tokenizer.merges").decode().replace("\r\n", "\n").split("\n")
@@ -316,13 +316,13 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
         ) from None
     from tokenizers import pre_tokenizers
 
-    return _byte_level(ids, pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return _byte_bpe(ids, pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
-    """The tokenizer of a rank file: lines of a token's bytes in base64 and its id, which is also its rank among merges.
+    """Make a tokenizer from tiktoken's rank file: each line has a token's bytes in base64 and its id, which is also the merge rank.
 
-    tiktoken merges the two neighbours whose union has the lowest rank, so every pair of tokens whose union is a token is a merge.
+    tiktoken merges the neighbours whose concatenation has the lowest rank, so each pair of tokens that concatenate to a token is a merge.
 
     Raises DataError: the file is missing or not a rank file.
     """
@@ -331,8 +331,8 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in (line.split() for line in lines if line)}
     except (ValueError, binascii.Error):
         ranks = {}
-    pattern, end = ENCODINGS[encoding]
-    if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or not _are_ids(ranks.values()) or max(ranks.values()) >= end:
+    pattern, end_id = ENCODINGS[encoding]
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or not _valid_ids(ranks.values()) or max(ranks.values()) >= end_id:
         raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
     pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
@@ -340,24 +340,24 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
         pairs += sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     from tokenizers import Regex, pre_tokenizers
 
-    words = pre_tokenizers.Split(Regex(pattern), "isolated")
-    splitter = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    alphabet = _alphabet()
-    spellings = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    word_splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
+    splitter = pre_tokenizers.Sequence([word_splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    byte_characters = _byte_characters()
+    spellings = {token: "".join(byte_characters[byte] for byte in token) for token in ranks}
     ids = {spellings[token]: rank for token, rank in ranks.items()}
-    return _byte_level(ids, [(spellings[first], spellings[second]) for first, second in pairs], end, splitter, ignore_merges=True)
+    return _byte_bpe(ids, [(spellings[first], spellings[second]) for first, second in pairs], end_id, splitter, ignore_merges=True)
 
 
-def _are_ids(ids: Collection[int]) -> bool:
-    """True if `ids` can be the ids of a vocabulary: at least one, all different, from 0 to `MAX_VOCAB` - 1."""
+def _valid_ids(ids: Collection[int]) -> bool:
+    """Return whether `ids` can be a vocabulary's ids: at least one, all different, from 0 to `MAX_VOCAB` - 1."""
     return len(ids) > 0 and len({*ids}) == len(ids) and min(ids) >= 0 and max(ids) < MAX_VOCAB
 
 
-def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, splitter: object, ignore_merges: bool = False) -> "Tokenizer":
+def _byte_bpe(ids: dict[str, int], pairs: list[tuple[str, str]], end_id: int, splitter: object, ignore_merges: bool = False) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
     with library_errors("data.tokenizer: not a vocabulary that the `tokenizers` library takes"):
-        tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end}, pairs, ignore_merges=ignore_merges))
+        tokenizer = Tokenizer(models.BPE({**ids, END_OF_TEXT: end_id}, pairs, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
@@ -365,16 +365,16 @@ def _byte_level(ids: dict[str, int], pairs: list[tuple[str, str]], end: int, spl
     return tokenizer
 
 
-def _alphabet() -> list[str]:
-    """The printable characters by which GPT-2 writes the bytes 0 to 255."""
+def _byte_characters() -> list[str]:
+    """Return the 256 printable characters that stand for the bytes 0 to 255 in GPT-2's vocabulary."""
     printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in printable_bytes else next(substitutes)) for byte in range(256)]
 
 
 def read(path: Path, key: str) -> bytes:
-    """The content of a tokenizer's file. Raises DataError, which names the file, the reason and `key`."""
+    """Return the bytes of a tokenizer's file. Raises DataError with the file, the reason and the configuration key `key`."""
     try:
-        return expanded(path).read_bytes()
+        return expand_home(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path}: can't read the tokenizer: {error.strerror} ({key})") from None

@@ -49,7 +49,7 @@ def score_moments(scores: Tensor, visible: Tensor) -> Moments:
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """The rows of some queries of one sequence, in all heads of one layer."""
+    """Attention rows (scores and weights over visible keys) of some queries of one sequence, in all heads of one layer."""
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
@@ -67,7 +67,7 @@ class AttentionRows:
     @classmethod
     def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
         """The rows of a block of queries of one sequence; `later`: the number of queries after the block."""
-        visible = _plane(block.normalizer.visible(block.layout))
+        visible = _query_by_key(block.normalizer.visible(block.layout))
         after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         return cls(
             block.layer, block.queries, after, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,
@@ -82,27 +82,27 @@ class AttentionRows:
     @cached_property
     def is_first_token(self) -> Tensor:
         """Mask, (T, S) bool, of the first token of each query's document."""
-        return _plane(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
+        return _query_by_key(self.layout.visible()) & (self.layout.key_positions == 0).view(-1, self.visible.size(-1))
 
     @cached_property
     def distance(self) -> Tensor:
         """Distance, (T, S) fp32: number of tokens from the key to the query; negative for keys after the query."""
-        return _plane(self.layout.distance())
+        return _query_by_key(self.layout.distance())
 
     @cached_property
     def size(self) -> Tensor:
-        """|weights|, (H, T, S)."""
+        """Magnitudes |weights|, (H, T, S)."""
         return self.weights.abs()
 
     @cached_property
     def total(self) -> Tensor:
-        """Sum of |weights| of each row, (H, T); NaN where it is 0, so that quotients are undefined there."""
+        """Sum of |weights| of each row, (H, T); NaN where the sum is 0, so that quotients by it are undefined."""
         total = self.size.sum(-1)
         return total.masked_fill(total == 0, math.nan)
 
     @cached_property
     def descending_weights(self) -> Tensor:
-        """|weights| from the largest to the smallest, (H, T, S)."""
+        """Magnitudes |weights| of each row from the largest to the smallest, (H, T, S)."""
         return self.size.sort(-1, descending=True).values
 
     @cached_property
@@ -149,7 +149,7 @@ class AttentionRows:
 
     @cached_property
     def without_first(self) -> "AttentionRows":
-        """The rows without the first token of the document: it is not visible, and the weights of other keys stay."""
+        """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys do not change."""
         return replace(self, weights=self.weights.masked_fill(self.is_first_token, 0.0), visible=self.visible & ~self.is_first_token)
 
     def shuffled(self, order: Tensor) -> "AttentionRows":
@@ -173,7 +173,7 @@ def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
     return replace(layout, **shifted_fields)
 
 
-def _plane(values: Tensor) -> Tensor:
+def _query_by_key(values: Tensor) -> Tensor:
     """A tensor (T, S) or (1, 1, T, S) in the shape (T, S)."""
     return values.reshape(values.shape[-2:])
 
@@ -181,8 +181,8 @@ def _plane(values: Tensor) -> Tensor:
 def query_indices(length: int, count: int) -> list[int]:
     """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `LEAST_KEYS` keys to the last query.
 
-    They are evenly spread over the logarithm of the number of keys, so that each octave has equally many. Short sequences have fewer, as
-    indices are not repeated.
+    The queries are evenly spread over the logarithm of the number of keys, so that each octave has equally many queries. Short sequences
+    have fewer queries than `count`, as indices are not repeated.
     """
     key_counts = np.geomspace(LEAST_KEYS, length, count) if length >= LEAST_KEYS else []
     return sorted({round(float(keys)) - 1 for keys in key_counts})
@@ -204,13 +204,13 @@ class Statistic:
 
     @property
     def without_first(self) -> "Statistic":
-        """This statistic, under another name, of the rows `AttentionRows.without_first`; reports do not show it."""
+        """The same statistic of `AttentionRows.without_first`, with `NO_FIRST` added to its name; reports do not show it."""
         return replace(self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False)
 
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums over all queries of a sequence by head, such as sums of weights by the key's position; only of rows that are `is_defined`.
+    """Sums over all queries of a sequence by head, such as sums of weights by key position; rows that are not `is_defined` do not count.
 
     P: the shape of the sums of a head.
     """
@@ -284,7 +284,7 @@ class Measures:
 
     @property
     def numbers(self) -> int:
-        """The length of the vector of a sequence and model."""
+        """The number of values in the vector of one sequence and model."""
         return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
@@ -305,30 +305,30 @@ class Measures:
             start = query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
             rows = AttentionRows.from_block(block, embedding, index, later=len(self.queries) - stop)
-            self._add(vectors[0], rows, start)
+            self._write_statistics(vectors[0], rows, start)
             if order is not None:
-                self._add(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
+                self._write_statistics(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
-    def _add(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows over at least `LEAST_KEYS` keys into a vector's `parts`; `start`: the first row's index in `queries`."""
+    def _write_statistics(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
+        """Write statistics of rows with `LEAST_KEYS` or more keys into `parts`, arrays of `shapes`; `start`: index of the first query."""
         indices = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
-        (numbers, *sums), places, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer
+        (row_values, *sums), row_indices, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer
         is_defined = rows.is_defined
-        numbers[0, layer][:, places] = rows.n.cpu().expand(self.heads, -1)
-        numbers[1, layer][:, places] = (~rows.is_finite).float().cpu()
-        numbers[2, layer][:, places] = (rows.is_finite & ~is_defined).float().cpu()
+        row_values[0, layer][:, row_indices] = rows.n.cpu().expand(self.heads, -1)
+        row_values[1, layer][:, row_indices] = (~rows.is_finite).float().cpu()
+        row_values[2, layer][:, row_indices] = (rows.is_finite & ~is_defined).float().cpu()
         for index, statistic in enumerate(self.per_query, 3):
             if (value := statistic.measure(rows)) is not None:
-                numbers[index, layer][:, places] = value.float().where(is_defined, torch.nan).cpu()
+                row_values[index, layer][:, row_indices] = value.float().where(is_defined, torch.nan).cpu()
         for total, accumulator in zip(sums, self.accumulated, strict=True):
             if (value := accumulator.sums(rows, self.length)) is not None:
                 total[layer] += value.float().cpu()
 
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
-        """The values that `vectors`, (N, numbers), of N sequences hold, by the names of the statistics."""
+        """The values, by the names of the statistics, in the `vectors`, (N, numbers), of N sequences."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
@@ -342,25 +342,25 @@ class Measures:
 
 
 def orders(index: int, queries: int, length: int) -> Tensor:
-    """Random numbers (queries, length) for shuffling the scores of a sequence, the same for each model: `index` is the seed."""
+    """Random numbers (queries, length) by which scores of sequence `index` are shuffled, the same for each model: `index` is the seed."""
     return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
 
 
 def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
-    """The mean of the values that are defined, float64; NaN where no value is."""
+    """The mean, float64, of the values that are not NaN; NaN where all values are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about means of nothing
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
 def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """The axis for ranges, (first, last), of the number of visible keys; each stands at its geometric mean."""
+    """The axis for ranges, (first, last), of the number of visible keys; a range's point is its geometric mean."""
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """The half octaves, (first, last), in which some numbers of keys `n` lie (NaN: not known); one of them ends at the training length."""
+    """Half octaves of the number of keys, (first, last), that hold some of `n` (NaN: not known); an edge is at the training length."""
     counts = n[np.isfinite(n)]
     if not len(counts):
         return []
@@ -373,7 +373,7 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """The exponent of value ~ n^exponent for each head, and the fit's R^2, both (layers, H): least squares on logarithms.
 
-    NaN where n spans fewer than two octaves. Values that are not above 0 are left out.
+    NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
 
     values: (N, layers, H, T), logarithms already if `log`; n: (N, layers, T).
     """

@@ -1,7 +1,7 @@
 """The concentration of attention: the number of keys with most weight, the weight on the first token and on near keys.
 
 Magnitudes |a| stand for weights, which may be negative or need not sum to one. Names that end in `, no first` are statistics of the same
-rows without the first token of the document, which may be an attention sink: fractions are then fractions of the other keys' weight.
+rows without the first token of the document, which may be an attention sink. Fractions are then fractions of the other keys' weight.
 """
 
 import math
@@ -12,11 +12,11 @@ from torch import Tensor
 from lm.diagnostics.attention_rows import AttentionRows, Family, Statistic
 from lm.diagnostics.sparsity import sparsity
 
-MASS = 0.95  # fraction of the weight in `keys with 95% of the weight`
+WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight`
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = n S^2 of each row, S its `sparsity`: 1 for weight on one key, n for equal weights. If |a| sum to one, it is 1 / sum a^2."""
+    """N_eff = n S^2 of each row with `sparsity` S: 1 for weight on one key, n for equal weights, 1 / sum a^2 if |a| sum to one."""
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
@@ -34,9 +34,9 @@ def relative_entropy(rows: AttentionRows) -> Tensor | None:
     return None if nats is None else nats / rows.n.log()
 
 
-def keys_with_most(rows: AttentionRows) -> Tensor:
-    """The least number of keys that together have the fraction `MASS` of each row's weight."""
-    is_short = rows.descending_weights.cumsum(-1) < MASS * rows.total.unsqueeze(-1)
+def keys_with_most_weight(rows: AttentionRows) -> Tensor:
+    """The least number of keys of each row that together have the fraction `WEIGHT_FRACTION` of the row's weight."""
+    is_short = rows.descending_weights.cumsum(-1) < WEIGHT_FRACTION * rows.total.unsqueeze(-1)
     return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
@@ -52,7 +52,7 @@ def log_sum(rows: AttentionRows) -> Tensor | None:
 def family(top_k: list[int], nearest: list[int]) -> Family:
     """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
 
-    def largest(k: int) -> Statistic:
+    def largest_weight(k: int) -> Statistic:
         return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending_weights[..., :k].sum(-1) / rows.total)
 
     def nearest_weight(k: int) -> Statistic:
@@ -65,12 +65,12 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("effective keys", "keys", effective_keys, in_reports=True, has_exponent=True),
         Statistic("entropy / ln n", "fraction", relative_entropy, in_reports=True),
         Statistic("largest weight", "weight", lambda rows: rows.descending_weights[..., 0], in_reports=True, has_exponent=True),
-        Statistic(f"keys with {MASS:.0%} of the weight", "keys", keys_with_most, has_exponent=True),
+        Statistic(f"keys with {WEIGHT_FRACTION:.0%} of the weight", "keys", keys_with_most_weight, has_exponent=True),
         Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
         Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
         Statistic("mean distance", "tokens", lambda rows: (rows.size * rows.distance).sum(-1) / rows.total),
-        *map(largest, top_k),
+        *map(largest_weight, top_k),
         *map(nearest_weight, nearest),
     ]
     row_totals = [

@@ -3,7 +3,7 @@ change with the scores.
 
 Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is max F / min F over [-a, a], a the
 largest |score| of the row, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. The norm of the Jacobian d weights / d scores
-of each row, and finite differences in one direction, work for every normalizer. They need only its map of scores to weights
+of each row, and finite differences in one direction, work for every normalizer. Both need only the map of scores to weights
 (`Normalizer.normalize`).
 
 The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the spectral norm this is
@@ -24,15 +24,15 @@ from lm.diagnostics.attention_rows import AttentionRows, shifted_layout
 
 Normalize = Callable[[Tensor], Tensor]  # scores (..., S) -> weights (..., S), each row by itself
 
-STEPS = 30  # power iterations
+ITERATIONS = 30  # power iterations
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = STEPS) -> Tensor:
+def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = ITERATIONS) -> Tensor:
     """The largest singular value of each row's Jacobian J, (...), by power iteration on J^T J.
 
-    The result is at most the true value, but for rounding errors: in fp32 up to a third of it in rows with nearly all weight on one key.
+    The result is at most the true value. In rows with nearly all weight on one key, fp32 rounding errors are up to a third of the value.
 
     scores: (..., S) fp32 or fp64; visible: bool, broadcastable to the scores: the keys whose scores matter.
     """
@@ -82,7 +82,7 @@ def log_n_times_largest(rows: AttentionRows) -> Tensor | None:
 
 
 def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x the smallest weight) of each row, at least ln C1 = -ln C2 by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
+    """ln (n x the smallest weight) of each row, at least ln C1 = -ln C2 by Lemma 1 (arXiv 2508.17821); None where the lemma fails."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
@@ -99,7 +99,7 @@ def lemma_1_applies(rows: AttentionRows) -> bool:
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Whether the scores of the sequence's last query change when the whole sequence comes after other tokens, as many as its own."""
+    """Whether the scores of the sequence's last query change if other tokens, as many as the sequence has, come before the sequence."""
     x, q, k, _ = rows.inputs
     length = x.size(1)
     query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
@@ -124,9 +124,9 @@ def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
-    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a function F of each score.
+    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a `score_map`.
 
-    For weights that are another function F of the score times a factor of the row, the bound is max |F'| times that factor. Where the
+    For weights that are another score map F of the score times a factor of the row, the bound is max |F'| times that factor. Where the
     factor is 1 over the row's sum of F, the bound is multiplied by max(1, sqrt(n) |weights|), |weights| the norm of the row.
     """
     name = rows.normalizer.score_map

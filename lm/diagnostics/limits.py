@@ -84,7 +84,7 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
     farthest, nearest = _extreme_distances(x, order, counts)
     total, not_negative = weights.sum(-1), (weights >= 0).all(-1)
     rows = []
-    for index, (count, (rest_mask, excess, distance)) in enumerate(zip(counts, _to_sums(weights, visible, x, order, counts), strict=True)):
+    for index, (count, (rest_mask, excess, distance)) in enumerate(zip(counts, _sum_gaps(weights, visible, x, order, counts), strict=True)):
         top_mask = visible & ~rest_mask
         near_mask = top_mask & (excess <= excess.masked_fill(~rest_mask, torch.inf).amin(-1, keepdim=True))
         r = distance.masked_fill(~rest_mask, torch.inf).amin(-1)
@@ -144,14 +144,14 @@ def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> T
 
 
 def _added_keys(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """For each N, the keys in each row's `order`, (R, largest N), after those of the previous N and up to the N-th: (R, keys)."""
+    """The keys, (R, keys), that each N in `counts` adds to the keys of the previous N, in each row's `order`, (R, largest N)."""
     return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
 def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The largest squared distance of each key to the first N keys in each row's `order`, (G, R, S), and the smallest among the N, (G, R).
+    """Squared distances for each N: the largest from each key to the first N keys in each row's `order`, (G, R, S), and the smallest.
 
-    The smallest is between two of the N keys, and is infinite for a single key.
+    The smallest distance, (G, R), is between two of the first N keys, and is infinite for N = 1.
     """
 
     def pairs(keys: Tensor, others: Tensor) -> Tensor:
@@ -169,11 +169,11 @@ def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
     """d~, (G, R), for the first N keys in each row's `order`: the sum over other keys of |a_i x_i - s|, s the sum of a_i x_i over the N."""
-    d = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _to_sums(weights, visible, x, order, counts)]
-    return torch.stack(d).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
+    distance_sums = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _sum_gaps(weights, visible, x, order, counts)]
+    return torch.stack(distance_sums).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
 
 
-def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For each N, the mask of the keys beyond the first N in each row's `order`, |a_i x_i - s|^2 - |s|^2, and |a_i x_i - s|: (R, S) each.
 
     The difference of squares tells small weights apart: their distances are all |s| except for rounding.
@@ -189,7 +189,7 @@ def _to_sums(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts:
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """Lower and upper envelope of the fraction N_s / N of N keys that lie within r of their weighted sum s (Theorem 2), (R,) each.
 
-    They are 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2)), in arXiv 2508.17821. xi_i bounds |a_i x_i - s| of
+    The envelopes are 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2)), in arXiv 2508.17821. xi_i bounds |a_i x_i - s| of
     key i from above, if weights are not negative; M is `longest`.
 
     alpha: (R, N), weights of the N keys.
@@ -207,8 +207,8 @@ def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tu
 # ---------------------------------------------------------------- the theorems
 
 
-PRODUCTS = 2**22  # the most products of keys' vectors with sums s in memory at a time
-FEW = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
+MOST_PRODUCTS = 2**22  # the most products of keys' vectors with sums s in memory at a time
+FEW_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
 DISTANCES = ("largest weights", "random keys, uncorrected", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
 SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
 DIFFERENCES = ("one direction", "largest of all directions", "spectral norm")
@@ -227,18 +227,18 @@ def many_key_counts(length: int) -> list[int]:
 
 def few_key_counts(length: int) -> list[int]:
     """The numbers of keys N of Theorem 2: at most half of the keys."""
-    return [count for count in FEW if count <= length / 2]
+    return [count for count in FEW_COUNTS if count <= length / 2]
 
 
 def means(sums: np.ndarray) -> np.ndarray:
-    """Means over rows, (octaves, quantities, points, ...), of `sums` as `parts` takes them; NaN where there are no rows."""
-    total, rows = parts(sums)
+    """Means over rows, (octaves, quantities, points, ...), of `sums` (see `totals_and_counts`); NaN where there are no rows."""
+    total, rows = totals_and_counts(sums)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(rows > 0, total / rows, np.nan)
 
 
-def parts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`sums`, (..., octaves, 2, quantities, points), as sums over rows and numbers of rows, each (octaves, quantities, points, ...)."""
+def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split `sums`, (..., octaves, 2, quantities, points), into sums over rows and numbers of rows, (octaves, quantities, points, ...)."""
     arrays = np.moveaxis(sums, (-4, -3, -2, -1), (0, 1, 2, 3))
     return arrays[:, 0], arrays[:, 1]
 
@@ -250,7 +250,7 @@ class Theorems:
     config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """d~ and its expectations (`DISTANCES`), summed over queries, for each N of `many_key_counts`; None without queries."""
+        """d~ and its expectations (`DISTANCES`), summed over queries, for each N of `many_key_counts`; None if there are no queries."""
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
             counts = [count for count in many_key_counts(length) if count <= most_keys / 4]
@@ -260,8 +260,8 @@ class Theorems:
                 random = random_keys(weights, visible, x, counts, draws)
                 return torch.stack((top_distances(weights, visible, x, counts), *vars(random).values()))
 
-            values, missing = self._by_rows(part, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
-            return F.pad(values, (0, 0, 0, 0, 0, missing), value=math.nan)
+            values, missing_count = self._by_rows(part, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
+            return F.pad(values, (0, 0, 0, 0, 0, missing_count), value=math.nan)
 
         generator = _generator(rows)
         return self._sums_within(rows, octaves(length), measure)
@@ -288,24 +288,24 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums of `DIFFERENCES` at each temperature and step, for the last query, if it is in the last octave; fp64 except for the norm.
+        """Sums of `DIFFERENCES` for each temperature and step at the last query, None if it is not in the last octave; fp64, norms in fp32.
 
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 logits are q.k / T.
         """
 
         def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            left_out = part.is_first_token & (not self.config.first_token)  # the first token's score stays, and its weight does not count
+            is_left_out = part.is_first_token & (not self.config.first_token)  # its score stays, and its weight does not count
 
             def weights_at(scores: Tensor, temperature: Tensor | float) -> Tensor:
-                scores = torch.where(left_out, logits.to(scores.dtype), scores)
-                return part.normalizer.normalize(scores / temperature, part.layout).masked_fill(left_out, 0.0)
+                scores = torch.where(is_left_out, logits.to(scores.dtype), scores)
+                return part.normalizer.normalize(scores / temperature, part.layout).masked_fill(is_left_out, 0.0)
 
-            root = math.sqrt(part.normalizer.layer.head_size)
-            logits = part.scores.masked_fill(~(part.visible | left_out), 0.0).unsqueeze(0) * root  # (1, H, T, S)
+            root_head_size = math.sqrt(part.normalizer.layer.head_size)
+            logits = part.scores.masked_fill(~(part.visible | is_left_out), 0.0).unsqueeze(0) * root_head_size  # (1, H, T, S)
             random_directions = directions(part.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
             temperatures = torch.tensor(self.config.temperatures).view(-1, 1, 1, 1).to(logits)
-            stack = logits.expand(len(temperatures), -1, -1, -1)
-            norms = spectral_norm(partial(weights_at, temperature=temperatures), stack, part.visible, generator)
+            stacked_logits = logits.expand(len(temperatures), -1, -1, -1)
+            norms = spectral_norm(partial(weights_at, temperature=temperatures), stacked_logits, part.visible, generator)
             points = []
             for (temperature, norm), step in product(zip(self.config.temperatures, norms, strict=True), self.config.steps):
                 rates = finite_difference(partial(weights_at, temperature=temperature), logits, step, random_directions)
@@ -321,37 +321,37 @@ class Theorems:
         return F.normalize(x, dim=-1) if self.config.unit else x
 
     def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Values (quantities, G, H, T) of all rows; `measure`: weights (R, S), visible (R, S), x (S, E) -> (quantities, G, R)."""
+        """Values (quantities, G, H, T) of all rows, by `measure`: weights (R, S), visible (R, S), x (S, E) -> values (quantities, G, R)."""
         key_indices = rows.visible.any(0).nonzero().squeeze(-1)
         keys = slice(int(key_indices[0]), int(key_indices[-1]) + 1)
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
         heads, queries, width = weights.shape
-        size, parts = max(1, PRODUCTS // (points * width)), []
+        size, values = max(1, MOST_PRODUCTS // (points * width)), []
         for index, vectors in enumerate(x):  # one x for all heads, or one for each head
             head_weights = weights if len(x) == 1 else weights[index : index + 1]
             visible = rows.visible[:, keys].expand(head_weights.shape).flatten(0, 1)
-            parts += [measure(*pair, vectors) for pair in zip(head_weights.flatten(0, 1).split(size), visible.split(size), strict=True)]
-        return torch.cat(parts, -1).unflatten(-1, (heads, queries))
+            values += [measure(*pair, vectors) for pair in zip(head_weights.flatten(0, 1).split(size), visible.split(size), strict=True)]
+        return torch.cat(values, -1).unflatten(-1, (heads, queries))
 
     def _sums_within(
         self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
     ) -> Tensor | None:
-        """Sums of values over the rows within each of `bounds`, and numbers of these rows, (H, octaves, 2, quantities, G); None: no rows.
+        """Sums over the rows within each range of `bounds`, and numbers of these rows, (H, octaves, 2, quantities, G); None without rows.
 
         bounds: (first, last) numbers of visible keys; measure: rows, most visible keys -> values (quantities, G, H, T), or NaN.
         """
         rows = rows if self.config.first_token else rows.without_first
         sums: dict[int, Tensor] = {}  # by index in `bounds`
-        for place, (low, high) in enumerate(bounds):
+        for index, (low, high) in enumerate(bounds):
             indices = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
             if len(indices):
                 part = rows.select(indices)
                 values = measure(part, high).masked_fill(~part.is_defined, math.nan)
-                sums[place] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
+                sums[index] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
         if not sums:
             return None
         zeros = torch.zeros_like(next(iter(sums.values())))
-        return torch.stack([sums.get(place, zeros) for place in range(len(bounds))]).movedim(-1, 0)
+        return torch.stack([sums.get(index, zeros) for index in range(len(bounds))]).movedim(-1, 0)
 
 
 def _generator(rows: AttentionRows) -> torch.Generator:
@@ -381,37 +381,37 @@ def critical_count(p: np.ndarray, counts: Sequence[int], level: float) -> float:
 def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
     """Up to `size` means of single heads, (means, G), so that models with any number of heads are tested with equal power.
 
-    The sequences are dealt into size / heads groups, rounded up; if there are fewer sequences, each is a group. Each head gives a mean for
-    each group. If there are more than `size` means, an evenly spread part of them is taken.
+    The sequences are divided into size / heads groups, rounded up; if there are fewer sequences, each sequence is a group. Each head has
+    a mean for each group. If there are more than `size` means, `size` evenly spread means are taken.
 
     sums: (N, heads, G), sums over rows in N sequences; rows: (N, heads, G), number of these rows.
     """
     sequences, heads, _ = sums.shape
     groups = min(sequences, -(-size // heads))
     with np.errstate(invalid="ignore"):
-        means = [sums[start::groups].sum(0) / rows[start::groups].sum(0) for start in range(groups)]
-    all_means = np.concatenate(means)
-    return all_means[np.linspace(0, len(all_means) - 1, min(size, len(all_means))).round().astype(int)]
+        group_means = [sums[start::groups].sum(0) / rows[start::groups].sum(0) for start in range(groups)]
+    head_means = np.concatenate(group_means)
+    return head_means[np.linspace(0, len(head_means) - 1, min(size, len(head_means))).round().astype(int)]
 
 
 # ---------------------------------------------------------------- the family
 
 
-LEVELS = (0.01, 0.05)  # the paper's two significance levels, for the critical number of keys
-TESTED = (1, 2, 4)  # indices in `DISTANCES` of the expectations that the largest weights are compared with
-OVER_LENGTH = 5  # number N of keys in the curves over the number of visible keys
-PLATEAU = 16  # number N of keys from which on the paper has N_s / N between .70 and .85
+SIGNIFICANCE_LEVELS = (0.01, 0.05)  # the paper's two significance levels, for the critical number of keys
+TESTED_EXPECTATIONS = (1, 2, 4)  # indices in `DISTANCES` of the expectations that the largest weights are compared with
+LENGTH_CURVE_KEYS = 5  # number N of keys in the curves over the number of visible keys
+PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N between .70 and .85
 
 
 def family(config: LimitsConfig, every: int) -> Family:
-    """The statistics of the paper's lemmas and theorems; Lemma 2 and the theorems take one in `every` of the described queries."""
+    """The statistics of the paper's lemmas and theorems; Lemma 2 and the theorems use one query in `every` described queries."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
         return (rows.after % every == 0).nonzero().squeeze(-1)  # the last query of the sequence is always among them
 
     def at_chosen_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
-        """The statistic at the chosen queries, NaN at other queries."""
+        """A function that gives the statistic at the chosen queries, and NaN at other queries."""
 
         def measure(rows: AttentionRows) -> Tensor | None:
             indices = chosen_queries(rows)
@@ -447,7 +447,7 @@ def family(config: LimitsConfig, every: int) -> Family:
             ),
             sums("differences", lambda length: (1, 2, len(DIFFERENCES), steps), theorems.differences),
         ),
-        lambda values: [numbers for derive in DERIVED for numbers in derive(config, values)],
+        lambda values: [numbers for derive in DERIVATIONS for numbers in derive(config, values)],
     )
 
 
@@ -460,14 +460,14 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
 
 
 def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """d~ (`TopKeys.distance`) and its expectations: by N, in the last octave of visible keys; and by octave, for N = `OVER_LENGTH`."""
+    """d~ (`TopKeys.distance`) and its expectations: by N in the last octave of visible keys, and by octave for N = `LENGTH_CURVE_KEYS`."""
     counts = many_key_counts(values.length)
     distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
         yield DerivedNumbers("d~", "", distances[-1, number], _counts_axis(counts), in_reports=True, label=label)
-    for number, label in enumerate(DISTANCES if OVER_LENGTH in counts else ()):
-        by_length, axis = distances[:, number, counts.index(OVER_LENGTH)], visible_keys(octaves(values.length))
-        yield DerivedNumbers(f"d~ of {OVER_LENGTH} keys", "", by_length, axis, in_reports=True, label=label)
+    for number, label in enumerate(DISTANCES if LENGTH_CURVE_KEYS in counts else ()):
+        by_length, axis = distances[:, number, counts.index(LENGTH_CURVE_KEYS)], visible_keys(octaves(values.length))
+        yield DerivedNumbers(f"d~ of {LENGTH_CURVE_KEYS} keys", "", by_length, axis, in_reports=True, label=label)
 
 
 def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
@@ -475,26 +475,26 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
-    for expectation in TESTED:
+    for expectation in TESTED_EXPECTATIONS:
         pairs = [_distance_samples(config, values, octave, expectation) for octave in range(len(bounds))]
         statistics, p_values = zip(*(two_sample_tests(*pair) for pair in pairs), strict=True)
         label = f"to {DISTANCES[expectation]}, {len(pairs[-1][0])} values"  # D of two small samples is large by chance
         yield DerivedNumbers("D of the largest weights", "", statistics[-1], _counts_axis(counts), in_reports=True, label=label)
-        for level in LEVELS:
+        for level in SIGNIFICANCE_LEVELS:
             fractions = np.array([critical_count(p, counts, level) / n for p, n in zip(p_values, mean_keys, strict=True)])
             label = f"{DISTANCES[expectation]}, level {level:g}"
             yield DerivedNumbers("critical N / visible keys", "fraction", fractions, visible_keys(bounds), in_reports=True, label=label)
 
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
-    """Samples (size, N) of heads' means in one octave of visible keys: of d~ of the largest weights, and of one expectation of d~."""
-    total, rows = parts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
-    pair = []
+    """Samples (size, N) of heads' means in one octave of visible keys: of d~ of the largest weights, and of the `expectation` of d~."""
+    total, rows = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
+    sample_pair = []
     for quantity in (0, expectation):
         by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
         shape = (len(by_head), -1, by_head.shape[-1])
-        pair.append(samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
-    return pair
+        sample_pair.append(samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
+    return sample_pair
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
@@ -511,12 +511,12 @@ def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[Derived
     yield DerivedNumbers(title, "fraction", _mean_over_heads(separability[4]), axis, label="measured")
     yield DerivedNumbers(title, "fraction", _mean_over_heads(any_head[..., None]), axis, label="1 - (1 - p)^H")
     yield DerivedNumbers("heads that choose a key", "heads", _mean_over_heads(separability[5]), axis)
-    if PLATEAU in counts:
-        yield DerivedNumbers(f"N_s / N of {PLATEAU} keys", "fraction", _mean_over_heads(separability[0])[[counts.index(PLATEAU)]])
+    if PLATEAU_KEYS in counts:
+        yield DerivedNumbers(f"N_s / N of {PLATEAU_KEYS} keys", "fraction", _mean_over_heads(separability[0])[[counts.index(PLATEAU_KEYS)]])
 
 
 def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Finite differences and the spectral norm over the temperature: the largest of the heads' means, as in the paper."""
+    """Finite differences and the spectral norm by temperature; each is the largest of the means of single heads, as in the paper."""
     shape = len(config.temperatures), len(config.steps)
     by_head = means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)
@@ -528,4 +528,4 @@ def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[Deriv
     yield DerivedNumbers("change of weights", "", largest[2, :, 0], axis, in_reports=True, label=DIFFERENCES[2])
 
 
-DERIVED = _derived_distances, _derived_critical, _derived_separable, _derived_differences
+DERIVATIONS = _derived_distances, _derived_critical, _derived_separable, _derived_differences

@@ -73,10 +73,10 @@ class RetrievingHead:
 def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False) -> RetrievingHead | None:
     """The head that answers the questions of sequences of one length; None if the module's formula holds for no layer.
 
-    The formula holds for weights e^score over their sum, on all keys up to the query, that do not depend on distance. Keys of filler are
-    tokens whose ids are in `filler`, and which stand after another such token. With `any_map` heads whose weights on all keys before the
-    query have another form are searched as well. If these weights are not e^score times a factor of the query, the log of a key's fraction
-    of the query's weight stands for its score, and the slope is 0.
+    The formula holds for weights e^score over their sum that cover all keys up to the query and do not depend on distance. A key is
+    filler if its token's id and the id of the token before it are in `filler`. With `any_map` heads with other weights are searched, too,
+    if queries see all keys before them. If such weights are not e^score times a factor of the query, the slope is 0, and a key's score is
+    the log of its fraction of the query's weight.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -106,8 +106,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
 
 
 def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, is_exp: bool) -> tuple[np.ndarray, ...]:
-    """For each question of a sequence of L tokens: the needle's score (Q, H), scores of other keys (Q, H, L), a mask of filler (Q, L),
-    n (Q,). Slope, weight on the needle, N_eff and entropy: (Q, H) each."""
+    """Arrays for questions of a sequence of L tokens: the needle's score (Q, H), scores of other keys (Q, H, L), a mask of filler (Q, L),
+    n (Q,), then slope, weight on the needle, N_eff and entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
     weights = rows.weights if is_exp else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()
@@ -120,7 +120,7 @@ def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, 
     tokens = torch.as_tensor(example.tokens, device=device)
     is_special = (tokens < filler_ids.start) | (tokens >= filler_ids.stop)  # in a pair or a question
     filler = ~is_special[:keys] & ~torch.cat((is_special.new_ones(1), is_special[: keys - 1])) & rows.visible
-    growth = _scale_at_twice(block, rows, length) - 1 if is_exp else torch.zeros_like(needle)
+    growth = _shifted_scale(block, rows, length) - 1 if is_exp else torch.zeros_like(needle)
     slope = growth / torch.log1p(length / rows.n.double()).unsqueeze(-1)
     weight, entropy = fractions[questions, :, evidence], -torch.special.xlogy(fractions, fractions).sum(-1)
     effective_keys = 1 / fractions.square().sum(-1)
@@ -129,7 +129,7 @@ def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, 
     return tuple(values.cpu().numpy() for values in (needle, *padded_arrays, rows.n.double(), slope, weight, effective_keys, entropy))
 
 
-def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
+def _shifted_scale(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
     """The factor, (Q, H) fp64, by which the scores of the block's queries and keys change if `length` more tokens stand before them."""
     queries, keys = block.inputs.q[:, :, block.queries], block.inputs.k[:, :, : rows.visible.size(-1)]
     shifted_scores = block.normalizer.scores(queries, keys, shifted_layout(block.layout, length))[0].double()
@@ -138,11 +138,11 @@ def _scale_at_twice(block: AttentionBlock, rows: AttentionRows, length: int) -> 
 
 
 def median_weights(scores: Retrieval, length: int) -> np.ndarray:
-    """The median over questions of the weight on the needle, at the lengths `reach(length)`, (R,)."""
-    return np.array([np.median(scores.weight(new_length - length)) for new_length in reach(length)])
+    """The median over questions of the weight on the needle, (R,), at each of the R `prediction_lengths(length)`."""
+    return np.array([np.median(scores.weight(new_length - length)) for new_length in prediction_lengths(length)])
 
 
-def reach(length: int) -> np.ndarray:
+def prediction_lengths(length: int) -> np.ndarray:
     """The lengths that a prediction searches, (R,) tokens: `STEPS_AN_OCTAVE` in each of `OCTAVES` octaves from `length` on."""
     return length * 2 ** (np.arange(OCTAVES * STEPS_AN_OCTAVE + 1) / STEPS_AN_OCTAVE)
 
@@ -150,12 +150,12 @@ def reach(length: int) -> np.ndarray:
 def half_length(weights: np.ndarray, length: int, threshold: float = 0.5) -> float:
     """The least length, tokens, at which the median weight on the needle (`median_weights`) is below `threshold`, else infinite.
 
-    Between the lengths of `reach` the log odds of the weight are taken as linear in the logarithm of the length.
+    Between the lengths of `prediction_lengths` the log odds of the weight are taken as linear in the logarithm of the length.
     """
     indices = np.flatnonzero(weights < threshold)
     if not len(indices):
         return math.inf
-    lengths, index = reach(length), int(indices[0])
+    lengths, index = prediction_lengths(length), int(indices[0])
     if index == 0:
         return float(length)
     log_odds = np.log(np.maximum(1 / weights[index - 1 : index + 1] - 1, 1e-300))

@@ -11,9 +11,9 @@ told apart any more, and weights with such a part have no closed form.
 
 Beside S, the attention that follows from positions alone is measured. It is the fraction of the weights' variance that the position of the
 key explains, or its distance from the query, whatever the tokens are. A query's weights are standardised over the keys that it sees (mean
-0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is the effect of that place.
-The mean of its square is the fraction of the variance that places explain. That square is estimated by products of means of different
-sequences: within a sequence all queries see the same tokens at a place. The square of one mean would count a key's content, and chance,
+0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is this position's effect.
+The effects' mean square is the fraction of the variance that positions explain. Squares are estimated by products of means of different
+sequences: within a sequence all queries see the same tokens at a position. The square of one mean would count a key's content, and chance,
 as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
 Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the fraction that one
@@ -35,14 +35,14 @@ LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from t
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """S of each query's weights (..., keys) over the keys that it sees, (...); NaN where all weights are 0."""
+    """S = E|a| / sqrt(E[a^2]) of each query's weights a, (..., keys), over the keys that it sees: (...); NaN where all weights are 0."""
     a = weights.abs().masked_fill(~visible, 0.0)
     a = a / a.amax(-1, keepdim=True)  # squares of small weights would underflow
     return a.sum(-1) / (a.square().sum(-1) * visible.sum(-1)).sqrt()
 
 
 def exp_sparsity(std: Tensor) -> Tensor:
-    """S of weights e^score: exp(-std^2 / 2), whatever the mean. Holds for n keys while std < `condensation_scale(n)`."""
+    """S of weights e^score: exp(-std^2 / 2), whatever the mean. The closed form holds for n keys while std < `condensation_scale(n)`."""
     return (-std.square() / 2).exp()
 
 
@@ -125,21 +125,21 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     return torch.where(counts, deviation / std, 0.0), counts
 
 
-def sums_by_place(values: Tensor, counts: Tensor, places: Tensor, size: int) -> Tensor:
-    """Sums over queries at each of `size` places, then numbers of entries at each place: (..., T, S) -> (..., 2 size).
+def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Tensor:
+    """Sums of `values` over each of `size` groups of entries, then the number of entries that count in each group: (..., 2 size).
 
-    places: (T, S) int64, or broadcastable to it: the place of each entry.
+    values, counts: (..., T, S); groups: int64, broadcastable to (T, S): each entry's group, such as its key position or distance.
     """
-    places = places.expand(values.shape).flatten(-2)
+    groups = groups.expand(values.shape).flatten(-2)
     zeros = values.new_zeros(*values.shape[:-2], size)
     entries = (values, counts.expand(values.shape).to(values.dtype))
-    return torch.cat([zeros.scatter_add(-1, places, entry.flatten(-2)) for entry in entries], -1)
+    return torch.cat([zeros.scatter_add(-1, groups, entry.flatten(-2)) for entry in entries], -1)
 
 
 def variance_explained(sums: np.ndarray) -> np.ndarray:
-    """The fraction of the variance that places explain, from `sums_by_place` of N sequences (N, ..., 2 size): (...) float64.
+    """The fraction of the variance that the groups explain, (...) float64, from `group_sums` of N sequences, (N, ..., 2 size).
 
-    Only places that occur in two sequences or more count; NaN where no place does.
+    Only groups that occur in two sequences or more count; NaN where no group does.
     """
     size = sums.shape[-1] // 2
     counts = sums[..., size:]
@@ -153,7 +153,7 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
 
 
 def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
-    """A function that gives `sums_by_place` of standardised weights, (H, 2 length): by the key's position in its document, or by distance.
+    """A function (rows, length) -> `group_sums` of standardised weights, (H, 2 length), by key position in the document or by distance.
 
     Only queries from position `first_position(length)` on count.
     """
@@ -161,13 +161,13 @@ def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callabl
     def sums(rows: AttentionRows, length: int) -> Tensor:
         mask = rows.layout.positions.flatten() >= first_position(length)
         values, counts = standardised_weights(rows.weights[:, mask], rows.visible[mask])
-        places = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
-        return sums_by_place(values, counts, places, length)
+        groups = rows.layout.key_positions.view(1, -1) if by_key else rows.distance.clamp(min=0).long()[mask]
+        return group_sums(values, counts, groups, length)
 
     return sums
 
 
-EXPLAINED = {  # queries in the second half of the sequence; for the last query distance and key position are the same
+VARIANCE_SOURCES = {  # queries in the second half of the sequence; for the last query distance and key position are the same
     "key position": position_sums(True, lambda length: length // 2),
     "distance": position_sums(False, lambda length: length // 2),
     "both, last query": position_sums(False, lambda length: length - 1),
@@ -186,7 +186,7 @@ CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by `Normalize
 
 
 def closed_form(rows: AttentionRows) -> Tensor | None:
-    """S in closed form at the moments of each query's scores, (H, T); None for weights without a closed form.
+    """S in closed form, from the moments of each query's scores, (H, T); None for weights without a closed form.
 
     For non-negative features the closed form supposes independent components, with the moments of all features of the keys that a query
     sees. Moments of the query's products with keys are not used: with these the formula would hold even for dependent components.
@@ -214,7 +214,7 @@ def is_condensed(rows: AttentionRows) -> Tensor | None:
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
-    """S minus its closed form."""
+    """S of each row minus its closed form, (H, T); None for weights without a closed form."""
     expected_sparsity = closed_form(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
@@ -231,7 +231,7 @@ def family() -> Family:
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained_variance = [
-        QuerySums(f"variance explained by {place}", "", lambda length: (2 * length,), sums, variance_explained, in_reports=True)
-        for place, sums in EXPLAINED.items()
+        QuerySums(f"variance explained by {source}", "", lambda length: (2 * length,), sums, variance_explained, in_reports=True)
+        for source, sums in VARIANCE_SOURCES.items()
     ]
     return Family((*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance))

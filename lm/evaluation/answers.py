@@ -28,8 +28,8 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
-from lm.model.swapped import applicable, for_inference
+from lm.model.device import Device, all_reduce_sum, eval_mode, preserved_random_state
+from lm.model.swapped import applicable_settings, for_inference
 from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
 from lm.runs.evaluations import Axis, Sample, Series, Shown
@@ -37,7 +37,7 @@ from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ROLL_OUT = "roll-out"  # name of a setting in which sequences hold the model's own answers in place of the correct ones
-SHORTEN = "leave that length out, or ask for fewer"  # remedy for a sequence length, asked for by a key, into which a task does not fit
+LENGTH_REMEDY = "leave that length out, or ask for fewer"  # remedy for a length in the configuration into which a task does not fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,69 +50,69 @@ class Answers:
     sequence: np.ndarray  # (N,) int64, index of the token's sequence
     place: np.ndarray  # (N,) int64, the token's index within its answer
 
-    def whole_answers(self, right: np.ndarray) -> np.ndarray:
-        """For each answer, whether `right`, (N,) bool by answer token, is true for all of its tokens: (Q,) bool."""
-        return np.minimum.reduceat(right, np.flatnonzero(self.place == 0)).astype(bool)
+    def whole_answers(self, token_hits: np.ndarray) -> np.ndarray:
+        """Mask, (Q,) bool, of the answers whose tokens all are true in `token_hits`, (N,) bool by answer token."""
+        return np.minimum.reduceat(token_hits, np.flatnonzero(self.place == 0)).astype(bool)
 
 
 def read_answers(decoder: Decoder, examples: list[Example], device: Device, progress: Advance = ignore) -> Answers:
-    """The model's answers in sequences of one length, in fp32, teacher-forced and in a roll-out. All ranks call it.
+    """Read a model's answers in sequences of one length, in fp32, teacher-forced and in a roll-out. All ranks call it.
 
-    Teacher-forced, a sequence holds the correct answers to earlier questions: an answer is right when greedy decoding gives all of it
-    after them. In the roll-out it holds the model's own answers instead (`roll_out`). Memory holds logits of answer tokens only, and no
-    T x T weights where the normalizer needs none. `progress` is called with the number of sequences done.
+    Teacher-forced, a sequence holds the correct answers to earlier questions; in the roll-out it holds the model's own (`roll_out`).
+    An answer token is right if it is the model's most probable token there. Memory holds logits of answer tokens only, and no T x T
+    weights where the normalizer needs none. `progress` is called with the number of sequences done.
     """
     spans = [(index, *span) for index, item in enumerate(examples) for span in item.questions]
     tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
-    sequence, position, place = tokens[:, 0], tokens[:, 1] - 1, tokens[:, 2]
+    sequence, position, token_index = tokens[:, 0], tokens[:, 1] - 1, tokens[:, 2]
     counts = np.bincount(sequence, minlength=len(examples))  # answer tokens in each sequence
     column = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
 
-    def measure(part: list[int]) -> Tensor:
-        in_part = np.isin(sequence, part)
-        batch = Batch.of(np.stack([examples[index].tokens for index in part])).to(device.device)
-        locations = torch.from_numpy(np.stack((np.searchsorted(part, sequence[in_part]), position[in_part]))).to(device.device)
-        first = int(locations[1].min())
-        hidden, targets = decoder.hidden(batch, first)[locations[0], locations[1] - first], batch.targets[locations[0], locations[1]]
+    def measure(indices: list[int]) -> Tensor:
+        is_in_batch = np.isin(sequence, indices)
+        batch = Batch.of(np.stack([examples[index].tokens for index in indices])).to(device.device)
+        locations = torch.from_numpy(np.stack((np.searchsorted(indices, sequence[is_in_batch]), position[is_in_batch]))).to(device.device)
+        start = int(locations[1].min())
+        hidden, targets = decoder.hidden(batch, start)[locations[0], locations[1] - start], batch.targets[locations[0], locations[1]]
         predictions = argmax_tokens(hidden, decoder.head)
         hits = [(answer == targets).float() for answer in (predictions, roll_out(decoder, batch, locations, predictions))]
-        result = torch.zeros(len(part), max(counts), 3, device=device.device)
-        result[locations[0], torch.from_numpy(column[in_part])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
+        result = torch.zeros(len(indices), max(counts), 3, device=device.device)
+        result[locations[0], torch.from_numpy(column[is_in_batch])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
         return result
 
     lengths = [len(item.tokens) - 1 for item in examples]
     nll, right, rolled_out = by_sequence([decoder], lengths, (max(counts), 3), device, measure, progress)[sequence, column].T
-    return Answers(nll, right > 0.5, rolled_out > 0.5, sequence, place)
+    return Answers(nll, right > 0.5, rolled_out > 0.5, sequence, token_index)
 
 
-def roll_out(decoder: Decoder, batch: Batch, place: Tensor, predictions: Tensor) -> Tensor:
-    """The answer tokens of greedy decoding where sequences hold the model's own earlier answers, not the correct ones: (N,) int64.
+def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Tensor) -> Tensor:
+    """Answer tokens, (N,) int64, of greedy decoding in sequences that hold the model's own earlier answers in place of the correct answers.
 
-    A sequence is read again with the model's answers in it until they no longer change. An answer token depends only on the tokens before
-    it, so each reading settles at least the next answer token, and mostly all. A settled sequence leaves the batch. A sequence whose
-    answer tokens are all correct, but for its last one, is not read again. Others are read once up to their first answer token, and then
-    from there on in each reading.
+    A sequence is read again with the model's answers in it until the answers no longer change. Each reading settles at least the next
+    answer token, and mostly all, since an answer token depends on earlier tokens alone. A settled sequence leaves the batch. A sequence
+    whose answer tokens are all correct, except perhaps the last, is not read again. Tokens before the first answer token in the other
+    sequences are read once, later tokens in each reading.
 
     Args:
-        place: (2, N) int64: for each answer token, the sequence's index in the batch and the position that predicts the token, ascending.
-        predictions: (N,) int64, the most probable token at each of these positions, after the correct tokens.
+        locations: (2, N) int64, ascending: for each answer token the index of its sequence in the batch, and the position that predicts it.
+        predictions: (N,) int64, the most probable token at each of these positions if the sequence holds the correct answers.
     """
-    is_last = place[0] != torch.cat((place[0, 1:], place.new_tensor([-1])))  # (N,) bool: no answer token of the sequence follows
-    sequences = place[0, (predictions != batch.targets[place[0], place[1]]) & ~is_last].unique()  # unsettled, in the cache's order
+    is_last = locations[0] != torch.cat((locations[0, 1:], locations.new_tensor([-1])))  # (N,) bool: the sequence's last answer token
+    sequences = locations[0, (predictions != batch.targets[locations[0], locations[1]]) & ~is_last].unique()  # unsettled, as in `cache`
     if not len(sequences):
         return predictions
     tokens, answers, cache = batch.tokens.clone(), predictions.clone(), DecodingCache(batch.tokens.size(1))
-    first = int(place[1, torch.isin(place[0], sequences)].min()) + 1  # index of the first answer token
-    decoder(tokens[sequences, :first], cache=cache, first=first - 1)
-    for _ in range(int(place[0].bincount().max())):
-        is_active = torch.isin(place[0], sequences)
-        sequence, position = place[:, is_active & (place[1] + 1 < tokens.size(1))]
-        tokens[sequence, position + 1] = answers[is_active & (place[1] + 1 < tokens.size(1))]
-        is_read = is_active & (place[1] >= first)
-        hidden = decoder(tokens[sequences, first:], cache=cache.fork(1))
-        new_answers = argmax_tokens(hidden[torch.searchsorted(sequences, place[0, is_read]), place[1, is_read] - first], decoder.head)
-        changed_sequences = place[0, is_read][(new_answers != answers[is_read]) & ~is_last[is_read]]
-        answers[is_read] = new_answers
+    start = int(locations[1, torch.isin(locations[0], sequences)].min()) + 1  # index of the first answer token in these sequences
+    decoder(tokens[sequences, :start], cache=cache, first=start - 1)
+    for _ in range(int(locations[0].bincount().max())):
+        is_active = torch.isin(locations[0], sequences)
+        sequence, position = locations[:, is_active & (locations[1] + 1 < tokens.size(1))]
+        tokens[sequence, position + 1] = answers[is_active & (locations[1] + 1 < tokens.size(1))]
+        is_read = is_active & (locations[1] >= start)
+        hidden = decoder(tokens[sequences, start:], cache=cache.fork(1))
+        updates = argmax_tokens(hidden[torch.searchsorted(sequences, locations[0, is_read]), locations[1, is_read] - start], decoder.head)
+        changed_sequences = locations[0, is_read][(updates != answers[is_read]) & ~is_last[is_read]]
+        answers[is_read] = updates
         is_unsettled = torch.isin(sequences, changed_sequences)
         if not is_unsettled.any():
             break
@@ -125,8 +125,8 @@ class AnswerMeasurement(Measurement):
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
-    def check_room(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = SHORTEN) -> None:
-        """Raises ConfigError, for the key `key` of this evaluation, unless a task has `count` different sequences of `length` tokens."""
+    def check_room(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY) -> None:
+        """Raise ConfigError, naming `key` of this evaluation, unless a task has `count` different sequences of `length` tokens."""
         try:
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
         except TaskError as error:
@@ -141,14 +141,14 @@ class AnswerMeasurement(Measurement):
         """The sequence lengths that are measured, in predicted tokens, ascending."""
         return lengths_of(self.asked.length_factors, self.config.data)
 
-    def at_lengths(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, a sample for each. Higher is better in fractions, lower in other units. `fields`: other fields."""
+    def length_series(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
+        """A series over `lengths`, with one sample a length; higher is better for fractions only. `fields`: further fields of `Series`."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
-        """The series, for reports, of the fraction of correct whole answers; `chance`: accuracy of guessing, if it is one number."""
+        """A series, for reports, of the fraction of correct whole answers; `chance`: accuracy of guessing, None if not a single number."""
         display = Shown(
             "Accuracy by sequence length",
             "sequences with questions",
@@ -158,13 +158,13 @@ class AnswerMeasurement(Measurement):
         )
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
         fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": display}
-        return self.at_lengths("accuracy", "fraction", samples, **fields)
+        return self.length_series("accuracy", "fraction", samples, **fields)
 
 
-def by_unit(sha256: str, unit: np.ndarray, values: np.ndarray) -> Sample:
-    """A sample of units, each with the mean and number of its values. values: (N,); unit: (N,), index from 0 of the unit of each value."""
-    counts = np.bincount(unit)
-    return Sample(sha256, (np.bincount(unit, values) / counts)[:, None], counts, np.arange(len(counts)))
+def unit_sample(sha256: str, unit_index: np.ndarray, values: np.ndarray) -> Sample:
+    """A sample with the mean and number of the values of each unit. values: (N,); unit_index: (N,), index from 0 of each value's unit."""
+    counts = np.bincount(unit_index)
+    return Sample(sha256, (np.bincount(unit_index, values) / counts)[:, None], counts, np.arange(len(counts)))
 
 
 class Recall(AnswerMeasurement):
@@ -176,7 +176,7 @@ class Recall(AnswerMeasurement):
     kind = "recall"
 
     def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for it."""
+        """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the task."""
         super().__init__(config, store)
         self.tasks = self.asked.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
@@ -195,7 +195,7 @@ class Recall(AnswerMeasurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         named_tasks = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
         series: list[Series] = []
-        for setting, (task, name) in product(applicable(decoder, self.asked.inference), named_tasks):
+        for setting, (task, name) in product(applicable_settings(decoder, self.asked.inference), named_tasks):
             series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
@@ -205,26 +205,26 @@ class Recall(AnswerMeasurement):
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
             question_sequence = answers.sequence[answers.place == 0]
-            samples["whole"].append(by_unit(sha256, question_sequence, answers.whole_answers(answers.right)))
-            samples["rolled out"].append(by_unit(sha256, question_sequence, answers.whole_answers(answers.rolled_out)))
-            samples["token"].append(by_unit(sha256, answers.sequence, answers.right))
-            samples["loss"].append(by_unit(sha256, answers.sequence, answers.nll))
+            samples["whole"].append(unit_sample(sha256, question_sequence, answers.whole_answers(answers.right)))
+            samples["rolled out"].append(unit_sample(sha256, question_sequence, answers.whole_answers(answers.rolled_out)))
+            samples["token"].append(unit_sample(sha256, answers.sequence, answers.right))
+            samples["loss"].append(unit_sample(sha256, answers.sequence, answers.nll))
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
         log_names = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
         series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=log_names, **fields)]
         if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else a roll-out has the same accuracy
             series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
-        series.append(self.at_lengths("token accuracy", "fraction", samples["token"], setting=setting, **fields))
-        return [*series, self.at_lengths("loss of answers", "nats per token", samples["loss"], setting=setting, **fields)]
+        series.append(self.length_series("token accuracy", "fraction", samples["token"], setting=setting, **fields))
+        return [*series, self.length_series("loss of answers", "nats per token", samples["loss"], setting=setting, **fields)]
 
 
 # ---------------------------------------------------------------- needles in a haystack
 
 
 FINETUNE_SEED = 1  # seed of fine-tuning and of its sequences, which are training sequences of the task
-EXACT = 0  # index in `SCORED` of `exact`
-OTHERS = 9  # random numbers that the correct one is ranked among, beside the other numbers in the text
+EXACT_COLUMN = 0  # index in `SCORED` of `exact`
+DRAWN_NUMBERS = 9  # random numbers among which the correct number is ranked, beside the text's other numbers
 HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 
@@ -261,11 +261,11 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
-    outputs = _greedy(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
+    outputs = _greedy_tokens(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
     rows = []
     for index, trial in enumerate(questions):
         candidates = [trial.answer, *trial.others]
-        nll, hits = _nll(decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates)))
+        nll, hits = _candidate_nll(decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates)))
         better_count = (nll[1:] < nll[0]).sum()
         prediction = text.decode(outputs[index].cpu().numpy()).strip()
         first_digit, exact = prediction[:1] == trial.number[:1], re.match(r"\d*", prediction)[0] == trial.number
@@ -276,16 +276,16 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     return torch.tensor(rows)
 
 
-def _greedy(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count: int) -> Tensor:
-    """`count` tokens by greedy decoding, (B, count), the first one from `first_logits`."""
+def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count: int) -> Tensor:
+    """The next `count` tokens by greedy decoding, (B, count); `first_logits` give the first token."""
     tokens = [first_logits.argmax(-1)]
     for _ in range(count - 1):
         tokens.append(decoder.head(decoder(tokens[-1], cache=cache)).argmax(-1))
     return torch.cat(tokens, 1)
 
 
-def _nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
-    """-log p of all tokens of each candidate together, (candidates,), and whether each token of the first is the most probable one."""
+def _candidate_nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
+    """-log p of each whole candidate, (candidates,), nats, and whether every token of the first candidate is the most probable token."""
     max_length = max(map(len, candidates))
     tokens = torch.zeros(len(candidates), max_length, dtype=torch.int64)
     mask = torch.zeros(len(candidates), max_length)
@@ -301,24 +301,24 @@ def _nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, c
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
-    """`count` questions about test sequences of `length` tokens, which are the same for every model."""
+    """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every model."""
     questions: list[Trial] = []
     for index in range(count):
         sequence = example(task, QUESTION_SEED, index, length, "test", text)
-        questions += [_trial(sequence, question, index, text) for question in range(len(sequence.questions))]
+        questions += [_make_trial(sequence, question, index, text) for question in range(len(sequence.questions))]
         if len(questions) >= count:
             break
     return questions[:count]
 
 
-def _trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
+def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
     start, stop = sequence.questions[question]
     answer = sequence.tokens[start:stop]
     number, text_numbers = text.decode(answer).strip(), set(re.findall(r"\d{7}", text.decode(sequence.tokens)))
     draw, drawn_numbers = Draw(QUESTION_SEED + 1, "test", index), set()
-    for _ in range(100 * OTHERS):  # numbers with as many tokens as the answer: shorter ones would be more probable
-        candidate = str(1_000_000 + draw.one(9_000_000))
-        if len(drawn_numbers) < OTHERS and len(text.encode(f" {candidate}")) == len(answer):
+    for _ in range(100 * DRAWN_NUMBERS):  # numbers with as many tokens as the answer: shorter ones would be more probable
+        candidate = str(1_000_000 + draw.integer(9_000_000))
+        if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode(f" {candidate}")) == len(answer):
             drawn_numbers.add(candidate)
     alternatives = [text.encode(f" {candidate}") for candidate in sorted((text_numbers | drawn_numbers) - {number})]
     return Trial(
@@ -326,12 +326,12 @@ def _trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
     )
 
 
-def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
-    """A copy of the decoder, fine-tuned on the loss of answers in training sequences of needles, of the training length.
+def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
+    """A copy of the decoder, fine-tuned on the loss of answers in training sequences with needles, of `seq_len` tokens.
 
     AdamW with betas 0.9 and 0.999, without weight decay, gradients clipped to norm 1. The learning rate rises in the first third of the
     steps, is constant in the second, and falls to 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` the configured
-    rate is the base model's, as in training. `decoder` itself stays as it is. Every rank does the same work.
+    rate is the base model's, as in training. `decoder` is not changed. Every rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
@@ -341,20 +341,20 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
     groups = [{"params": parameters, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, parameters in by_scaling.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
-    with torch.enable_grad(), random_state_kept():
+    with torch.enable_grad(), preserved_random_state():
         torch.manual_seed(FINETUNE_SEED)
         for step in range(options.steps):
             device.check_time()
-            third = max(1, options.steps // 3)
+            phase_steps = max(1, options.steps // 3)
             for group in optimizer.param_groups:
-                group["lr"] = group["lr_factor"] * options.lr * min(1.0, (step + 1) / third, (options.steps - step) / third)
-            first = step * options.batch_sequences
-            examples = [example(task, FINETUNE_SEED, first + index, seq_len, "train", text) for index in range(options.batch_sequences)]
+                group["lr"] = group["lr_factor"] * options.lr * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
+            offset = step * options.batch_sequences
+            examples = [example(task, FINETUNE_SEED, offset + index, seq_len, "train", text) for index in range(options.batch_sequences)]
             answers = np.stack([item.answers for item in examples])
             batch = Batch.of(np.stack([item.tokens for item in examples]), answers).to(device.device)
             optimizer.zero_grad()
-            size = max(1, EVAL_TOKENS // seq_len)
-            for tokens, targets in zip(batch.tokens.split(size), batch.targets.split(size), strict=True):
+            batch_size = max(1, EVAL_TOKENS // seq_len)
+            for tokens, targets in zip(batch.tokens.split(batch_size), batch.targets.split(batch_size), strict=True):
                 with device.autocast():
                     hidden = model.hidden(Batch(tokens, targets, None)).flatten(0, 1)
                     loss, _ = training_loss(hidden, model.head, targets.flatten())
@@ -366,10 +366,10 @@ def finetuned(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, 
 
 
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
-    """Attention from the prompt's last token to the number in its needle and to the needle's sentence: (2, layers, H) fp32.
+    """Each head's attention from the prompt's last token to the needle's number, and to the needle's sentence: (2, layers, H) fp32.
 
-    `length`: tokens of the whole sequence. A head's score is the sum of its weights on these tokens; arXiv 2501.19399 (Figs. 7 and 8)
-    states no definition, so this one is our own. Memory holds the weights of one query.
+    `length`: tokens of the whole sequence. The attention to a span is the sum of weights on its tokens; arXiv 2501.19399 (Figs. 7 and 8)
+    states no definition, so this definition is ours. Memory holds the weights of one query.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     layers = [
@@ -422,38 +422,38 @@ class NeedleMeasurement(AnswerMeasurement):
         steps = self.asked.finetune.steps
         base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
-        for inference in applicable(decoder, self.asked.inference):
+        for inference in applicable_settings(decoder, self.asked.inference):
             model, setting = for_inference(base, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
             series += self._answer_series(model, inference.label, setting, device, progress)
             heads_series += self._head_series(model, setting, device) if self.asked.heads_at else []
         return series + heads_series
 
     def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
-        """The copy that rank 0 has fine-tuned, sent to all ranks: copies that ranks fine-tune themselves might drift apart."""
+        """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks: the copies of the ranks might drift apart."""
         copies: list[Decoder] = []
 
-        def local() -> Tensor:
-            copies.append(finetuned(decoder, self.asked, self.config.data.seq_len, self.haystack, device))
+        def finetune() -> Tensor:
+            copies.append(finetuned_copy(decoder, self.asked, self.config.data.seq_len, self.haystack, device))
             return torch.zeros(1)
 
         with eval_mode(decoder):
-            all_reduce_sum(device, local)
+            all_reduce_sum(device, finetune)
         if device.world > 1:
             for value in copies[0].state_dict().values():
                 torch.distributed.broadcast(value, 0)
         return copies[0]
 
     def precision(self, device: Device) -> str:
-        trained_in = device.precision if self.asked.finetune.steps else "32"
-        return super().precision(device) + (f", fine-tuned in {trained_in}" if trained_in != "32" else "")
+        training_precision = device.precision if self.asked.finetune.steps else "32"
+        return super().precision(device) + (f", fine-tuned in {training_precision}" if training_precision != "32" else "")
 
     def _chance(self, task: Needle) -> float | None:
-        """Mean accuracy of chance over the trials, which may leave out questions of the last sequence; None: it is not one number."""
+        """Mean accuracy of guessing over the trials, which may end before a sequence's last question; None: no single number applies."""
         candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
         return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
 
     def _answer_series(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
-        """The series of exact answers, over all depths and for the control, for reports; then of each metric of `SCORED` at each depth."""
+        """Series of exact answers over all depths and in the control, for reports; then a series for each task and metric of `SCORED`."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
@@ -462,7 +462,7 @@ class NeedleMeasurement(AnswerMeasurement):
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
                 continue
-            pools = [self._pooled_sample(depths) for depths in zip(*(scores[name] for name in names), strict=True)]
+            pools = [self._pooled_sample(depth_scores) for depth_scores in zip(*(scores[name] for name in names), strict=True)]
             series.append(
                 self.accuracy(
                     pools, self._chance(self.tasks[names[0]]), control=control, what="needle, control without it" if control else "needle",
@@ -470,37 +470,37 @@ class NeedleMeasurement(AnswerMeasurement):
                 )
             )  # fmt: skip
         for name, task in self.tasks.items():
-            guesses = [np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials]) for length_scores in scores[name]]
-            levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guesses))}
+            guess_accuracies = [np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials]) for length_scores in scores[name]]
+            chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
             for column, (metric, unit) in enumerate(SCORED):
                 samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
-                references = {} if levels.get(metric) is None else {"chance": levels[metric]}
+                levels = {} if chance_levels.get(metric) is None else {"chance": chance_levels[metric]}
                 interval = "wilson" if unit == "fraction" else "none"
-                series.append(self.at_lengths(metric, unit, samples, what=name, references=references, interval=interval, **common_fields))
+                series.append(self.length_series(metric, unit, samples, what=name, references=levels, interval=interval, **common_fields))
         return series
 
     def _scores(self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore) -> "_Scores":
         questions = trials(task, length, self.asked.trials, self.haystack)
 
-        def measure(part: list[int]) -> Tensor:
-            return score(decoder, [questions[index] for index in part], length, self.haystack)
+        def measure(indices: list[int]) -> Tensor:
+            return score(decoder, [questions[index] for index in indices], length, self.haystack)
 
         lengths = [len(trial.prompt) for trial in questions]
         return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
     def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
-        """Each trial's fraction of exact answers over `depths`. A trial asks the same question at each depth, so it counts once."""
+        """A sample of each trial's fraction of exact answers over `depths`. A trial asks one question at all depths, so it counts once."""
         sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(scores.sha256 for scores in depths)]).encode()).hexdigest()
-        fractions = np.mean([scores.values[:, EXACT] for scores in depths], axis=0)
+        fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
         return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
 
     def _head_series(self, decoder: Decoder, setting: str, device: Device) -> list[Series]:
-        """Series of every head's attention to needles at `HEADS_DEPTH`, with samples by trial, and of the accuracy in these trials."""
+        """Series of every head's attention to needles at `HEADS_DEPTH`, by trial, and of exact answers and first digits in these trials."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
         scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, device)
 
-        def measure(part: list[int]) -> Tensor:
-            return torch.stack([head_scores(decoder, scores.trials[index], length) for index in part])
+        def measure(indices: list[int]) -> Tensor:
+            return torch.stack([head_scores(decoder, scores.trials[index], length) for index in indices])
 
         def series(metric: str, values: np.ndarray, **fields: object) -> Series:
             options, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
@@ -523,7 +523,7 @@ class NeedleMeasurement(AnswerMeasurement):
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Trials of one length and depth, and their scores, as `score` gives them."""
+    """Trials of one sequence length and depth, with a row of scores (`score`) for each trial."""
 
     trials: list[Trial]
     values: np.ndarray  # (trials, len(SCORED))
@@ -533,5 +533,5 @@ class _Scores:
         return tokens_sha256(part for trial in self.trials for part in (trial.prompt, trial.answer))
 
     def sample(self, values: np.ndarray) -> Sample:
-        """A sample of `values`, (trials, columns), in groups of trials of one sequence, which depend on each other."""
+        """A sample of `values`, (trials, columns), by trial; trials of one sequence form a group, as they depend on each other."""
         return Sample(self.sha256, values, np.ones(len(values)), np.array([trial.sequence for trial in self.trials]))

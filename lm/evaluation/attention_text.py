@@ -21,7 +21,7 @@ from lm.evaluation.evaluate import open_device
 from lm.files import write_together
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
-from lm.model.swapped import applicable, for_inference
+from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
 from lm.report.pictures import Map, Picture
 from lm.report.tables import table_bytes
@@ -32,7 +32,7 @@ from lm.schema import Plain
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """The attention weights of all heads on one sequence, in K x K cells."""
+    """Maps of the attention weights of all heads on one sequence: K x K cells, each with one weight of its queries and keys."""
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
     weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query of the cell sees a key of it, or not finite
@@ -41,14 +41,14 @@ class Maps:
     effective: np.ndarray  # (layers, H), mean over queries of `effective_keys` / n, without the first token: small if concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
-        """(layer, head) of the `count` heads with the smallest `effective`, or of all if there are fewer, in the order of layers."""
+        """(layer, head), ascending, of the `count` heads with the lowest fraction of effective keys; all heads if there are fewer."""
         order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
-        return sorted(divmod(place, self.effective.shape[1]) for place in order.tolist())
+        return sorted(divmod(index, self.effective.shape[1]) for index in order.tolist())
 
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
-    """The maps of a decoder on `tokens` (L,), with at most `cells` a side. Memory holds the weights of some queries of a layer at a time.
+    """Maps of a decoder's attention on `tokens` (L,), with up to `cells` cells a side. Memory holds weights of some queries of one layer.
 
     A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight, such as a sink.
     """
@@ -71,8 +71,8 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
         head = torch.arange(len(column_peaks), device=peak_keys.device).unsqueeze(-1)
         for cell in (block.queries // size).unique().tolist():
             cell_rows = (block.queries // size == cell).nonzero().squeeze(-1)
-            cell_peaks, place = column_peaks[:, cell_rows].max(1)  # (H, K)
-            query, key = cell_rows[place], peak_keys[head, cell_rows[place], torch.arange(side, device=peak_keys.device)]
+            cell_peaks, peak_row = column_peaks[:, cell_rows].max(1)  # (H, K)
+            query, key = cell_rows[peak_row], peak_keys[head, cell_rows[peak_row], torch.arange(side, device=peak_keys.device)]
             cell_weights = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
             cell_index = block.layer, slice(None), cell
             is_larger = (cell_peaks.cpu() > peaks[cell_index]) | cell_peaks.isnan().cpu()
@@ -84,7 +84,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
 # ---------------------------------------------------------------- pictures
 
 
-LABELLED = 40  # the most tokens with which the axes show each token's text
+MOST_LABELS = 40  # the most tokens with which the axes show each token's text
 DECADES = 4  # powers of ten below the largest weight that the colours cover
 
 
@@ -111,23 +111,23 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
     row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
     grids: list[list[Map | None]] = []  # the maps of each model, row by row
     for model, columns in zip(models, column_counts, strict=True):
-        labels, words, maps = _labels(model), "" if len(model.tokens) <= LABELLED else ", token (character)", []
+        labels, axis_note, maps = _labels(model), "" if len(model.tokens) <= MOST_LABELS else ", token (character)", []
         for layer, head in model.heads:
             title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
-            weights, axes = model.maps.weights[layer, head], (f"key{words}", labels, labels)
-            maps.append(Map(title, *axes, weights, top, top / 10**DECADES, False, f"query{words}", scale, "weight"))
+            weights, axes = model.maps.weights[layer, head], (f"key{axis_note}", labels, labels)
+            maps.append(Map(title, *axes, weights, top, top / 10**DECADES, False, f"query{axis_note}", scale, "weight"))
         grids.append(maps + [None] * (row_count * columns - len(maps)))
     starts = [(grid, row * columns, columns) for row in range(row_count) for grid, columns in zip(grids, column_counts, strict=True)]
     cells = [cell for grid, start, columns in starts for cell in grid[start : start + columns]]
-    side = 4.2 if min(len(model.tokens) for model in models) <= LABELLED else 2.9
+    side = 4.2 if min(len(model.tokens) for model in models) <= MOST_LABELS else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)
     return Picture(cells, [], "", sum(column_counts), (side, side), shared="xy" if same_tokens else "x")
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Labels of an axis: the texts of up to `LABELLED` tokens; of more, five tokens' indices, each with its first character's index."""
+    """Axis labels: each token's text for up to `MOST_LABELS` tokens; for more tokens the token (and character) index of five cells."""
     count, size = len(model.tokens), model.maps.size
-    if count <= LABELLED:
+    if count <= MOST_LABELS:
         return [token_label(token) for token in model.tokens]
     labels = [""] * -(-count // size)
     for mark in np.linspace(0, count - 1, 5).round().astype(int) // size * size:
@@ -142,7 +142,7 @@ def token_label(token: str) -> str:
 # ---------------------------------------------------------------- lm diagnose --text
 
 
-CELLS = 128  # along each side of a map
+CELLS_A_SIDE = 128  # along each side of a map
 MOST_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
 MOST_TEXT_TOKENS = 2**16  # the longest text, for models without learned positions
 Indices = list[int] | None  # of layers or heads; None: all
@@ -156,7 +156,7 @@ def show_attention(
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: indices, from 0, of what to show; both None: all heads, or the most concentrated if there are over `MOST_HEADS`.
+        layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are over `MOST_HEADS`.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of eval.diagnostics.inference and trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
@@ -199,18 +199,18 @@ def read_text(text_or_path: str) -> str:
 def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]) -> Iterator[ShownModel]:
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
-    ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last
+    ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
     most_tokens = model.spec.seq_len if has_end else MOST_TEXT_TOKENS
     if len(ids) > most_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"
         raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {most_tokens:,}; give a shorter one")
-    depth, width = model.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
-    for name, indices, count in (("layer", layers, depth), ("head", heads, width)):
+    layer_count, head_count = model.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
+    for name, indices, count in (("layer", layers, layer_count), ("head", heads, head_count)):
         if wrong_indices := [index for index in indices or [] if not 0 <= index < count]:
             raise ConfigError(f"--{name} {wrong_indices[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
     device = open_device(config, model.environment).device
     tokens, characters = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets], [0] + [begin for begin, _ in encoded.offsets]
-    settings = applicable(model.decoder, config.eval.diagnostics.inference)
+    settings = applicable_settings(model.decoder, config.eval.diagnostics.inference)
     if not settings:
         raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
     folder_name = model.folder.resolve().name
@@ -218,12 +218,12 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
         for setting in settings:
             decoder = for_inference(model.decoder, setting).to(device)
             with torch.autocast(device.type, enabled=False):
-                maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS)
-            shown_heads = [(layer, head) for layer in layers or range(depth) for head in heads or range(width)]
+                maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS_A_SIDE)
+            shown_heads = [(layer, head) for layer in layers or range(layer_count) for head in heads or range(head_count)]
             if layers is None and heads is None and len(shown_heads) > MOST_HEADS:
                 shown_heads = maps.most_concentrated(MOST_HEADS)
-            part = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
-            amount = f"{len(ids):,} tokens, {len(text):,} characters; {part}{maps.effective.size} heads"
+            count_prefix = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
+            amount = f"{len(ids):,} tokens, {len(text):,} characters; {count_prefix}{maps.effective.size} heads"
             amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
             yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)
@@ -231,12 +231,12 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
-    """A line of the table for each cell of each shown head: the cell's weight, and the query and key of this weight."""
+    """Table rows, one for each cell of a shown head in which a query sees a key: the cell's weight, with its query and its key."""
     for layer, head in model.heads:
-        place = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
+        head_fields = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
         queries, keys, weights = (array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights))
         for query, key, weight in zip(queries.flat, keys.flat, weights.flat, strict=True):
             if query >= 0:
                 characters = {"query_character": model.characters[query], "key_character": model.characters[key]}
                 tokens = {"query_token": model.tokens[query], "key_token": model.tokens[key]}
-                yield place | {"query": int(query), "key": int(key)} | characters | tokens | {"weight": float(weight)}
+                yield head_fields | {"query": int(query), "key": int(key)} | characters | tokens | {"weight": float(weight)}

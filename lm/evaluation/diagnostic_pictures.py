@@ -10,37 +10,37 @@ from lm.diagnostics.sparsity import condensation_scale, exp_sparsity, identity_s
 from lm.report.pictures import Map, Panel, Picture, Trace, logarithmic_ticks
 from lm.runs.evaluations import Series, number
 
-CLOSED, STD, MEAN, DIFFERENCE, CONDENSED = (
+CLOSED_FORM, STD, MEAN, DIFFERENCE, BEYOND_CONDENSATION = (
     "S, closed form", "score standard deviation", "score mean", "S minus closed form", "queries beyond condensation",
 )  # fmt: skip
-POINTS = 60  # points of a curve of theory
+CURVE_POINTS = 60  # points of a curve of theory
 PANEL_SIZE = 4.8, 3.4  # inches
 Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all layers, NaN where it is not defined
 Keys = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
-HeadsAxis, Theory = Callable[[Heads], np.ndarray], Callable[[float, Keys], Frame]  # the heads' x; the frame for the largest x, and keys
+HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, Keys], Frame]  # the heads' x; (largest x, keys) -> frame
 
 
 def diagnostics(series: Sequence[Series]) -> Picture | None:
     """A picture with a row for each statistic that reports show: its curve and each model's map of heads; None if there is nothing to show.
 
-    A metric that is derived from several statistics (`Family.derive`) has a row with a panel for each model. `against_theory` comes last.
+    A metric that is derived from several statistics (`Family.derive`) has a row with a panel for each model. `sparsity_panels` comes last.
     """
     entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
     curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
-    line_metrics = {entry.metric for entry in entries if entry.what and np.isfinite(entry.means).any()}
-    lines = [entry for entry in entries if entry.what and entry.metric in line_metrics]
-    settings = [*dict.fromkeys(entry.setting for entry in curves + lines)]
+    derived_metrics = {entry.metric for entry in entries if entry.what and np.isfinite(entry.means).any()}
+    derived_series = [entry for entry in entries if entry.what and entry.metric in derived_metrics]
+    settings = [*dict.fromkeys(entry.setting for entry in curves + derived_series)]
     if not settings:
         return None
     rows: list[list[Panel | Map | None]] = []
     for metric in dict.fromkeys(curve.metric for curve in curves):
         metric_curves = [curve for curve in curves if curve.metric == metric]
-        rows.append([_curve(metric_curves, settings), *_maps(metric, series, [curve.setting for curve in metric_curves], settings)])
-    for metric in dict.fromkeys(line.metric for line in lines):
-        rows.append(_derived_panels([line for line in lines if line.metric == metric], settings))
+        rows.append([_curve_panel(metric_curves, settings), *_maps(metric, series, [curve.setting for curve in metric_curves], settings)])
+    for metric in dict.fromkeys(entry.metric for entry in derived_series):
+        rows.append(_derived_panels([entry for entry in derived_series if entry.metric == metric], settings))
     columns = max(map(len, rows))
-    theory = against_theory(series, settings)
+    theory = sparsity_panels(series, settings)
     one_row = [panel for row in theory for panel in row]
     rows += [one_row] if 0 < len(one_row) <= columns else theory
     columns = max(map(len, rows))
@@ -48,18 +48,18 @@ def diagnostics(series: Sequence[Series]) -> Picture | None:
     return Picture(panels, settings, "", columns, PANEL_SIZE)
 
 
-def _curve(lines: list[Series], settings: list[str]) -> Panel:
+def _curve_panel(curves: list[Series], settings: list[str]) -> Panel:
     traces = [
-        Trace(settings.index(line.setting), line.setting, np.array(line.axis.values), line.means, "mean", dashes=line.control,
-              hollow=line.control) for line in lines
+        Trace(settings.index(curve.setting), curve.setting, np.array(curve.axis.values), curve.means, "mean", dashes=curve.control,
+              hollow=curve.control) for curve in curves
     ]  # fmt: skip
-    first_line = lines[0]
-    base, ticks = logarithmic_ticks(first_line.axis.values)
-    return Panel(first_line.metric, "visible keys n", first_line.unit, traces, ticks, base, marks={first_line.seq_len: "training length"})
+    example = curves[0]
+    base, ticks = logarithmic_ticks(example.axis.values)
+    return Panel(example.metric, "visible keys n", example.unit, traces, ticks, base, marks={example.seq_len: "training length"})
 
 
 def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], settings: list[str]) -> list[Map | None]:
-    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None without values."""
+    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None: no values."""
     layers = [layer for layer in series if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what]
     heads = {setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings}
     finite_values = np.concatenate([values[np.isfinite(values)] for values in heads.values()])
@@ -71,101 +71,101 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
     ]  # fmt: skip
 
 
-def _derived_panels(lines: list[Series], settings: list[str]) -> list[Panel | Map | None]:
+def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[Panel | Map | None]:
     """A panel for each model, on one y scale, with a line for each of the model's series; None for a model without series."""
-    finite_values, axis = np.concatenate([line.means[np.isfinite(line.means)] for line in lines]), lines[0].axis
-    log = bool(lines[0].unit != "fraction" and finite_values.min() > 0 and finite_values.max() > 100 * finite_values.min())
+    finite_values, axis = np.concatenate([entry.means[np.isfinite(entry.means)] for entry in derived_series]), derived_series[0].axis
+    log = bool(derived_series[0].unit != "fraction" and finite_values.min() > 0 and finite_values.max() > 100 * finite_values.min())
     low, high = finite_values.min(), finite_values.max()
     spread = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.1
     y_range = (low / spread, high * spread) if log else (low - spread, high + spread)
     base, ticks = logarithmic_ticks(axis.values) if axis.log else (0, {})
     panels: list[Panel | Map | None] = []
     for setting in settings:
-        curves = [line for line in lines if line.setting == setting]
+        curves = [entry for entry in derived_series if entry.setting == setting]
         traces = [
-            Trace(place, curve.what, np.array(curve.axis.values), curve.means, "mean", in_legend=True) for place, curve in enumerate(curves)
+            Trace(index, curve.what, np.array(curve.axis.values), curve.means, "mean", in_legend=True) for index, curve in enumerate(curves)
         ]
-        title = f"{lines[0].metric}\n{setting}"
-        panels.append(Panel(title, axis.name, lines[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
+        title = f"{derived_series[0].metric}\n{setting}"
+        panels.append(Panel(title, axis.name, derived_series[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
     return panels
 
 
 # ---------------------------------------------------------------- heads against theory
 
 
-def against_theory(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """Panels of S (`lm.diagnostics.sparsity`) by head, with its closed forms: a row for all keys, a row without the first token.
+def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
+    """Panels of heads' S (`lm.diagnostics.sparsity`) with closed forms of S: a row for all keys, and a row without the first token.
 
     S of weights e^score is drawn over the scores' standard deviation, S of other score maps over the scores' mean / standard deviation, and
-    S of all over its closed form. A column without heads is left out. Empty if there are no closed forms.
+    S of every score map over its closed form. A column without heads is left out. There are no panels if there are no closed forms.
     """
-    if not any(entry.metric == CLOSED for entry in series):
+    if not any(entry.metric == CLOSED_FORM for entry in series):
         return []
     keys = LEAST_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
-    rows = {ending: _heads(series, ending) for ending in ("", NO_FIRST)}
-    columns = [(x, describe) for x, describe in PANELS if any(np.isfinite(x(heads) + heads[CLOSED]).any() for heads in rows[""].values())]
-    return [[_theory_panel(heads, ending, x, describe, keys, settings) for x, describe in columns] for ending, heads in rows.items()]
+    rows = {ending: _head_metrics(series, ending) for ending in ("", NO_FIRST)}
+    columns = [(x, frame) for x, frame in PANELS if any(np.isfinite(x(heads) + heads[CLOSED_FORM]).any() for heads in rows[""].values())]
+    return [[_theory_panel(heads, ending, x, frame, keys, settings) for x, frame in columns] for ending, heads in rows.items()]
 
 
-def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, describe: Theory, keys: Keys, settings: list[str]) -> Panel:
+def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: FrameFunction, keys: Keys, settings: list[str]) -> Panel:
     traces = []
-    for place, (setting, values) in enumerate(heads.items()):
-        x_values, sparsity = x(values), values[CLOSED] + values[DIFFERENCE]
+    for index, (setting, values) in enumerate(heads.items()):
+        x_values, sparsity = x(values), values[CLOSED_FORM] + values[DIFFERENCE]
         is_finite = np.isfinite(x_values) & np.isfinite(sparsity)
-        traces.append(Trace(settings.index(setting), setting, x_values[is_finite], sparsity[is_finite], "dots", hollow=place > 0))
-    x_label, x_range, curves = describe(max(np.nanmax(x(values), initial=1.0) for values in heads.values()), keys)
+        traces.append(Trace(settings.index(setting), setting, x_values[is_finite], sparsity[is_finite], "dots", hollow=index > 0))
+    x_label, x_range, curves = frame(max(np.nanmax(x(values), initial=1.0) for values in heads.values()), keys)
     return Panel(f"S{ending}, by head", x_label, f"S measured{ending}", [*traces, *curves], x_range=x_range, y_range=(0, 1.02))
 
 
-def _heads(series: Sequence[Series], ending: str) -> dict[str, Heads]:
+def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
     """Each head's means over all queries, by inference setting and metric; `ending`: '', or `NO_FIRST` for keys without the first token."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
-    metric_names = {name + ending: name for name in (CLOSED, STD, MEAN, DIFFERENCE)} | {CONDENSED: CONDENSED}
+    metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {BEYOND_CONDENSATION: BEYOND_CONDENSATION}
     for entry in series:
         if entry.axis and entry.axis.name == HEAD and "," not in entry.what and entry.metric in metric_names:
             parts.setdefault(entry.setting, {}).setdefault(metric_names[entry.metric], []).append(entry.means)
     heads = {setting: {name: np.concatenate(arrays) for name, arrays in metrics.items()} for setting, metrics in parts.items()}
     for metrics in heads.values():
         nans = np.full(len(metrics[STD]), np.nan)
-        metrics |= {name: metrics.get(name, nans) for name in (CLOSED, DIFFERENCE, CONDENSED)}
+        metrics |= {name: metrics.get(name, nans) for name in (CLOSED_FORM, DIFFERENCE, BEYOND_CONDENSATION)}
     return heads
 
 
-def _theory(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int) -> Trace:
+def _theory_trace(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int) -> Trace:
     return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, in_legend=True)
 
 
 def _exp_frame(x_max: float, keys: Keys) -> Frame:
-    """The frame for weights e^score: S in closed form, S of Gaussian scores for both numbers of keys, and their `condensation_scale`."""
-    scale = torch.linspace(0, 1.1 * x_max, POINTS, dtype=torch.float64)
-    curves = [_theory("closed form, e^score", scale, exp_sparsity(scale), 0)]
+    """Axis and curves for weights e^score: S in closed form; S of Gaussian scores and `condensation_scale` for each number of `keys`."""
+    scale = torch.linspace(0, 1.1 * x_max, CURVE_POINTS, dtype=torch.float64)
+    curves = [_theory_trace("closed form, e^score", scale, exp_sparsity(scale), 0)]
     for dashes, n in enumerate(keys, 1):
-        curves.append(_theory(f"{number(n)} Gaussian scores", scale, simulated_sparsity(scale, int(n)), dashes))
+        curves.append(_theory_trace(f"{number(n)} Gaussian scores", scale, simulated_sparsity(scale, int(n)), dashes))
         limit = condensation_scale(torch.tensor(float(n))).item()
-        curves.append(_theory(f"condensation of {number(n)}", (limit, limit), (0, 1.02), dashes + 3))
+        curves.append(_theory_trace(f"condensation of {number(n)}", (limit, limit), (0, 1.02), dashes + 3))
     return "standard deviation of scores (logit scale)", None, curves
 
 
 def _ratio_frame(x_max: float, keys: Keys) -> Frame:
-    """The frame for other score maps: closed forms of S, over the ratio of the scores' mean to their standard deviation."""
-    ratio, unit = torch.linspace(-4, 4, POINTS, dtype=torch.float64), torch.tensor(1.0)
+    """Axis and curves for other score maps: closed forms of S, over the scores' mean divided by their standard deviation."""
+    ratio, unit = torch.linspace(-4, 4, CURVE_POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
         "relu(score)^2": relu2_sparsity(ratio, unit),
         "relu(score)": relu_sparsity(ratio, unit),
         "score": identity_sparsity(ratio, unit),
         "products of non-negative features": torch.where(ratio > 0, ratio / (1 + ratio.square()).sqrt(), torch.nan),
     }
-    traces = [_theory(f"closed form, {name}", ratio, curve, dashes) for dashes, (name, curve) in enumerate(curves.items())]
+    traces = [_theory_trace(f"closed form, {name}", ratio, curve, dashes) for dashes, (name, curve) in enumerate(curves.items())]
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 
 def _identity_frame(x_max: float, keys: Keys) -> Frame:
-    """The frame for any score map: the line on which measured S equals its closed form."""
-    return "S in closed form at the measured moments", (-0.02, 1.02), [_theory("equal", (0, 1), (0, 1), 0)]
+    """Axis and curve for any score map: the line on which measured S equals its closed form."""
+    return "S in closed form at the measured moments", (-0.02, 1.02), [_theory_trace("equal", (0, 1), (0, 1), 0)]
 
 
-PANELS: tuple[tuple[HeadsAxis, Theory], ...] = (
-    (lambda heads: np.where(np.isfinite(heads[CONDENSED]), heads[STD], np.nan), _exp_frame),
-    (lambda heads: np.where(np.isfinite(heads[CONDENSED]), np.nan, heads[MEAN] / heads[STD]), _ratio_frame),
-    (lambda heads: heads[CLOSED], _identity_frame),
+PANELS: tuple[tuple[HeadsAxis, FrameFunction], ...] = (
+    (lambda heads: np.where(np.isfinite(heads[BEYOND_CONDENSATION]), heads[STD], np.nan), _exp_frame),
+    (lambda heads: np.where(np.isfinite(heads[BEYOND_CONDENSATION]), np.nan, heads[MEAN] / heads[STD]), _ratio_frame),
+    (lambda heads: heads[CLOSED_FORM], _identity_frame),
 )

@@ -38,16 +38,16 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     visible_keys,
 )
-from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median_weights, reach, retrieving_head
+from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median_weights, prediction_lengths, retrieving_head
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread_sequences, validation_sequences
-from lm.files import expanded
+from lm.files import expand_home
 from lm.model.decoder import Decoder
 from lm.model.device import Device, eval_mode
-from lm.model.swapped import applicable, for_inference
+from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Axis, Series, Shown
@@ -56,15 +56,15 @@ from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
-QUESTIONED, SHOWN_OCTAVES = 64, 16  # of `retrieval_series`: sequences with questions, and octaves of sequence length
+RECALL_SEQUENCES, SHOWN_OCTAVES = 64, 16  # of `retrieval_series`: sequences with questions, and octaves of sequence length
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {  # by their names in `eval.diagnostics.statistics`
     "concentration": lambda options: concentration.family(options.top_k, options.nearest),
     "sparsity": lambda options: sparsity.family(),
     "limits": lambda options: limits.family(options.limits, max(1, options.queries // options.limits.queries)),
 }
-UNDEFINED = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
-_LENGTH = "eval.diagnostics.length_factor"
+UNDEFINED_FRACTIONS = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
+_LENGTH_KEY = "eval.diagnostics.length_factor"
 
 
 def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
@@ -75,7 +75,7 @@ def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` sequences: as in validation, or windows within documents if of another length, or windows of a text file.
+    """Up to `options.sequences` windows of `options.text`, or of held-out data: as in validation, or within documents at another length.
 
     Raises:
         ConfigError: no document is long enough, or sequences are so short that no query sees `LEAST_KEYS` keys.
@@ -95,7 +95,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
         held_out = HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
     if not len(held_out.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
-        raise ConfigError([Problem(_LENGTH, options.length_factor, reason, "set it lower")])
+        raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it lower")])
     return held_out
 
 
@@ -104,7 +104,7 @@ def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
     length = round(options.length_factor * seq_len)
     if length < LEAST_KEYS:
         reason = f"makes sequences of {length} tokens, in which no query sees the {LEAST_KEYS} keys that statistics need"
-        raise ConfigError([Problem(_LENGTH, options.length_factor, reason, "set it higher")])
+        raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it higher")])
     return length
 
 
@@ -117,7 +117,7 @@ def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: Diagnosti
     windows = (len(tokens) - 1) // length
     if not windows:
         reason = f"has {len(tokens):,} tokens, a sequence {length + 1:,}"
-        raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH}")
+        raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH_KEY}")
     count = min(options.sequences, windows)
     starts = np.arange(count) * windows // count * length
     sequences, token_bytes = tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32)
@@ -127,7 +127,7 @@ def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: Diagnosti
 def read_file(path: str, prefix: str) -> str:
     """The text of a UTF-8 file. Raises RunError, whose message begins with `prefix`, the option that names the file."""
     try:
-        return expanded(path).read_text(encoding="utf-8")
+        return expand_home(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{prefix}{path}: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
 
@@ -138,9 +138,9 @@ def read_file(path: str, prefix: str) -> str:
 class Diagnostics(Measurement):
     """Statistics of attention weights by layer, head and number of visible keys, in fp32, of three models under each inference setting.
 
-    They are the trained model, the untrained model of its configuration and seed, and the trained model with each query's scores shuffled
-    among its visible keys. What holds for the untrained model, too, says nothing about training. What holds for shuffled scores, too,
-    follows from the distribution of the scores.
+    The models are the trained model, the untrained model of its configuration and seed, and the trained model with each query's scores
+    shuffled among the query's visible keys. A result that holds for the untrained model, too, says nothing about training. A result
+    that holds for shuffled scores, too, follows from the distribution of the scores.
     """
 
     kind = KIND
@@ -194,24 +194,24 @@ def describe(
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     models: dict[str, Values] = {}
-    settings = applicable(decoder, options.inference)
+    settings = applicable_settings(decoder, options.inference)
     for setting in settings:
         suffix = "" if setting.label == "as trained" else f", {setting.label}"
-        pair = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
-        measures, vectors = statistics_of(*pair, held_out, options, device, progress)
+        decoders = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
+        measures, vectors = statistics_of(*decoders, held_out, options, device, progress)
         values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
         models |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
     if not settings:
         return []
-    description = _ModelSeries(models, measures, held_out, fingerprint)
-    parts = [description.numbers(), description.curves(), description.derived(), description.heads()]
-    return [series for part in parts + [description.heads_by_keys()] * options.by_position for series in part]
+    model_series = _ModelSeries(models, measures, held_out, fingerprint)
+    series_groups = [model_series.overall_means(), model_series.curves(), model_series.derived_series(), model_series.head_means()]
+    return [series for group in series_groups + [model_series.head_means_by_keys()] * options.by_position for series in group]
 
 
 def statistics_of(
     decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """The measures, and each sequence's vectors of values for the model, the untrained model and shuffled scores: (N, 3, numbers) fp32.
+    """`Measures`, and vectors of statistics for each sequence, (N, 3, numbers) fp32: of the model, the untrained model, shuffled scores.
 
     Sequences are split over the ranks of `device`; every rank returns all vectors. All ranks call it.
     """
@@ -225,24 +225,24 @@ def statistics_of(
         model_values, shuffled_values = measures.vectors(decoder, batch, index, orders(index, len(queries), held_out.length))
         return torch.stack([model_values, *measures.vectors(untrained_decoder, batch, index), shuffled_values])
 
-    def measure(part: list[int]) -> Tensor:
-        return torch.stack([vectors(index) for index in part])
+    def measure(indices: list[int]) -> Tensor:
+        return torch.stack([vectors(index) for index in indices])
 
     return measures, by_sequence([decoder, untrained_decoder], held_out.lengths, (3, measures.numbers), device, measure, progress)
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
-    """Two series by inference setting: the length at which a model of recall is predicted to fail (docs/half-length.md), and by sequence
-    length the predicted weight of the retrieving head on the key asked for.
+    """Predictions for a model of recall (docs/half-length.md) in two series for each inference setting. The first has the length at which
+    the model fails, the second, by sequence length, the weight of its retrieving head on the key that a question asks for.
 
-    Models with RoPE or learned positions, and models of other tasks, have no series: the prediction was not tested on them. The
-    length is left out if the weight is below 1/2 at the training length already, or at no length.
+    Models with RoPE or learned positions, and models of other tasks, have no series: the prediction was not tested on them. The first
+    series is left out if the weight is below 1/2 at the training length already, or at no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
         return []
-    examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(QUESTIONED)]
-    for setting in applicable(decoder, options.inference):
+    examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(RECALL_SEQUENCES)]
+    for setting in applicable_settings(decoder, options.inference):
         model = for_inference(decoder, setting)
         with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
             head = retrieving_head(model, examples, task.filler_symbols)
@@ -253,7 +253,7 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
         if length < failure_length < math.inf:
             series.append(Series(KIND, "predicted 50% length of retrieval", "tokens", "none", length, np.array([failure_length]), **fields))
         octaves = slice(0, SHOWN_OCTAVES * STEPS_AN_OCTAVE + 1, STEPS_AN_OCTAVE)
-        fields |= {"axis": lengths_axis(reach(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
+        fields |= {"axis": lengths_axis(prediction_lengths(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
         series.append(Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields))
     return series
 
@@ -266,68 +266,68 @@ class _ModelSeries:
 
     def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
         self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
-        self.first = next(iter(models))
-        self.bins = half_octaves(models[self.first].n, models[self.first].train_length)
+        self.first_setting = next(iter(models))
+        self.bins = half_octaves(models[self.first_setting].n, models[self.first_setting].train_length)
 
     def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
-        """Each statistic with each model's setting and values; statistics without a value in any model are left out."""
+        """(statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
                 yield from ((statistic, setting, values) for setting, values in self.models.items())
 
-    def numbers(self) -> Iterator[Series]:
-        """Mean of each statistic over queries, heads and layers, with its interval over documents; mean exponents (`_fits`) over heads."""
-        for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED, *self.measures.accumulated]):
-            logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first else ()
-            samples, numbers = (), values.by_head.get(statistic.name)
-            if numbers is None:
-                numbers = values.by_query[statistic.name]
-                count = np.isfinite(numbers).sum((1, 2, 3))
-                sample = self.held_out.sample(np.where(count, mean(numbers, (1, 2, 3)), 0.0)[:, None], count)
+    def overall_means(self) -> Iterator[Series]:
+        """Series of statistics' means over queries, heads and layers, with intervals over documents; then of mean exponents (`_fits`)."""
+        for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED_FRACTIONS, *self.measures.accumulated]):
+            logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
+            samples, statistic_values = (), values.by_head.get(statistic.name)
+            if statistic_values is None:
+                statistic_values = values.by_query[statistic.name]
+                count = np.isfinite(statistic_values).sum((1, 2, 3))
+                sample = self.held_out.sample(np.where(count, mean(statistic_values, (1, 2, 3)), 0.0)[:, None], count)
                 samples = (sample,) if count.any() else ()
-            yield self._series(statistic, setting, mean(numbers), samples=samples, logged=logged)
+            yield self._series(statistic, setting, mean(statistic_values), samples=samples, logged=logged)
         for statistic, setting, exponents, _ in self._fits():
             yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic))
 
     def curves(self) -> Iterator[Series]:
-        """Each statistic's means over heads and layers by the number of visible keys, with their intervals over documents."""
+        """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
         for statistic, setting, values in self._model_values(self.measures.per_query if self.bins else []):
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
-    def derived(self) -> Iterator[Series]:
+    def derived_series(self) -> Iterator[Series]:
         """Series that families derive from several of their statistics (`Family.derive`)."""
         for family in self.measures.families:
             for setting, values in self.models.items():
-                for part in family.derive(values):
-                    yield self._series(part, setting, part.values, what=part.label, axis=part.axis, shown=self._display(part))
+                for entry in family.derive(values):
+                    yield self._series(entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry))
 
-    def heads(self) -> Iterator[Series]:
-        """Each statistic's means over sequences and queries by layer and head, and its exponents of growth with n, with R^2 (`_fits`)."""
-        for statistic, setting, values in self._model_values([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED]):
+    def head_means(self) -> Iterator[Series]:
+        """Series by layer and head of each statistic's means over sequences and queries, and of exponents of growth and R^2 (`_fits`)."""
+        for statistic, setting, values in self._model_values([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED_FRACTIONS]):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
             yield from self._head_series(statistic, setting, by_head)
-        for statistic, setting, exponents, fit in self._fits():
+        for statistic, setting, exponents, r_squared in self._fits():
             yield from self._head_series(statistic, setting, exponents, _exponent_of(statistic))
-            yield from self._head_series(statistic, setting, fit, f"R^2 of the {_exponent_of(statistic)}")
+            yield from self._head_series(statistic, setting, r_squared, f"R^2 of the {_exponent_of(statistic)}")
 
-    def heads_by_keys(self) -> Iterator[Series]:
-        """Each statistic's means over sequences and queries by layer, head and number of visible keys."""
+    def head_means_by_keys(self) -> Iterator[Series]:
+        """Series by layer, head and number of visible keys of each statistic's means over sequences and queries."""
         for statistic, setting, values in self._model_values(self.measures.per_query):
             for low, high in self.bins:
                 by_head = self._mean_within(statistic, values, (low, high), (0, 3))
                 yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
-        """For each statistic and model, exponents of growth with n visible keys, up to the training length, and R^2: (layers, H) each."""
+        """Statistic, setting, and (layers, H) exponents of growth with n visible keys up to `train_length` and R^2, for each model."""
         for statistic, setting, values in self._model_values(statistic for statistic in self.measures.per_query if statistic.has_exponent):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
-            exponents, fit = exponent(values.by_query[statistic.name], n, statistic.log)
+            exponents, r_squared = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
-                yield statistic, setting, exponents, fit
+                yield statistic, setting, exponents, r_squared
 
     def _mean_within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
         """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends included."""
@@ -342,15 +342,15 @@ class _ModelSeries:
     def _series(
         self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
     ) -> Series:
-        """A series of the statistic, or of `metric`, a quantity without a unit that is computed from it."""
+        """A series of the statistic, or of `metric`, a number without a unit that is computed from the statistic."""
         return Series(
             KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
-            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first,
+            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
 
     def _display(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
-        """How reports show a statistic; None if they leave it out."""
+        """Title and caption with which reports show a statistic; None if reports leave it out."""
         if not statistic.in_reports:
             return None
         amount = f"{len(self.held_out.sequences):,} of {self.held_out.length:,} tokens, {len(self.measures.queries)} queries each"
@@ -366,7 +366,7 @@ def _exponent_of(statistic: Statistic) -> str:
 
 
 def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None) -> list[EvaluationResult]:
-    """Diagnostics of models; results of run folders are kept in their evaluations/, as `lm eval` keeps them.
+    """Measure diagnostics of models, and return the results; a run folder keeps its results in evaluations/, as with `lm eval`.
 
     Args:
         sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model folders are
@@ -405,7 +405,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
 
 
 def check_source(source: Path) -> None:
-    """Raises RunError if `source` does not exist, or is no model."""
+    """Raise RunError if `source` does not exist, or is no model."""
     if not source.exists():
         raise RunError(f"{source}: no such run folder, checkpoint or export")
     if source.suffix == ".gguf" or (source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS))):
@@ -435,7 +435,7 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
 
 
 def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
-    """The configuration that a model was trained with, else one of its shape, whose training keys mean nothing; with `changes`."""
+    """A model's training configuration, or a configuration of its shape whose training keys mean nothing, with `changes` merged in."""
     config = model.config
     if config is None:
         config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_eval_block())
@@ -444,5 +444,5 @@ def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
 
 
 def _eval_block(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """An `eval` block of diagnostics alone, since other evaluations may not work for the model."""
+    """An `eval` block that asks for diagnostics alone, since other evaluations may not work for the model."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

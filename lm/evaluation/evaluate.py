@@ -11,12 +11,12 @@ from lm.config.load import load as load_configuration
 from lm.config.load import merge, overrides_in, parse, read_yaml
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
-from lm.config.yaml_text import interpolated
-from lm.data.prepare import check_sequences, prepare, store_of
+from lm.config.yaml_text import resolve_interpolations
+from lm.data.prepare import check_sequences, prepare, store_with_fingerprint
 from lm.data.store import Store
 from lm.errors import ConfigError, DataError, Problem, RunError
 from lm.evaluation.evaluation_kind import measurements
-from lm.machine import threads_each
+from lm.machine import threads_per_process
 from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
@@ -38,7 +38,7 @@ def evaluate_runs(
         folders: run folders; or model folders, and configurations of the text that they are measured on.
         checkpoint: `last`, `best` or a step; for a single run also a path.
         suite: a name of `SUITES` or a YAML file with an `eval` block; empty: the `eval` block of the run's configuration.
-        overrides: `key=value` of keys that act in `lm eval`, after the suite's.
+        overrides: `key=value` of keys that act in `lm eval`, merged in after the suite.
 
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
     """
@@ -71,7 +71,7 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
-    plain = interpolated(read_yaml(path))
+    plain = resolve_interpolations(read_yaml(path))
     if list(plain) != ["eval"]:
         raise ConfigError(f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}")
     return plain
@@ -80,23 +80,23 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
     """Evaluate the checkpoint at `path` of the run in `folder` by `config`, as `evaluate_runs` does; `kinds`: only these evaluations."""
     model = load(path)
-    facts = model.metadata
-    environment = check_environment(folder / ENVIRONMENT, facts, path)
-    check_config(folder / CONFIG, config, model.config, facts, path)
+    metadata = model.metadata
+    environment = check_environment(folder / ENVIRONMENT, metadata, path)
+    check_config(folder / CONFIG, config, model.config, metadata, path)
     return _measure(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
 
 
 def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
     """Evaluate a model folder by `config`, made by `text_config`, as `evaluate_runs` does; `kinds`: only these evaluations."""
-    return _measure(config, model.folder, *on_text(model, config), open_device(config, {}), kinds)
+    return _measure(config, model.folder, *model_on_text(model, config), open_device(config, {}), kinds)
 
 
 def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[EvaluationResult]:
     """The results of a model on `store`: measured, or read from `folder` if they were measured before."""
-    decoder, facts = model.decoder, model.metadata
+    decoder, metadata = model.decoder, model.metadata
     check_sequences(store, config)
     kind_measurements = measurements(config, store, kinds)
-    weights, stamp, results = weights_sha256(decoder.state_dict()), (facts["step"], facts["tokens"]), []
+    weights, stamp, results = weights_sha256(decoder.state_dict()), (metadata["step"], metadata["tokens"]), []
     decoder.to(device.device)
     for measurement in kind_measurements:
         evaluation = measurement.cached(folder, weights, device, *stamp)
@@ -113,7 +113,7 @@ def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: 
 def open_store(config: Config, model: Loaded) -> Store:
     """The token store that a model was trained on: the store of its fingerprint, or a new one of the same tokens.
 
-    Raises RunError: there is none, and the sources are gone or give other tokens.
+    Raises RunError: no store has these tokens, and the sources are gone or give other tokens.
     """
     fingerprint = model.metadata["data_fingerprint"]
     absence = f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.folder.resolve()}"
@@ -121,7 +121,7 @@ def open_store(config: Config, model: Loaded) -> Store:
     try:
         store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
     except DataError as error:
-        if store_of(config.data, fingerprint):  # raises its own error if the store is damaged
+        if store_with_fingerprint(config.data, fingerprint):  # raises its own error if the store is damaged
             raise
         raise RunError(f"{absence}, and none can be made ({error}): {remedy}") from None
     if store.fingerprint != fingerprint:
@@ -134,7 +134,7 @@ def open_device(config: Config, environment: dict[str, Plain]) -> Device:
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # one device, however many the run was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)
-    torch.set_num_threads(config.trainer.threads or threads_each(1))
+    torch.set_num_threads(config.trainer.threads or threads_per_process(1))
     return Device(torch.device("cuda" if accelerator == "gpu" else "cpu"), precision.value == "bf16-mixed")
 
 
@@ -147,8 +147,8 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 def text_config(model: Loaded, files: list[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the data and `eval` of `files`.
 
-    It is not checked against the model's limits, such as sequences beyond learned positions: overrides may still change it, and
-    `parse` then checks the result.
+    The configuration is not checked against the model's limits, such as learned positions: overrides may still change it, and `parse`
+    then checks the result.
 
     Raises:
         ConfigError: a configuration that is wrong, or has no text.
@@ -169,8 +169,8 @@ def text_config(model: Loaded, files: list[Path]) -> Config:
     )  # fmt: skip
 
 
-def on_text(model: Loaded, config: Config) -> tuple[Loaded, Store]:
-    """The model, with metadata of a training of 0 steps on the text of `config` (from `text_config`), and the store of that text.
+def model_on_text(model: Loaded, config: Config) -> tuple[Loaded, Store]:
+    """The model, with metadata of a training of 0 steps on the text of `config` (from `text_config`), and the store of this text.
 
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from lm.config.eval_config import TIMING_KEYS, Timing
-from lm.config.tree import Config, function_of
+from lm.config.tree import Config, function_options
 from lm.data.store import Store
 from lm.errors import RunError
 from lm.files import json_bytes, plain_sha256, read_sealed, sealed, write_sealed, write_together
@@ -34,7 +34,7 @@ def ignore(units: int) -> None:
 
 
 class Measurement(ABC):
-    """A kind of evaluation, with the options of a configuration.
+    """Base of the kinds of evaluation: measures series of a decoder by a configuration's options, and keeps results in run folders.
 
     Raises (when constructed):
         LMError: the store does not hold the data that the evaluation needs.
@@ -64,7 +64,7 @@ class Measurement(ABC):
     @property
     @abstractmethod
     def options(self) -> dict[str, Plain]:
-        """All options that, beside the weights, precision and data, decide the result, which records them."""
+        """All options that, beside the weights, precision and data, decide the result; the result records them."""
 
     @property
     @abstractmethod
@@ -73,14 +73,14 @@ class Measurement(ABC):
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        """Measure a decoder. Collective; the decoder and the random state stay as they are."""
+        """Measure a decoder and return its series. All ranks call it; the decoder and the random state are not changed."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file that shows the series; None: there is none, and reports draw the series."""
+        """A PNG file that shows the series; None: the evaluation has no picture, and reports draw the series."""
         return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        """Whether a result is kept and not measured again. Results that are not finite are not kept: they may be finite another time."""
+        """Whether a run folder keeps a result to use again. Results that are not finite are not kept, as a repetition may be finite."""
         return all(entry.is_finite for entry in series)
 
     def precision(self, device: Device) -> str:
@@ -100,7 +100,7 @@ class Measurement(ABC):
         return {"lm": measuring_code(), **PLUGINS.code(names)}
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
-        """Measure a decoder that was trained for `step` steps and `tokens_seen` tokens. All ranks call it."""
+        """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call it."""
         weights = weights_sha256(decoder.state_dict())
         series = self.measure(decoder, device, progress)
         if not isinstance(series, Sequence):
@@ -119,14 +119,14 @@ class Measurement(ABC):
 
     def cache_path(self, run: Path, weights: str, device: Device) -> Path:
         """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
-        model = function_of(self.config.model)
+        model = function_options(self.config.model)
         facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
         if ":" in getattr(self.asked, "name", ""):  # a plugin, whose `options` may lack keys that decide its result
             facts += [self.asked_plain, self.config.eval.sequences]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(facts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
-        """The result that a run folder keeps; None if there is none, or if it is damaged, which a printed note says."""
+        """The result of `weights` that a run folder keeps; None if no file holds it, or if the file is damaged, which a note reports."""
         path = self.cache_path(run, weights, device)
         if not path.is_file():
             return None

@@ -26,9 +26,9 @@ class Sampling:
 
 
 class Continuation:
-    """A batch of sequences of equal length that are continued by sampled tokens, with a cache of keys and values.
+    """Sequences of equal length that sampled tokens continue together, with a cache of keys and values.
 
-    The number of keys n (docs/n.md) is defined as in training: for `visible` the tokens so far, for `sample` the `length` of the text.
+    The number of keys n (docs/n.md) is defined as in training: `n: visible` counts the tokens so far, `n: sample` is `length`.
 
     Args:
         prompts: token ids that each sequence begins with; all prompts have the same length, of at least one.
@@ -65,7 +65,7 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token id sampled from next-token logits (V,) fp32. Raises RunError if they are not finite."""
+    """A token id sampled from next-token logits (V,) fp32. Raises RunError if the logits are not finite."""
     if not logits.isfinite().all():
         raise RunError("the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint")
     if sampling.temperature == 0:
@@ -99,10 +99,10 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     encoding, unknown_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
     for begin, end in (offset for token, offset in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token):
         if (unknown_text := prompt[begin:end]) != unknown_token:
-            words = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
-            raise ConfigError([Problem("--prompt", unknown_text, "the model has no token for it", f"its tokens are such as `{words}`")])
+            examples = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
+            raise ConfigError([Problem("--prompt", unknown_text, "the model has no token for it", f"its tokens are such as `{examples}`")])
     ids = [start, *encoding.ids]
-    if model.spec.model.position.has_last and len(ids) + max_new_tokens > model.decoder.seq_len:
+    if model.spec.model.position.has_last_position and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
     return pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
@@ -125,7 +125,7 @@ class Writing:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
-    """The text of `ids`, then the characters that each new token completes; ends at a token of `end_ids`."""
+    """The text of `ids`, then the characters that each new token completes; generation ends at a token of `end_ids`."""
     writing = Writing(tokenizer, ids)
     yield writing.shown
     for token in new_tokens:

@@ -23,10 +23,10 @@ from lm.errors import ConfigError, LMError, Problem, RunError, one_line
 from lm.evaluation.evaluation_kind import Advance, Measurement
 from lm.evaluation.generation import Continuation, Sampling, Writing
 from lm.evaluation.held_out import T, batches
-from lm.files import expanded
+from lm.files import expand_home
 from lm.model.cross_entropy import argmax_tokens, token_nll
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode, random_state_kept
+from lm.model.device import Device, all_reduce_sum, eval_mode, preserved_random_state
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
 from lm.runs.loading import Loaded
@@ -70,14 +70,14 @@ class HarnessLM(LM):
         self.max_length = decoder.seq_len if max_length is None else max_length
         if self.max_length < 2:
             raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
-        if decoder.config.position.has_last and self.max_length > decoder.seq_len:
+        if decoder.config.position.has_last_position and self.max_length > decoder.seq_len:
             raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
         self.device_and_precision = device or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
         self._device = self.device_and_precision.device
         self.decoder = decoder.to(self._device).eval()
         self.prefix_token_id, self.end_ids = start, model.end_ids
-        self.cut: Counter[str] = Counter()  # number of requests that lost tokens on the left, by task
-        self.shortened: Counter[str] = Counter()  # number of requests whose limit of new tokens was lowered to fit `max_length`, by task
+        self.n_cut: Counter[str] = Counter()  # number of requests that lost tokens on the left, by task
+        self.n_shortened: Counter[str] = Counter()  # number of requests whose limit of new tokens was lowered to fit, by task
 
     def tok_encode(self, string: str) -> list[int]:
         """Token ids of a text, without special tokens."""
@@ -98,20 +98,20 @@ class HarnessLM(LM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the most probable.
 
-        A continuation longer than `max_length` is scored in parts, as `loglikelihood_rolling` does.
+        A continuation longer than `max_length` is scored in several windows, as `loglikelihood_rolling` does.
         """
-        parts = []
+        windows = []
         for request in requests:
             context, continuation = self.encode_pair(*request.args)
             if len(context) + len(continuation) > self.max_length + 1:
-                self.cut[request.task_name] += 1
-            parts.append(self.parts(context, continuation))
-        return self._keep_answers("loglikelihood", requests, self._request_scores(parts, disable_tqdm))
+                self.n_cut[request.task_name] += 1
+            windows.append(self.split_windows(context, continuation))
+        return self._keep_answers("loglikelihood", requests, self._request_scores(windows, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,): log p(text) in nats, each token scored once, the first after the end-of-text token, in windows (`parts`)."""
-        parts = [self.parts([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
-        return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(parts, disable_tqdm)])
+        """For each (text,): log p(text) in nats; `split_windows` scores each token once, the first one after the end-of-text token."""
+        windows = [self.split_windows([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
+        return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(windows, disable_tqdm)])
 
     def _keep_answers(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
         """Add the answers to the harness's cache, and return them."""
@@ -119,26 +119,26 @@ class HarnessLM(LM):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
 
-    def parts(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
-        """Windows of at most `max_length` + 1 tokens that predict each token of `continuation` once.
+    def split_windows(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
+        """Windows of at most `max_length` + 1 tokens in which each token of `continuation` is predicted once.
 
         There is one window, cut on the left, if it can hold the continuation. Else windows follow each other, as in the harness, and
-        the last begins so early that it has `max_length` inputs.
+        the last window begins so early that it has `max_length` inputs.
         """
         if len(continuation) <= self.max_length:
             return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
         windows = get_rolling_token_windows(continuation, context[-1], self.max_length, context_len=1)
         return [([*inputs, targets[-1]], len(targets)) for inputs, targets in windows]
 
-    def _request_scores(self, parts: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
-        """For each request, log p of the scored tokens of its windows, in nats, and whether each of them is the most probable."""
-        scores = iter(self.score([window for windows in parts for window in windows], quiet))
-        request_scores = [[next(scores) for _ in windows] for windows in parts]
-        return [(-sum(nll for nll, _ in part_scores), all(hits for _, hits in part_scores)) for part_scores in request_scores]
+    def _request_scores(self, request_windows: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
+        """For each request, log p of the scored tokens of its windows, in nats, and whether each scored token is the most probable one."""
+        scores = iter(self.score([window for windows in request_windows for window in windows], quiet))
+        request_scores = [[next(scores) for _ in windows] for windows in request_windows]
+        return [(-sum(nll for nll, _ in window_scores), all(hits for _, hits in window_scores)) for window_scores in request_scores]
 
     @torch.no_grad()
     def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
-        """For each window: the sum of -log p (nats) over the tokens to be scored, and whether each of them is the most probable.
+        """For each window: the sum of -log p (nats) over its scored tokens, and whether each of these is the most probable token.
 
         Windows that differ only in the last token, as the choices of many tasks do, are computed once.
         """
@@ -149,11 +149,11 @@ class HarnessLM(LM):
         with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
             for inputs in batches(sorted(by_input, key=len, reverse=True), len):
                 self.device_and_precision.check_time()
-                pairs = [(place, index) for place, tokens in enumerate(inputs) for index in by_input[tokens]]
+                pairs = [(input_index, index) for input_index, tokens in enumerate(inputs) for index in by_input[tokens]]
                 sizes = [windows[index][1] for _, index in pairs]
                 with self.device_and_precision.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device), first=len(inputs[0]) - max(sizes))
-                states = torch.cat([hidden[place, -size:] for (place, _), size in zip(pairs, sizes, strict=True)])
+                states = torch.cat([hidden[input_index, -size:] for (input_index, _), size in zip(pairs, sizes, strict=True)])
                 targets = [token for (_, index), size in zip(pairs, sizes, strict=True) for token in windows[index][0][-size:]]
                 targets = torch.tensor(targets, device=self._device)
                 head = self.decoder.head
@@ -176,13 +176,13 @@ class HarnessLM(LM):
             for new_tokens in sorted({text.new for text in texts}, reverse=True):
                 indices = [index for index, text in enumerate(texts) if text.new == new_tokens]
                 for group in batches(indices, lambda index: len(texts[index].ids) + texts[index].new):
-                    for index, answer in zip(group, self._write([texts[index] for index in group]), strict=True):
+                    for index, answer in zip(group, self._generate([texts[index] for index in group]), strict=True):
                         answers[index] = answer
                     bar.update(len(group))
         return self._keep_answers("generate_until", requests, answers)
 
     def _text_request(self, request: Instance, seed: int) -> "_TextRequest":
-        """Read a request of `generate_until`, and cut its context to fit. Raises ConfigError: an option that is not supported."""
+        """Read a request of `generate_until`, and cut its context to fit `max_length`. Raises ConfigError: an unsupported option."""
         (context, options), task = request.args, request.task_name
         unknown_names = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
         if unknown_names:
@@ -193,11 +193,11 @@ class HarnessLM(LM):
         ids = [self.prefix_token_id, *self.tok_encode(context)]
         room = max(self.max_length - limit, self.max_length // 2)
         if len(ids) > room:
-            self.cut[task] += 1
+            self.n_cut[task] += 1
             ids = ids[-room:]
         new_tokens = min(limit, self.max_length - len(ids))
         if new_tokens < limit:
-            self.shortened[task] += 1
+            self.n_shortened[task] += 1
         temperature = float(options.get("temperature") or 0) if options.get("do_sample", True) else 0.0
         if options.get("do_sample") and options.get("temperature") is None:
             temperature = 1.0
@@ -205,7 +205,7 @@ class HarnessLM(LM):
         stops = [stop for stop in ([stop_option] if isinstance(stop_option, str) else stop_option) if stop]
         return _TextRequest(ids, new_tokens, Sampling(temperature, options.get("top_k") or None, options.get("top_p"), seed), stops)
 
-    def _write(self, texts: list["_TextRequest"]) -> list[str]:
+    def _generate(self, texts: list["_TextRequest"]) -> list[str]:
         """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the batch."""
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
         starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
@@ -217,19 +217,19 @@ class HarnessLM(LM):
             self.device_and_precision.check_time()
             with self.device_and_precision.autocast():
                 tokens = continuation.draw()
-            places = []
-            for place, (index, token) in enumerate(zip(active_indices, tokens, strict=True)):
+            active_rows = []
+            for row, (index, token) in enumerate(zip(active_indices, tokens, strict=True)):
                 if token in self.end_ids:
                     continue
                 writings[index].add(token)
                 text = writings[index].shown[starts[index] :]
                 ends = [text.find(stop) for stop in texts[index].stops if stop in text]
                 answers[index] = text[: min(ends)] if ends else text
-                places += [] if ends else [place]
-            if not places:
+                active_rows += [] if ends else [row]
+            if not active_rows:
                 break
-            active_indices = [active_indices[place] for place in places]
-            continuation.keep(places)
+            active_indices = [active_indices[row] for row in active_rows]
+            continuation.keep(active_rows)
         return answers
 
 
@@ -241,14 +241,14 @@ class _TextRequest:
     stops: list[str]  # stop strings: the text ends before the first of them
 
 
-def _find(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
-    """The names of the tasks that `options.tasks` stand for, and the harness's task manager. Raises ConfigError: no such folder or task.
+def _find_tasks(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
+    """Names of the tasks that match `options.tasks`, and the harness's task manager. Raises ConfigError: no such folder or task.
 
     Reading the harness's own 14,000 tasks takes a quarter of a minute; they are not read if `include_path` has all named tasks.
     """
     from lm_eval.tasks import TaskManager
 
-    path, metadata = options.include_path and str(expanded(options.include_path)), options.metadata or None
+    path, metadata = options.include_path and str(expand_home(options.include_path)), options.metadata or None
     if path:
         if not Path(path).is_dir():
             raise ConfigError([Problem("eval.downstream.include_path", path, "no such folder")])
@@ -291,14 +291,14 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", option
 
 
 class Downstream(Measurement):
-    """Tasks of the harness as an evaluation: each metric of a task is a series, with values by document if the metric is their mean."""
+    """Tasks of the harness as an evaluation: a series for each metric of a task, with values by document if their mean is the metric."""
 
     kind = "downstream"
 
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: no such task."""
         super().__init__(config, store)
-        self.names, self.manager = _find(self.asked)
+        self.names, self.manager = _find_tasks(self.asked)
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -315,7 +315,7 @@ class Downstream(Measurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
-        with eval_mode(decoder), _own_random_state():
+        with eval_mode(decoder), _restored_random_state():
             model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
             results: dict[str, Plain] = {}
             # all ranks stop together if one has no time left
@@ -324,15 +324,15 @@ class Downstream(Measurement):
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 
     def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
-        """Series of the metrics of a task in the harness's results, with the numbers of its requests that were too long for the model."""
-        counts = {"requests lost tokens on the left": model.cut[task], "may write fewer tokens than they ask for": model.shortened[task]}
-        words = "".join(f", {count:,} {phrase}" for phrase, count in counts.items() if count)
+        """Series of a task's metrics in the harness's results; reports also show how many of its requests were too long for the model."""
+        cuts = {"requests lost tokens on the left": model.n_cut[task], "may write fewer tokens than they ask for": model.n_shortened[task]}
+        request_notes = "".join(f", {count:,} {phrase}" for phrase, count in cuts.items() if count)
         for key, mean in results["results"][task].items():
-            metric, has_filter, kind = key.partition(",")
+            metric, has_filter, filter_name = key.partition(",")
             if not has_filter or metric.endswith("_stderr") or isinstance(mean, str):
                 continue
             name = key.removesuffix(",none")
-            answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == kind]
+            answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == filter_name]
             answers.sort(key=lambda answer: answer["doc_id"])
             values = np.array(
                 [answer.get(metric, math.nan) for answer in answers if not isinstance(answer.get(metric), list | tuple)], float
@@ -341,7 +341,7 @@ class Downstream(Measurement):
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
             sample = Sample(hashlib.sha256(hashes.encode()).hexdigest(), values[:, None], np.ones(len(values)), np.arange(len(values)))
             better = {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none")
-            display = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{words}")
+            display = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{request_notes}")
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
             yield self.series(
                 name, unit, better, float(mean), what=task, samples=(sample,) * by_document,
@@ -350,10 +350,10 @@ class Downstream(Measurement):
 
 
 @contextmanager
-def _own_random_state() -> Iterator[None]:
+def _restored_random_state() -> Iterator[None]:
     """A context that restores the random states of Python, numpy and torch, which the harness seeds."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
-    with random_state_kept():
+    with preserved_random_state():
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)  # noqa: NPY002

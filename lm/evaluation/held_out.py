@@ -24,8 +24,8 @@ from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
-from lm.model.swapped import applicable, for_inference
-from lm.runs.evaluations import KIND, LOSS, UNIGRAM, UNIGRAM_BOUND, Axis, Sample, Series, Shown, selects, validation_series
+from lm.model.swapped import applicable_settings, for_inference
+from lm.runs.evaluations import KIND, LOSS, UNIGRAM, UNIGRAM_BOUND, Axis, Sample, Series, Shown, selection_mask, validation_series
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
@@ -66,7 +66,7 @@ class HeldOut:
 
     @property
     def counts(self) -> np.ndarray:
-        """Mask, (N, length) bool, of the predictions that count."""
+        """Mask, (N, length) bool, of the predictions that count in means."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
@@ -78,7 +78,7 @@ class HeldOut:
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of the `values`, (N, length), that count in the sequences of `selection`, and each sequence's mean as a sample."""
+        """The mean of `values`, (N, length), of predictions that count in the sequences `selection`, and a sample of means by sequence."""
         values, counts = values[selection], self.counts[selection]
         sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
@@ -107,7 +107,7 @@ def spread_sequences(store: Store, config: Config, length: int, limit: int) -> H
 
 
 def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
-    """`count` test sequences, divided among the tasks by their weights; the same for all runs of these tasks. Raises NoRoom."""
+    """`count` test sequences, divided among the tasks by the tasks' weights; the same for all runs of these tasks. Raises NoRoom."""
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(count), "right")
@@ -124,7 +124,7 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = round(options.longest_factor * seq_len)
     if options.length_factor == "auto":
-        length = seq_len if config.model.position.has_last else length
+        length = seq_len if config.model.position.has_last_position else length
         min_documents = min(2, int((store.val.lengths > 1).sum()))
         while length > 1 and (store.val.lengths > length).sum() < min_documents:
             length = max(1, length // 2)
@@ -146,7 +146,7 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 
 def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches of items of one `length`, in tokens, in their order; at most `EVAL_TOKENS` tokens a batch, or one item."""
+    """Batches of items of equal `length`, in tokens, in the order of `items`; a batch has at most `EVAL_TOKENS` tokens, or one item."""
     by_length: dict[int, list[T]] = {}
     for item in items:
         by_length.setdefault(length(item), []).append(item)
@@ -163,9 +163,9 @@ def by_sequence(
     measure: Callable[[list[int]], Tensor],
     progress: Advance = ignore,
 ) -> np.ndarray:
-    """The values of each sequence, (N, *shape) fp32, that `measure` computes. All ranks call it.
+    """Values of each sequence, (N, *shape) fp32, that `measure` computes in batches. All ranks call it.
 
-    Sequences are split over the ranks of `device`; every rank returns all values. In fp32, unless `measure` turns autocast on.
+    Sequences are split over the ranks of `device`; every rank returns all values. Autocast is off, unless `measure` turns it on.
 
     Args:
         models: models that `measure` runs; they are in evaluation mode meanwhile, and without gradients.
@@ -174,17 +174,17 @@ def by_sequence(
         progress: called with the number of sequences done.
     """
 
-    def local() -> Tensor:
+    def rank_values() -> Tensor:
         result = torch.zeros(len(lengths), *shape)
-        for part in batches(range(len(lengths))[device.rank :: device.world], lengths.__getitem__):
+        for indices in batches(range(len(lengths))[device.rank :: device.world], lengths.__getitem__):
             device.check_time()
             with torch.autocast(device.device.type, enabled=False):
-                result[part] = measure(part).cpu()
-            progress(len(part))
+                result[indices] = measure(indices).cpu()
+            progress(len(indices))
         return result
 
     with eval_mode(*models):
-        return all_reduce_sum(device, local).numpy()
+        return all_reduce_sum(device, rank_values).numpy()
 
 
 def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
@@ -213,7 +213,7 @@ def bucket_edges(seq_len: int, length: int) -> np.ndarray:
 
 
 def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """Fields of a series of `values`, (N, length), by position: means in buckets of positions, by sequence too, and at every position."""
+    """Fields of a `Series` of `values`, (N, length): means by bucket of positions, a sample of them by sequence, and means by position."""
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
     axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
@@ -228,21 +228,21 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 # ---------------------------------------------------------------- loss
 
 
-LEVEL_ERROR = 0.002  # nats per token: relative entropy of fractions of the store to weights, up to which `trained_level` is no bound
+UNIGRAM_TOLERANCE = 0.002  # nats per token: relative entropy of fractions of the store to weights, up to which `unigram_loss` is no bound
 
 
-def trained_level(store: Store, data: DataConfig) -> tuple[float | None, str]:
-    """Held-out loss of a model that knows only token frequencies of the training mixture, and what it is: UNIGRAM, or UNIGRAM_BOUND.
+def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
+    """Held-out loss of a model that knows only token frequencies of the training mixture, and its name: UNIGRAM or UNIGRAM_BOUND.
 
-    It is a bound where the weights of sources or tasks are not their fractions of the store. A token's probability in the mixture is at
-    least its probability in the store times the least weight / fraction. None: a source, a task or all text has weight 0.
+    The loss is an upper bound if sources or tasks have weights other than their fractions of the store. A token's probability in the
+    mixture is at least its probability in the store times the least weight / fraction. None: a source, a task or all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not weights.all() or not (data.symbolic or data.text_weight):
         return None, UNIGRAM
     fractions = np.array([source.n_tokens for source in store.train.sources]) / store.train.n_tokens
     log_ratios = np.log(fractions / weights)
-    if fractions @ log_ratios <= LEVEL_ERROR:  # the relative entropy of fractions to weights
+    if fractions @ log_ratios <= UNIGRAM_TOLERANCE:  # the relative entropy of fractions to weights
         return store.val.unigram_cross_entropy, UNIGRAM
     return store.val.unigram_cross_entropy + float(log_ratios.max()), UNIGRAM_BOUND
 
@@ -257,8 +257,8 @@ class Validation(Measurement):
         self.held_out = validation_sequences(store, config)
 
     @property
-    def trained(self) -> np.ndarray:
-        """Mask, (N,) bool, of sequences of sources that are trained on, or of all if none is; other sources have losses of their own."""
+    def trained_mask(self) -> np.ndarray:
+        """Mask, (N,) bool, of the sequences of sources that are trained on, or of all sequences if no source is trained on."""
         data = self.config.data
         untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
         mask = ~np.isin(self.held_out.sources, untrained)
@@ -271,7 +271,7 @@ class Validation(Measurement):
     @property
     def options(self) -> dict[str, Plain]:
         data = self.config.data
-        weights = [part.weight for part in (data.tasks if data.symbolic else data.sources)]  # which the store's fingerprint leaves out
+        weights = [item.weight for item in (data.tasks if data.symbolic else data.sources)]  # which the store's fingerprint leaves out
         options = {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256, "documents": data.documents}
         return options | ({"weights": weights} if len(weights) > 1 else {})
 
@@ -282,11 +282,11 @@ class Validation(Measurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         held_out, data = self.held_out, self.config.data
         nll = nll_by_token(decoder, held_out, device, progress=progress)
-        trained = self.trained
-        bits = None if data.symbolic else bits_per_byte(nll, held_out, trained)
-        (loss, _), (_, sample) = held_out.means(nll, trained), held_out.means(nll)
-        level, level_name = trained_level(self.store, data)
-        series = validation_series(loss, bits, level, held_out.length, sample.part(trained), self.fingerprint, level_name)
+        trained_mask = self.trained_mask
+        bits = None if data.symbolic else bits_per_byte(nll, held_out, trained_mask)
+        (loss, _), (_, sample) = held_out.means(nll, trained_mask), held_out.means(nll)
+        level, level_name = unigram_loss(self.store, data)
+        series = validation_series(loss, bits, level, held_out.length, sample.part(trained_mask), self.fingerprint, level_name)
         labels = (
             task_names([to_plain(task.task) for task in data.tasks])
             if data.symbolic
@@ -321,9 +321,9 @@ class Texts(Measurement):
         """The store of a text, all of it held out, with the tokenizer of the run's store."""
         data = self.config.data
         tokenizer = TokenizerFile(path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"])
-        keys = {name: getattr(data, name) for name in ("on_error", "root", "prepare_workers")}
+        data_options = {name: getattr(data, name) for name in ("on_error", "root", "prepare_workers")}
         try:
-            return prepare(DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **keys))
+            return prepare(DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **data_options))
         except DataError as error:
             raise DataError(f"eval.texts.of.{name}: {error}") from None
 
@@ -341,14 +341,14 @@ class Texts(Measurement):
         for name, held_out in self.held_out.items():
             nll = nll_by_token(decoder, held_out, device, progress)
             count, fingerprint = len(nll), self.stores[name].fingerprint
-            selection = selects(fingerprint, held_out.document_labels)
+            selection = selection_mask(fingerprint, held_out.document_labels)
             display = Shown("Other texts, at the training length", "sequences of other texts", f"{count:,} of {held_out.length:,} tokens")
-            divided = selection.any() and not selection.all()  # else too few documents to divide: all report
+            splits = selection.any() and not selection.all()  # else too few documents to divide: all report
             sequence_means = nll.mean(1, dtype=np.float64)[:, None]
             series += [
                 self.series(
                     "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(held_out.sample(sequence_means),),
-                    data_fingerprint=fingerprint if divided else "", interval="documents", logged=(self.asked.metric(name),), shown=display,
+                    data_fingerprint=fingerprint if splits else "", interval="documents", logged=(self.asked.metric(name),), shown=display,
                 ),
                 self.series(
                     "bits per byte", "", "lower", bits_per_byte(nll, held_out), what=name,
@@ -383,7 +383,7 @@ class LongContext(Measurement):
             f"{count:,} of {length:,} tokens",
             "loss by position, mean over sequences",
         )
-        for setting in applicable(decoder, self.asked.inference):
+        for setting in applicable_settings(decoder, self.asked.inference):
             nll = nll_by_token(for_inference(decoder, setting), held_out, device, progress)
             series += [
                 self.series(
@@ -398,7 +398,7 @@ class LongContext(Measurement):
 class ByLength(Measurement):
     """Mean loss over the same tokens at each of `eval.by_length.lengths`, once for each inference setting: only the context differs.
 
-    A unit of its samples is a stretch of as many tokens as the longest length, with one value for each length.
+    The units of its samples are stretches of text of the longest length, with one value for each length.
     """
 
     kind = "by_length"
@@ -414,7 +414,7 @@ class ByLength(Measurement):
         self.stretches = self._cut_stretches(self.longest)
 
     def _cut_stretches(self, length: int) -> HeldOut:
-        """The sequences of `length` that the stretches are cut into, stretch by stretch."""
+        """The sequences of `length` tokens into which the stretches of text are cut, stretch by stretch."""
         starts = self.starts[:, None] + length * np.arange(self.longest // length)
         return HeldOut.take(self.store, starts.ravel(), length, self.config.data.documents == "isolate")
 
@@ -435,7 +435,7 @@ class ByLength(Measurement):
             f"{count:,} of {self.longest:,} tokens",
             "loss by sequence length, mean over the same tokens",
         )
-        for setting in applicable(decoder, self.asked.inference):
+        for setting in applicable_settings(decoder, self.asked.inference):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)

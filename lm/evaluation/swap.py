@@ -20,16 +20,16 @@ from lm.data.batches import long_starts, train_sequences
 from lm.data.store import Store
 from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.evaluate import on_text, open_device, open_store, text_config
+from lm.evaluation.evaluate import model_on_text, open_device, open_store, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
 from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, lengths_axis, task_sequences, validation_sequences
 from lm.files import file_sha256, new_folder, write_json, write_text
-from lm.model.attention_stream import in_lockstep
+from lm.model.attention_stream import paired_attention_blocks
 from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import count_parameters
-from lm.model.swapped import fit, score_factors, swapped
+from lm.model.with_normalizer import fit, score_factors, with_normalizer
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
@@ -43,18 +43,18 @@ DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are comp
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences of each length of `eval.swap_lengths`, ascending: validation sequences at the training length, at other lengths
-    windows within documents, or sequences of the tasks over symbols.
+    """Held-out sequences for each length of `eval.swap_lengths`, ascending. At the training length they are validation sequences; at
+    other lengths windows within documents, or test sequences of tasks over symbols.
 
-    Lengths that no held-out document has, or that a task does not fit into, are left out, and lengths beyond the training length if
-    positions are learned.
+    Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training length are left
+    out if positions are learned.
     """
     count = config.eval.long_context.sequences
     sequences = []
     for length in lengths_of(config.eval.swap_lengths, config.data):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
-        elif length > config.data.seq_len and config.model.position.has_last:
+        elif length > config.data.seq_len and config.model.position.has_last_position:
             continue
         elif config.data.symbolic:
             with suppress(NoRoom):
@@ -67,8 +67,8 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
 class SwapMeasurement(Measurement):
     """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to RoPE.
 
-    For each length, by position: loss before and after (nats per token) and KL(before || after) of the next-token distributions (nats).
-    For each length, too: the change of the loss with its interval over documents, and the attention drift of each layer.
+    Series for each length, by position: loss before and after (nats per token), KL(before || after) of next-token distributions (nats).
+    Further series: change of loss and KL by length, with intervals over documents, and each layer's attention drift for each length.
     """
 
     kind = "swap"
@@ -101,7 +101,7 @@ class SwapMeasurement(Measurement):
         logged_index = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
         for index, (held_out, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
             label = f"sequences of {held_out.length:,}"
-            for (metric, name), numbers in zip(_METRICS.items(), values, strict=True):
+            for (metric, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
                 fields = {"what": label, "logged": (f"swap/{name}",) if index == logged_index else ()} | fingerprint
                 series.append(self._position_series(metric, numbers, held_out, **fields))
             drift = attention_drift(*models, held_out, device)
@@ -113,13 +113,13 @@ class SwapMeasurement(Measurement):
         return series
 
     def _position_series(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
-        """A series of means of `values`, (sequences, length), in buckets of positions, or one mean where only answers count."""
+        """A series of means of `values`, (sequences, length), by bucket of positions, or of one mean over answers if only answers count."""
         if held_out.answers is not None:
             return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **fields)
         return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
 
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
-        """A series, for reports, of means of `values`, (sequences, length) for each length, with intervals over documents."""
+        """A series by length, for reports, of means of `values`, (sequences, length) for each length, with intervals over documents."""
         means, samples = zip(*(held_out.means(numbers) for held_out, numbers in zip(self.held_out, values, strict=True)), strict=True)
         amount = "; ".join(f"{len(held_out.sequences):,} of {held_out.length:,} tokens" for held_out in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
@@ -130,7 +130,7 @@ class SwapMeasurement(Measurement):
         )  # fmt: skip
 
 
-_METRICS = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # by metric, its name in the metrics log
+_LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # by metric, its name in the metrics log
 
 
 def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
@@ -150,18 +150,18 @@ def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: D
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads: (layers,) float64.
 
-    0 for equal attention, at most 1 for weights that sum to one. Layers above the first also see the changes of lower layers. On the
-    first `DRIFT_SEQUENCES` sequences. All ranks call it.
+    0 for equal attention, at most 1 for weights that sum to one. Layers above the first also see the changes of lower layers. Only
+    the first `DRIFT_SEQUENCES` sequences are read. All ranks call it.
     """
     layers, count = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
 
-    def measure(part: list[int]) -> Tensor:
-        drift = torch.zeros(len(part), layers, dtype=torch.float64)
-        for place, index in enumerate(part):  # one at a time: attention weights are large
+    def measure(indices: list[int]) -> Tensor:
+        drift = torch.zeros(len(indices), layers, dtype=torch.float64)
+        for row, index in enumerate(indices):  # one at a time: attention weights are large
             with device.autocast():
-                for old_block, new_block in in_lockstep([old, new], held_out.batch([index]).to(device.device)):
+                for old_block, new_block in paired_attention_blocks([old, new], held_out.batch([index]).to(device.device)):
                     distance = (old_block.weights - new_block.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
-                    drift[place, old_block.layer] += float(distance) / 2 / held_out.length
+                    drift[row, old_block.layer] += float(distance) / 2 / held_out.length
         return drift.float()
 
     return by_sequence([old, new], [held_out.length] * count, (layers,), device, measure).mean(0, dtype=np.float64)
@@ -171,13 +171,13 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Devic
 
 
 SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
-FAR = 2.0  # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
+MAX_RATIO = 2.0  # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # tokens in a batch, and batches, that `--init fit` reads
 
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """The evaluation of a swap, the file of its numbers, and text to print: lines on the models, notes after the tables, a warning."""
+    """The evaluation of a swap, the file of its numbers, and text to print: lines about the models, notes after the tables, a warning."""
 
     evaluation: Evaluation
     path: Path
@@ -197,7 +197,7 @@ def swap_run(
         source: a run folder, a checkpoint or an export.
         checkpoint: the checkpoint of a run folder: `last`, `best` or a step.
         normalizer: name of the new normalizer.
-        init: initial values of its parameters: `match`, `unit`, `fit` or a number; None: its default, or the values of `overrides`.
+        init: initial values of the new parameters: `match`, `unit`, `fit` or a number; None: as in `overrides`, or the default.
         overrides: `key=value` of the new normalizer's options and of evaluation.
         files: configurations of the text to measure on, for a model without a training run.
 
@@ -212,11 +212,11 @@ def swap_run(
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
         with PLUGINS.trusted():
             config = _swapped_config(model, normalizer, init, destination, overrides)
-        old, new = model.decoder, swapped(model.decoder, config.model.normalizer)
+        old, new = model.decoder, with_normalizer(model.decoder, config.model.normalizer)
         label = new.config.normalizer.label()
         if init == "fit" and not count_parameters(new)["normalizer"]:
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
-        model, store = on_text(model, model.config) if files else (model, open_store(config, model))
+        model, store = model_on_text(model, model.config) if files else (model, open_store(config, model))
         environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}  # an export has no environment
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
         old.to(device.device), new.to(device.device)
@@ -231,33 +231,33 @@ def swap_run(
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
-    factors, warning = _factors(old, new)
-    models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameters(new), *factors]
+    factors, warning = _factor_lines(old, new)
+    models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameter_lines(new), *factors]
     asked_lengths = lengths_of(config.eval.swap_lengths, config.data)
     if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
-        words = ", ".join(f"{length:,}" for length in missing_lengths)
+        missing_text = ", ".join(f"{length:,}" for length in missing_lengths)
         reason = (
             "into which the task does not fit" if config.data.symbolic else "which no held-out document has, or no position of the model"
         )
-        models.append(f"not measured: {words} tokens (eval.swap_lengths), {reason}")
+        models.append(f"not measured: {missing_text} tokens (eval.swap_lengths), {reason}")
     if not evaluation.series:
         models.append("nothing measured")
-    if changed_layers := _layers_of_other_keys(old, new):
+    if changed_layers := _layers_with_changed_keys(old, new):
         phrase = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
         models.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     unmatched_layers = [str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None]
     if facts["init"] == "match" and unmatched_layers:
         remedy = "parameters have their initial values; --init fit chooses them"
-        place = f" in layers {', '.join(unmatched_layers)}" if len(unmatched_layers) < len(old.normalizers()) else ""
-        notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k{place} that {label} could match: {remedy}")
+        layers_note = f" in layers {', '.join(unmatched_layers)}" if len(unmatched_layers) < len(old.normalizers()) else ""
+        notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k{layers_note} that {label} could match: {remedy}")
     if init == "fit":
         notes.insert(0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
     return SwapResult(evaluation, path, models, notes, warning)
 
 
-def _parameters(decoder: Decoder) -> list[str]:
-    """A line for each normalizer parameter that has one value per head: its mean over layers and heads, and its range."""
+def _parameter_lines(decoder: Decoder) -> list[str]:
+    """Lines to print, one for each normalizer parameter with one value per head: its mean over layers and heads, and its range."""
     values: dict[str, list[float]] = {}
     for normalizer in decoder.normalizers():
         for name, parameter in normalizer.named_parameters():
@@ -267,16 +267,16 @@ def _parameters(decoder: Decoder) -> list[str]:
 
 
 def _mean_and_range(values: Tensor) -> str:
-    """The mean of values by layer and head, in words, with their range if they differ."""
+    """Text with the mean of values by layer and head, and with their range if the values differ."""
     low, high = f"{values.min():.3g}", f"{values.max():.3g}"
     return f"{values.mean():.3g}" + f" ({low} to {high} over layers and heads)" * (low != high)
 
 
-def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
+def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     """Lines with the factor on q.k / sqrt(D) before and after a swap, at short lengths and the training length, and a warning.
 
-    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; there are no lines if all are. The warning is empty
-    unless a factor grew or fell by more than `FAR` times.
+    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; without other layers there are no lines. The warning
+    is empty unless a factor grew or fell by more than `MAX_RATIO` times.
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
     old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
@@ -284,21 +284,21 @@ def _factors(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     if not layers:
         return [], ""
     old_factors, new_factors = old_factors[:, layers], new_factors[:, layers]
-    of_layers = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
+    layers_note = f", layers {', '.join(map(str, layers))}" if len(layers) < len(old.normalizers()) else ""
     lines = [
-        f"factor on the scores at n = {length:,}{of_layers}: {_mean_and_range(before)} -> {_mean_and_range(after)}"
+        f"factor on the scores at n = {length:,}{layers_note}: {_mean_and_range(before)} -> {_mean_and_range(after)}"
         for length, before, after in zip(lengths, old_factors, new_factors, strict=True)
     ]
     ratios = (new_factors / old_factors).flatten(1)  # (lengths, layers x heads)
-    farthest = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
-    pairs = zip(farthest, lengths, strict=True)
-    deviations = [f"{ratio:.2g} times the old one at n = {length:,}" for ratio, length in pairs if not 1 / FAR <= ratio <= FAR]
+    extreme_ratios = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
+    pairs = zip(extreme_ratios, lengths, strict=True)
+    deviations = [f"{ratio:.2g} times the old one at n = {length:,}" for ratio, length in pairs if not 1 / MAX_RATIO <= ratio <= MAX_RATIO]
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
     warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"
     return lines, warning if deviations else ""
 
 
-def _layers_of_other_keys(old: Decoder, new: Decoder) -> list[int]:
+def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
     """The layers in which the last query of a training sequence sees other keys after the swap than before, as with a window."""
     length = old.seq_len
     layout = AttentionLayout.full(length).select(slice(length - 1, length), length)
@@ -315,7 +315,7 @@ def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> 
 
 
 def _swapped_config(model: Loaded, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder. Imports packages that the overrides name; the model's packages were imported with it."""
+    """The configuration of the new run folder. Imports packages that the overrides name; `load` has imported the model's packages."""
     changes = overrides_in("swap", overrides)
     try:
         options = OPTIONS[name]

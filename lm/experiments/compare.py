@@ -11,10 +11,10 @@ from pathlib import Path
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
-from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, failures, holder_words, read_options, retry, working_on
+from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, experiment_lock, failures, holder_words, read_options, retry
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.experiment_folder import is_measured, open_experiment, other_runs, start
+from lm.experiments.experiment_folder import is_measured, open_experiment, other_runs_note, start
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files
@@ -35,7 +35,7 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
 @dataclass(frozen=True)
 class Work:
-    """The options of `lm compare` that say how runs are trained."""
+    """Options of `lm compare` that control the training of runs."""
 
     jobs: int | None = None  # number of slots (`lm.experiments.slots`); None: `per_gpu` on each GPU, or one if no run takes a GPU
     retry: bool = False  # whether to try failed runs again
@@ -46,15 +46,15 @@ class Work:
     options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
-        """The slots for the runs of an experiment. Raises ConfigError: there are too few GPUs or slots for one of its runs."""
+        """Return the slots in which an experiment's runs are trained. Raises ConfigError: a run needs more GPUs or slots than there are."""
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.per_gpu)
 
-    def timed(self, procedure: Procedure) -> Times:
-        """Seconds of a run on this machine, by size and arm; empty if they can't be known yet."""
-        return _times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
+    def estimated_times(self, procedure: Procedure) -> Times:
+        """Estimate the seconds that a run of each size and arm takes on this machine; {} if no estimate is possible yet."""
+        return _estimate_times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
 
     def cluster(self, folder: Path) -> Cluster | None:
-        """The scheduler's jobs that train the runs of an experiment's folder; None without a scheduler. Raises LMError: see `Cluster`."""
+        """Return the scheduler's jobs for the runs in an experiment's folder; None without a scheduler. Raises LMError: see `Cluster`."""
         return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
 
 
@@ -81,12 +81,12 @@ def compare_experiments(
         raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
     # Slots are counted before text is prepared: too few raise ConfigError.
     job_counts = [1 if report_only or work.engine else work.slots(experiment).jobs for experiment in experiments]
-    open_procedure = partial(start, timed=None if work.engine else work.timed) if is_working else open_experiment
+    open_procedure = partial(start, timed=None if work.engine else work.estimated_times) if is_working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
-            stack.enter_context(working_on(folder))
+            stack.enter_context(experiment_lock(folder))
         for path in files if work.engine else ():
-            _settle_in_a_job(path, overrides, work)
+            _start_in_job(path, overrides, work)
         procedures = [
             open_procedure(path, overrides, job_count, work.anew or plan_only) for path, job_count in zip(files, job_counts, strict=True)
         ]
@@ -101,17 +101,17 @@ def compare_experiments(
                 if work.retry:
                     retry(procedure)
                 try:
-                    procedure = _work(procedure, work, procedure_times)
+                    procedure = _train_runs(procedure, work, procedure_times)
                 except RunsFailed as error:
                     failure_words.append(str(error))
                     if not any(run.outcome.ended for run in procedure.known_runs()):
                         continue  # there is nothing to judge
             judged_procedures.append(next_look(procedure))
-            lines = _conclude(judged_procedures[-1])
+            entries = _write_verdicts(judged_procedures[-1])
             if is_working:
                 experiment, page = procedure.experiment, procedure.experiment.folder / REPORT / PAGE
                 try:
-                    send_report(experiment.first_config.log, experiment.name, experiment.folder, lines, page)
+                    send_report(experiment.first_config.log, experiment.name, experiment.folder, entries, page)
                 except RunError as error:  # later experiments are trained all the same
                     failure_words.append(str(error))
         if report_folder and judged_procedures:
@@ -121,9 +121,9 @@ def compare_experiments(
             raise RunsFailed("; ".join(failure_words))
 
 
-def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
-    """Prepare the text of an experiment on this machine. If the experiment was never started, start it in a job: precision, compilation
-    and threads are then chosen for the machines that train."""
+def _start_in_job(path: Path, overrides: list[str], work: Work) -> None:
+    """Prepare the text of an experiment on this machine. If the experiment was never started, start it in a scheduler's job: precision,
+    compilation and threads are then chosen for the machines that train."""
     experiment = open_experiment(path, overrides, 1, work.anew).experiment
     cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
@@ -132,19 +132,19 @@ def _settle_in_a_job(path: Path, overrides: list[str], work: Work) -> None:
         cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew)))
 
 
-def _work(procedure: Procedure, work: Work, times: Times) -> Procedure:
-    """Train the runs of an experiment, then the runs with `more_seeds` (the second look) if a comparison is undecided. Returns the
-    procedure of the last look. Raises RunsFailed."""
+def _train_runs(procedure: Procedure, work: Work, times: Times) -> Procedure:
+    """Train the runs of an experiment. If a comparison is undecided, also train the runs with `more_seeds` (the second look). Returns the
+    `Procedure` with the seeds of the last look. Raises RunsFailed."""
     experiment = procedure.experiment
     jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
     with live_table(jobs, times):
         jobs.work()
     next_procedure = next_look(procedure)
-    return procedure if next_procedure is procedure else _work(next_procedure, work, times)
+    return procedure if next_procedure is procedure else _train_runs(next_procedure, work, times)
 
 
 def print_commands(files: list[Path], overrides: list[str], work: Work) -> None:
-    """Print the shell commands that train each run that can be started now, one line a run. Raises LMError: a file is wrong."""
+    """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
             procedure = start(path, overrides, work.jobs or 1, work.anew)
@@ -154,8 +154,8 @@ def print_commands(files: list[Path], overrides: list[str], work: Work) -> None:
             elif work.retry:
                 retry(procedure)
         for run in Jobs(procedure, Slots(1)).free_runs():
-            lines = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
-            print(" && ".join(lines), flush=True)
+            shell_commands = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
+            print(" && ".join(shell_commands), flush=True)
 
 
 def _print_plans(procedures: list[Procedure], work: Work) -> list[Times]:
@@ -163,20 +163,20 @@ def _print_plans(procedures: list[Procedure], work: Work) -> list[Times]:
     for procedure in procedures:
         run_costs, slots = costs(procedure), work.slots(procedure.experiment)
         no_estimate = {}, "not estimated for the machines of the jobs"
-        times, words = no_estimate if work.engine else _times(procedure, run_costs, slots, deadline - time.monotonic())
+        times, words = no_estimate if work.engine else _estimate_times(procedure, run_costs, slots, deadline - time.monotonic())
         times_by_experiment.append(times)
         if times:
             seconds = total_seconds(procedure, times, slots)
-            words = f"about {duration(seconds)} for what is left, {len(slots.lanes())} at a time, by {words}"
+            words = f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by {words}"
         slot_words = f"{work.workers} at a time, each in a job" if work.engine else str(slots)
         print("\n".join(plan(procedure, run_costs, words, slot_words)), flush=True)
-        if note := other_runs(procedure):
+        if note := other_runs_note(procedure):
             print(f"note: {note}", flush=True)
     return times_by_experiment
 
 
-def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Seconds of a run by size and arm, and their source in words; or no times, and the reason. `budget`: seconds that timing may take."""
+def _estimate_times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
+    """Estimate the seconds of a run by size and arm, within `budget` seconds, and name their source; else return {} and the reason."""
     if run_costs is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:
@@ -189,36 +189,36 @@ def _times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: 
         return {}, f"not known: {error}"
 
 
-def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Print the verdicts. Write them, the results of tuning, and the report into the experiment's folder: all files or none. Returns the
-    entries of `summary_lines`. Raises LMError: no run has ended, or the report can't read a run's file."""
+def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
+    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder: all files or none. Returns the entries of
+    `summary_lines`. Raises LMError: no run has ended, or the report can't read a run's file."""
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         has_measured_runs = is_measured(experiment)
         reason = "none of the runs that the file now asks for has ended" if has_measured_runs else "no run has ended yet"
-        remedy = other_runs(procedure) or "leave --report-only out to train"
+        remedy = other_runs_note(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
             reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
-    lines, notes = summary_lines(procedure, judgement), procedure.notes()
-    verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": lines}
+    entries, notes = summary_lines(procedure, judgement), procedure.notes()
+    verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": entries}
     if size_trends := trends(procedure, judgement):
         verdicts["trends"] = size_trends
     files = {
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
-        experiment.folder / f"{VERDICTS}.csv": csv_text(lines, intervals=INTERVALS).encode(),
+        experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
     }
-    if tuning_lines := tuning_table(procedure):
-        files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_lines).encode()
+    if tuning_rows := tuning_table(procedure):
+        files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_rows).encode()
         absent_columns = ("size",) if "" in experiment.sizes else ()
-        metric = experiment.chosen_by
-        means = [line | {"rate": rate_words(line["rate"]), metric: digits(line[metric])} for line in tuning_means(procedure)]
-        means = [{name: cell for name, cell in line.items() if name not in absent_columns} for line in means]
+        metric = experiment.choice_metric
+        means = [row | {"rate": rate_words(row["rate"]), metric: digits(row[metric])} for row in tuning_means(procedure)]
+        means = [{name: cell for name, cell in row.items() if name not in absent_columns} for row in means]
         title = f"tuning: mean {metric} ({experiment.measured_on(metric, 'selection')})"
         print_tables(from_lines(title, means, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned
-    print_verdicts(judgement, lines, f"{measured_words(procedure)}{rate_note}")
+    print_verdicts(judgement, entries, f"{measured_words(procedure)}{rate_note}")
     for note in notes:
         print(note)
     for run, failure in failures(procedure):
@@ -228,4 +228,4 @@ def _conclude(procedure: Procedure) -> list[dict[str, Plain]]:
         print_tables(table)
     print(f"verdicts: {experiment.folder / VERDICTS}.json")
     print(f"report: {experiment.folder / REPORT / PAGE}")
-    return lines
+    return entries

@@ -22,10 +22,10 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.plan import duration, uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
-from lm.experiments.slots import LOGS, Children, Devices, Slots, Stopped, gpu_words, interruptible, log_path, under_way
+from lm.experiments.slots import LOG_FOLDER, Children, Devices, Slots, Stopped, gpu_words, interruptible, is_training, log_path
 from lm.experiments.summary import amount
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
-from lm.machine import born, this_machine
+from lm.machine import process_start, this_machine
 from lm.report.tables import digits
 from lm.runs.evaluations import NoDocuments, evaluation_files
 from lm.runs.folder import CHECKPOINTS, step_of, steps_saved
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
 
 Engine = Literal["slurm", "local"]
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
-FAILED, JOB = "failed.json", "job.json"  # suffixes of files beside a run's log: why the run failed, and which job trains it
-OUTPUT = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
+FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"  # suffixes of files beside a run's log: why the run failed, and which job trains it
+JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_SECONDS = 120.0  # seconds within which a job must see the record that names it
-_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run after its step, with a checkpoint
-_CRASHES = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory, perhaps
+_STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run after its step, with a checkpoint
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory?
 
 
 # ---------------------------------------------------------------- who works on an experiment
 
 
 @contextmanager
-def working_on(experiment: Path) -> Iterator[None]:
+def experiment_lock(experiment: Path) -> Iterator[None]:
     """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
 
     The operating system's lock of the folder ends with its process, but other machines may not see it. The file LOCK names the process to
     all machines that see the folder. A LOCK file that a killed process of this host has left behind is replaced.
 
-    Raises RunError: another process works on the experiment, or a process of another host may; the message names it, and a remedy.
+    Raises RunError: another process works on the experiment, or a process of another host may; the message names the process and a remedy.
     """
     path = experiment / LOCK
     try:
@@ -69,9 +69,9 @@ def working_on(experiment: Path) -> Iterator[None]:
             raise RunError(f"{experiment}: {holder_words(experiment)}") from None
         stack.callback(_remove_if_empty, experiment)
         holder = _lock_holder(path)
-        if holder.get("host") == _host() and born(int(holder["pid"])) != holder["born"]:
+        if holder.get("host") == _host() and process_start(int(holder["pid"])) != holder["born"]:
             path.unlink()
-        record = {"host": _host(), "pid": os.getpid(), "born": born(os.getpid()), "since": time.strftime("%F %T")}
+        record = {"host": _host(), "pid": os.getpid(), "born": process_start(os.getpid()), "since": time.strftime("%F %T")}
         if not write_new(path, json_bytes(record)):
             raise RunError(f"{experiment}: {holder_words(experiment)}")
         stack.callback(path.unlink, missing_ok=True)
@@ -79,7 +79,7 @@ def working_on(experiment: Path) -> Iterator[None]:
 
 
 def holder_words(experiment: Path) -> str:
-    """Words for the process that holds the lock of an experiment, and for what the user can do."""
+    """Describe the process that holds the lock of an experiment, and what the user can do."""
     path = experiment / LOCK
     holder = _lock_holder(path)
     words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
@@ -88,7 +88,7 @@ def holder_words(experiment: Path) -> str:
 
 
 def _lock_holder(path: Path) -> dict[str, Plain]:
-    """The content of a LOCK file: host, process ID, birth of the process, start of its work; {} if the file is absent or damaged."""
+    """Read a LOCK file: host, process ID, start time of the process, start of its work; {} if the file is absent or damaged."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) and content.keys() == {"host", "pid", "born", "since"} else {}
@@ -124,26 +124,26 @@ class Failure:
     def interrupted(self) -> bool:
         """Whether the next start continues the run: a signal stopped it, or killed it for the first time since its last save. A second
         crash without a save in between is a failure."""
-        return (self.status < 0 and not self.again) or self.status - 128 in _STOPS
+        return (self.status < 0 and not self.again) or self.status - 128 in _STOP_SIGNALS
 
     @property
     def crashed(self) -> bool:
         """Whether the run was killed by a signal that it may have caused itself, such as SIGSEGV."""
-        return -self.status in _CRASHES
+        return -self.status in _CRASH_SIGNALS
 
 
 def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> Failure:
-    """Return the failure of a run with the exit status `status`, and write it to a file for `read_failure`. It is not written if the run
-    was interrupted without a crash. `reason`: why the run failed; empty: the signal that killed it, else the last line of its log."""
-    log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILED), run.config.run_folder
+    """Return the failure of a run with the exit status `status`. Unless a signal interrupted the run without a crash, write the failure to
+    a file for `read_failure`. `reason`: why the run failed; empty: the signal that killed it, else the last line of its log."""
+    log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILURE_SUFFIX), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     reason = reason or next((line for line in reversed(output) if line.strip()), "no output")[:300]
     if status < 0:
         reason = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
-    earlier_failure = _read(file)
-    is_repeat = -status in _CRASHES and earlier_failure is not None and earlier_failure.crashed and earlier_failure.saved == progress
+    earlier_failure = _failure_in_file(file)
+    is_repeat = -status in _CRASH_SIGNALS and earlier_failure is not None and earlier_failure.crashed and earlier_failure.saved == progress
     failure = Failure(status, f"{reason}, twice in a row at the same place" if is_repeat else reason, str(log), progress, is_repeat)
     if failure.crashed or not failure.interrupted:
         write_json(file, vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
@@ -151,8 +151,8 @@ def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> F
 
 
 def read_failure(experiment: Path, run: Run) -> Failure | None:
-    """The failure of a run; None if it has not failed, or was interrupted. Raises RunError: the file is damaged."""
-    failure = _read(log_path(experiment, run, FAILED))
+    """Return the failure of a run; None if the run has not failed, or was interrupted. Raises RunError: the failure file is damaged."""
+    failure = _failure_in_file(log_path(experiment, run, FAILURE_SUFFIX))
     return None if failure is None or failure.interrupted else failure
 
 
@@ -162,7 +162,7 @@ def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     return [(run, failure) for run in procedure.known_runs() if not run.outcome.ended and (failure := read_failure(folder, run))]
 
 
-def _read(path: Path) -> Failure | None:
+def _failure_in_file(path: Path) -> Failure | None:
     if not path.exists():
         return None
     content = read_json(path)
@@ -176,11 +176,11 @@ def _read(path: Path) -> Failure | None:
 # ---------------------------------------------------------------- jobs of a scheduler
 
 
-_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the variable that names the signal by which submitit announces a job's end, here and in the job
+_SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"  # variable that names the signal by which submitit announces a job's end, here and in the job
 # options that submitit has for every engine
 _COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
-_DEFAULTS = {"name": "lm", "timeout_min": 60}
-_REQUEUES = 1000  # how often a job that meets its time limit is queued again
+_DEFAULT_OPTIONS = {"name": "lm", "timeout_min": 60}
+_MOST_REQUEUES = 1000  # how often a job that meets its time limit is queued again
 
 
 class Training:
@@ -191,9 +191,9 @@ class Training:
         self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
-        """Train or continue the run, if its record names this job. Returns the exit status, and the seconds that training took."""
+        """Train or continue the run, if its job record names this job. Returns the exit status, and the seconds that training took."""
         self._children = Children(self.experiment)
-        return self._children.train(self.run, None) if self._is_waited_for() else (128 + signal.SIGTERM, 0.0)
+        return self._children.train(self.run, None) if self._is_recorded_job() else (128 + signal.SIGTERM, 0.0)
 
     def checkpoint(self) -> "DelayedSubmission":
         """Let the run save a checkpoint and end. Returns the same job, which submitit queues again."""
@@ -204,22 +204,22 @@ class Training:
             self._children.wait()
         return DelayedSubmission(Training(self.run, self.experiment))
 
-    def _is_waited_for(self) -> bool:
-        """Whether the run's record names this job. It does not if `lm compare` was killed before it wrote the record, and later submitted
-        another job."""
+    def _is_recorded_job(self) -> bool:
+        """Wait at most RECORD_SECONDS for the run's job record to name this job; return whether it does. If `lm compare` was killed before
+        it wrote the record, the record may name a later job."""
         from submitit import JobEnvironment
 
         job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_SECONDS
-        while (recorded_id := _job(self.experiment, self.run).get("id")) != job_id and time.monotonic() < deadline:
+        while (recorded_id := _job_record(self.experiment, self.run).get("id")) != job_id and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return recorded_id == job_id
 
 
 class Cluster:
-    """A scheduler's jobs that train runs, through submitit. They go on when this process ends; `lm compare` finds them by their records.
+    """Jobs of a scheduler that train runs, through submitit. Jobs go on when this process ends; `lm compare` finds them by their records.
 
     Args:
-        experiment: the experiment's folder, which all machines see; its subfolder OUTPUT holds the scripts and output of the jobs.
+        experiment: the experiment's folder, which all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the jobs.
         options: options of each job: submitit's (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and sbatch's, such as partition.
         engine: the scheduler; `local`: the jobs are processes of this machine.
 
@@ -229,19 +229,19 @@ class Cluster:
     """
 
     def __init__(self, experiment: Path, options: dict[str, str], engine: Engine):
-        os.environ[_SIGNAL] = "USR1"  # read when submitit is imported
+        os.environ[_SIGNAL_VARIABLE] = "USR1"  # read when submitit is imported
         try:
             import submitit
         except ImportError:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
-        self.experiment, self.engine, self._errors = experiment.absolute(), engine, submitit.core.utils
+        self.experiment, self.engine, self._submitit_errors = experiment.absolute(), engine, submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
-        settings = _DEFAULTS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
+        settings = _DEFAULT_OPTIONS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
         parameters: dict[str, object] = {name if name in _COMMON_OPTIONS else f"{engine}_{name}": value for name, value in settings.items()}
         if engine == "slurm":
-            parameters["slurm_setup"] = [f"export {_SIGNAL}=USR1"]  # for jobs that don't inherit the environment
+            parameters["slurm_setup"] = [f"export {_SIGNAL_VARIABLE}=USR1"]  # for jobs that don't inherit the environment
         try:
-            self._executor = submitit.AutoExecutor(self.experiment / OUTPUT, engine, **{f"{engine}_max_num_timeout": _REQUEUES})
+            self._executor = submitit.AutoExecutor(self.experiment / JOBS_FOLDER, engine, **{f"{engine}_max_num_timeout": _MOST_REQUEUES})
             self._executor.update_parameters(**parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {','.join(map('='.join, options.items()))}: {one_line(error)}") from None
@@ -249,8 +249,8 @@ class Cluster:
             raise RunError(f"--submit {engine}: {one_line(error)}") from None
 
     @property
-    def place(self) -> str:
-        """The scheduler of the jobs; `local` is followed by this machine's name."""
+    def scheduler_name(self) -> str:
+        """The name of the scheduler; `local` is followed by the name of this machine."""
         return f"local on {_host()}" if self.engine == "local" else self.engine
 
     def submit(self, function: Callable[[], object]) -> "Job":
@@ -267,40 +267,44 @@ class Cluster:
                 signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def result(self, job: "Job") -> object:
-        """Wait for a job; returns its result. Raises RunError: the job has failed, or vanished."""
+        """Wait for a job and return its result. Raises RunError: the job failed or vanished."""
         try:
             return job.result()
-        except self._errors.UncompletedJobError:
+        except self._submitit_errors.UncompletedJobError:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Submit a job that trains a run, or find the job that an earlier process has submitted, and wait for its end. Returns the exit
-        status, and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps for its memory."""
-        record = _job(self.experiment, run)
+        """Wait for the end of the job that trains a run; the job is submitted unless an earlier process did so. Returns the exit status,
+        and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps for its memory."""
+        record = _job_record(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
             job = self.submit(Training(run, self.experiment))
-            record = {"engine": self.place, "id": job.job_id, "born": born(int(job.job_id)) if self.engine == "local" else ""}
-            write_json(log_path(self.experiment, run, JOB), record)
+            record = {
+                "engine": self.scheduler_name,
+                "id": job.job_id,
+                "born": process_start(int(job.job_id)) if self.engine == "local" else "",
+            }
+            write_json(log_path(self.experiment, run, JOB_SUFFIX), record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
         while self._is_alive(job, record["born"]):
             if self._stopping.wait(POLL_SECONDS):
                 return 128 + signal.SIGTERM, 0.0
-        log_path(self.experiment, run, JOB).unlink(missing_ok=True)
+        log_path(self.experiment, run, JOB_SUFFIX).unlink(missing_ok=True)
         error = job.exception()
-        return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._errors.FailedJobError) else self.result(job)
+        return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._submitit_errors.FailedJobError) else self.result(job)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Stop waiting for jobs, which go on. `number`: a signal, as in `Children.stop`; no job gets it."""
+        """Stop waiting for the jobs, which continue to run. `number`: ignored; `Children.stop` sends this signal to its processes."""
         self._stopping.set()
 
     def _is_alive(self, job: "Job", birth: Plain) -> bool:
-        """Whether a job is queued or running. A job of this machine is a process: it runs while the process born at `birth` is alive."""
-        return bool(birth) and born(int(job.job_id)) == birth if self.engine == "local" else not job.done()
+        """Whether a job is queued or running. A `local` job runs while the process with its ID has the start time `birth`."""
+        return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
 def read_options(text: str) -> dict[str, str]:
-    """The values of options by name, from a text such as `partition=gpu,timeout_min=240`. Raises ConfigError."""
+    """Parse job options such as `partition=gpu,timeout_min=240` into values by option name. Raises ConfigError."""
     options = {}
     for setting in filter(None, text.split(",")):
         name, separator, value = setting.partition("=")
@@ -310,9 +314,9 @@ def read_options(text: str) -> dict[str, str]:
     return options
 
 
-def _job(experiment: Path, run: Run) -> dict[str, Plain]:
-    """The record of a run's job: scheduler, job ID, birth of its process; {} if there is no job. Raises RunError: it is damaged."""
-    path = log_path(experiment, run, JOB)
+def _job_record(experiment: Path, run: Run) -> dict[str, Plain]:
+    """Read a run's job record: scheduler, job ID, start time of a local job's process; {} without a job. Raises RunError: damaged file."""
+    path = log_path(experiment, run, JOB_SUFFIX)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
         raise RunError(f"{path}: does not say which job trains the run; delete it once that job is gone")
@@ -328,20 +332,20 @@ class RunsFailed(RunError):
 
 def retry(procedure: Procedure) -> None:
     for run in procedure.known_runs():
-        log_path(procedure.experiment.folder, run, FAILED).unlink(missing_ok=True)
+        log_path(procedure.experiment.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
 
 
 class Jobs:
-    """Trains the runs that an experiment needs, until none is left or none of those left can be started.
+    """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
         cluster: the scheduler's jobs that train the runs; None: processes of this machine train them.
 
     Attributes:
-        known_runs: the runs that the experiment needs, by the last reading of the run folders.
-        pending: the runs that are being trained, with their GPUs.
-        failed: failures by run folder.
-        seconds: the seconds that ended runs would have taken without interruption, by size and arm.
+        known_runs: the runs that the experiment needs, as known when the run folders were last read.
+        pending: the runs that are being trained, with their GPUs, by the future of the training.
+        failed: the failures of runs, by run folder.
+        seconds: the seconds that each ended run would have taken without interruption, in lists by size and arm.
     """
 
     def __init__(self, procedure: Procedure, slots: Slots, cluster: Cluster | None = None):
@@ -353,7 +357,7 @@ class Jobs:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def work(self) -> None:
-        """Train runs until none is left.
+        """Train runs until all have ended or no other run can be started.
 
         Raises:
             RunsFailed: some runs failed; it is raised when no other run can be started.
@@ -384,30 +388,30 @@ class Jobs:
                 self.stop()
                 raise
         if self.failed:
-            lines = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
+            failure_words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
             interruptions = {failure.interrupted for failure in self.failed.values()}
             words = "the same command goes on with them" if False not in interruptions else "--retry tries them again"
             words = "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
-            raise RunsFailed(f"{len(self.failed)} runs failed ({lines}); {words}; their output is in {self.folder / LOGS}")
+            raise RunsFailed(f"{len(self.failed)} runs failed ({failure_words}); {words}; their output is in {self.folder / LOG_FOLDER}")
 
     def free_runs(self) -> list[Run]:
-        """Runs that can be started now, and that no process of this machine trains. Raises RunError: a job trains one of the runs."""
+        """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains one of the runs."""
         self._check_jobs()
-        return [run for run in self._startable_runs(set()) if not under_way(run.config.run_folder)]
+        return [run for run in self._startable_runs(set()) if not is_training(run.config.run_folder)]
 
     def _check_jobs(self) -> None:
         """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait trains a run."""
         for run in self.procedure.known_runs():
-            record = _job(self.folder, run)
+            record = _job_record(self.folder, run)
             if record and run.outcome.ended:
-                log_path(self.folder, run, JOB).unlink(missing_ok=True)
-            elif record and record["engine"] != (self.cluster and self.cluster.place):
-                path, engine = log_path(self.folder, run, JOB), str(record["engine"])
+                log_path(self.folder, run, JOB_SUFFIX).unlink(missing_ok=True)
+            elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
+                path, engine = log_path(self.folder, run, JOB_SUFFIX), str(record["engine"])
                 remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Runs that have neither ended nor failed, are not under way (`running_folders`), and whose starting weights exist."""
+        """Yield the runs that can start: their weights exist, and they have not ended, failed, or started (`running_folders`)."""
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source
@@ -422,11 +426,11 @@ class Jobs:
     def _report_end(self, run: Run, devices: Devices, status: int, seconds: float) -> None:
         outcome, folder = replace(run.outcome), run.config.run_folder  # the copy reads the files again
         if outcome.ended:
-            log_path(self.folder, run, FAILED).unlink(missing_ok=True)
+            log_path(self.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
             self.procedure.check_direction(outcome)
             self.seconds[run.size, run.arm] += filter(None, [uninterrupted_seconds(run, seconds)])
             diverged = outcome.state == "diverged"
-            words = f"diverged ({outcome.divergence})" if diverged else self._result(run, outcome)
+            words = f"diverged ({outcome.divergence})" if diverged else self._result_words(run, outcome)
             words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
             runs = self.procedure.known_runs()
             slot_counts = [self.slots.slots_per_run(other.size, other.arm) for other in runs if not other.outcome.ended]
@@ -438,7 +442,7 @@ class Jobs:
             return
         reason = ""
         if not status:  # trained and measured, without a result
-            metric, names = self.procedure.experiment.primary.metric, outcome.names
+            metric, names = self.procedure.experiment.primary.metric, outcome.unit_metrics
             reasons = [f"{kind}: {reason}" for kind, reason in outcome.failed_evaluations.items()]
             unmeasured = f"primary.metric {metric} was not measured by sequence at the last step"
             if metric not in names and not reasons:
@@ -450,18 +454,18 @@ class Jobs:
         failure = self.failed[folder] = note_failure(self.folder, run, status, reason)
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
-    def _result(self, run: Run, outcome: Outcome) -> str:
-        """Words for the value of a finished run, on the selection text or on all questions of a task. A tuning run has the value that
-        chooses rates, a final run the primary quantity. Without selection text the words are `finished`."""
+    def _result_words(self, run: Run, outcome: Outcome) -> str:
+        """Describe the value of a finished run, on the selection text or on all questions of a task. For a tuning run it is the metric by
+        which rates are chosen, for a final run the primary quantity. Without selection text, return `finished`."""
         experiment = self.procedure.experiment
-        quantity = experiment.primary.quantity
+        quantity_name = experiment.primary.quantity
         try:
-            if (experiment.chosen_by if run.stage == "tune" else quantity) == SELECTION:
+            if (experiment.choice_metric if run.stage == "tune" else quantity_name) == SELECTION:
                 return f"selection loss {digits(outcome.mean(SELECTION, True))}"
             value = amount(experiment.primary, self.procedure.quantity(outcome, True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
-        return f"{quantity} ({experiment.measured_on(quantity, 'selection')}) {value}"
+        return f"{quantity_name} ({experiment.measured_on(quantity_name, 'selection')}) {value}"
 
     def stop(self) -> None:
         """Let the pending runs save a checkpoint, and wait for their end; a second signal kills them. A scheduler's jobs go on."""

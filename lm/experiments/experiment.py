@@ -13,34 +13,34 @@ from typing import Literal
 
 from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import LayerSpec
-from lm.config.load import merge, nested, parse
+from lm.config.load import merge, nest_keys, parse
 from lm.config.tree import Config, effect_of
-from lm.config.yaml_text import interpolated, override
+from lm.config.yaml_text import override, resolve_interpolations
 from lm.errors import ConfigError, Problem
 from lm.experiments.run_outcome import SELECTION
-from lm.files import expanded
+from lm.files import expand_home
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rates_of
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, grid_rates, key_values
 
 NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
-SHARED = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
+SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _NORMALIZER_GROUP = "optim.groups.normalizer."
-_OWN_KEYS = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
+_INDEPENDENT_KEYS = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
 
 # Evaluation kind by the prefix (before `/`) of a metric's name; any other prefix is the kind itself.
-KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
+EVAL_KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
 
 
 def kind_of_metric(metric: str) -> str:
-    """The kind of evaluation that logs a metric of this name."""
+    """Return the kind of evaluation that logs a metric of this name."""
     prefix = metric.partition("/")[0]
-    return KINDS.get(prefix, prefix)
+    return EVAL_KINDS.get(prefix, prefix)
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A swap, as of `lm swap`: the normalizer that an arm puts into the weights that it starts from."""
+    """The normalizer that an arm puts into the weights from which it starts, as `lm swap` does."""
 
     to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
     init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: its default")
@@ -58,13 +58,13 @@ class Arm:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether the arm gets its own learning rate if the experiment tunes one. Otherwise it has the rate of the arm it starts from."""
+        """Whether the arm gets its own learning rate if the experiment tunes one. Otherwise the arm has the rate of its source arm."""
         return self.trained and self.step is None
 
 
 @dataclass
 class Tune:
-    """How the learning rate of each arm, or another key, is chosen: on a grid, or from a table."""
+    """Choice of the learning rate of each arm, or of other configuration keys: by a grid, or from a table."""
 
     grid: list[int | float] | list[list[int | float]] = key(
         [], "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are", gt=0
@@ -80,13 +80,13 @@ class Tune:
 
     @property
     def axes(self) -> list[list[int | float]]:
-        """The planned values of each key; none without a grid."""
+        """The grid as one list of values for each tuned key; [] without a grid."""
         return [self.grid] if self.grid and isinstance(self.key, str) else self.grid
 
     @property
     def rates(self) -> list[Rate]:
-        """The planned rates, each with a value of every key; none without a grid."""
-        return rates_of(self.axes) if self.grid else []
+        """All combinations of the grid's values, each with one value for every tuned key; [] without a grid."""
+        return grid_rates(self.axes) if self.grid else []
 
     @property
     def heading(self) -> str:
@@ -114,7 +114,7 @@ class Tune:
 
 @dataclass
 class Primary:
-    """The one metric that decides, settled before any run."""
+    """The metric that decides the verdicts, settled before any run, and how its values are compared."""
 
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
@@ -129,7 +129,7 @@ class Primary:
 
     @property
     def quantity(self) -> str:
-        """The name of the compared quantity in tables: the metric, or the tokens until the metric reaches a value."""
+        """The name of the compared quantity in tables: the metric, or the tokens until the metric reaches `reach`."""
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
@@ -181,7 +181,7 @@ class Experiment:
     look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
     departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
-    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # parsed, by all keys but `_OWN_KEYS`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # parsed, by all keys but `_INDEPENDENT_KEYS`
 
     @property
     def command(self) -> str:
@@ -204,12 +204,12 @@ class Experiment:
         return bool(self.tune.grid or self.table)
 
     @property
-    def chosen_by(self) -> str:
-        """The metric that chooses rates, by its name in tables."""
+    def choice_metric(self) -> str:
+        """The name, in tables, of the metric by which learning rates are chosen."""
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity
 
     def measured_on(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Words for what a quantity is measured on: the selecting or reporting documents (`part`), or all questions of a task."""
+        """Words for the data that a quantity is measured on: the held-out text of a `part`, or all questions of a task."""
         return "all questions" if quantity == self.primary.quantity and self._asks_questions else f"{part} text"
 
     @cached_property
@@ -218,24 +218,24 @@ class Experiment:
         return self.evaluated(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
 
     def cost(self, value: float) -> float:
-        """The cost, to be minimized, of a value of the metric that chooses rates; infinite values stay infinite."""
+        """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay infinite."""
         higher_is_better = self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
-        """A tuning run's value of the metric that chooses rates; None: unknown. Infinite: it diverged or never reached `primary.reach`."""
+        """A tuning run's value for the choice of a rate; None: unknown. Infinite: the run diverged or never reached `primary.reach`."""
         return run.selection if self.tune.metric == SELECTION else run.primary
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
-        """The costs (`cost`) of a size's tuning runs: by arm and rate, a list over seeds (ascending)."""
-        values = by_arm_and_rate(runs, size, self.choice_value)
+        """Costs (`cost`) of the tuning runs of a size: for each arm and rate a list over seeds, in ascending order of seeds."""
+        values = values_by_arm_and_rate(runs, size, self.choice_value)
         return {arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()} for arm, rates in values.items()}
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """The tuned keys with their values at a rate, without `optim.groups.normalizer.*` if the arm's normalizers have no parameters."""
+        """Values of the tuned keys at a rate. Keys `optim.groups.normalizer.*` are left out if the arm's normalizers have no parameters."""
         if rate is None:
             return {}
-        values = dict(zip(self.tune.keys, coordinates(rate), strict=True))
+        values = dict(zip(self.tune.keys, key_values(rate), strict=True))
         if not any(key.startswith(_NORMALIZER_GROUP) for key in values):
             return values
         import torch  # takes seconds
@@ -248,7 +248,7 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        return expanded(self.first_config.runs) / self.name
+        return expand_home(self.first_config.runs) / self.name
 
     @property
     def first_config(self) -> Config:
@@ -256,26 +256,26 @@ class Experiment:
         return self.config_of(next(iter(self.sizes)), self.arms[0])
 
     @property
-    def places(self) -> list[tuple[str, Arm]]:
+    def size_arms(self) -> list[tuple[str, Arm]]:
         return [*product(self.sizes, self.arms)]
 
     @property
     def any_rate(self) -> Rate | None:
-        """The first rate of the grid or of the table, as an example; None without tuning."""
+        """An example of a rate: the first one of the grid or of the table; None without tuning."""
         return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
 
     def config_of(self, size: str, arm: Arm) -> Config:
-        """The configuration of an arm's run with the first seed and rate, under the name `any`. Raises ConfigError."""
+        """The configuration of an arm's run with the first seed and `any_rate`, under the name `any`. Raises ConfigError."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """The configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all other keys. Runs that differ
-        in `_OWN_KEYS` alone share one parsed configuration, also across copies of the experiment (`replace`). Raises ConfigError."""
+        """Build the configuration of one run: `rate` holds the values of the tuned keys, and `changes` override all other keys. Runs that
+        differ only in `_INDEPENDENT_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
         plain = self.base
-        for block in (self.sizes[size], arm.changes, nested(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
+        for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
-        plain = interpolated(plain)
-        own_keys = {name: plain[name] for name in _OWN_KEYS if name in plain}
+        plain = resolve_interpolations(plain)
+        own_keys = {name: plain[name] for name in _INDEPENDENT_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
             with PLUGINS.trusted():  # the user's file names the plugins
@@ -287,12 +287,12 @@ class Experiment:
         return replace(self._configs[cache_key], **own_keys)
 
     def evaluated(self, config: Config) -> Config:
-        """The configuration that a run is measured with after training. Raises ConfigError."""
+        """Return the configuration by which a run is measured after training: `config` with the keys of `evaluate`. Raises ConfigError."""
         return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @property
     def evaluate_overrides(self) -> list[str]:
-        """`evaluate` as `KEY=VALUE` arguments of `lm eval`."""
+        """The keys of `evaluate` as `KEY=VALUE` arguments of `lm eval`."""
         return [override(path, value) for path, value in _leaves(self.evaluate)]
 
 
@@ -306,9 +306,9 @@ def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Pl
 
 
 def config_hash(config: Config) -> str:
-    """A hash (eight hexadecimal digits) of all keys that decide what a run learns and how it is measured: another hash means another run.
-    Keys that are null (off) are left out, so that new keys of a later version do not change the hash. `init_from` counts as text: for a run
-    that starts from another run, `lm.experiments.procedure` replaces it by a path that does not depend on where the experiment lies."""
+    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits: another hash means another run. Null
+    keys (off) are left out, so that new keys of a later version do not change the hash. The path `init_from` is hashed as text:
+    `lm.experiments.procedure` first replaces it by a path that does not depend on the location of the experiment's folder."""
     return hashlib.sha256(json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -320,7 +320,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 
 @cache
 def omitted_keys() -> dict[str, Plain]:
-    """The `deciding_keys` that `to_plain` leaves out while they have their defaults, with these defaults."""
+    """Default values of the `deciding_keys` that `to_plain` leaves out unless they differ from their defaults."""
     default_keys = deciding_keys(to_plain(Config(), whole=True))
     return {path: value for path, value in default_keys.items() if path not in _defaults()}
 
@@ -343,14 +343,14 @@ def _defaults() -> dict[str, Plain]:
 
 
 def differing_keys(description: str, other_description: str) -> list[str]:
-    """The keys in which two configurations, in the form that `settings_words` gives, differ."""
+    """List the keys whose values differ between two configurations, each described in the form of `settings_words`."""
     return sorted({setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}})
 
 
-def by_arm_and_rate(
+def values_by_arm_and_rate(
     runs: Iterable[TuningRun], size: str, value_of: Callable[[TuningRun], float | None]
 ) -> dict[str, dict[Rate, list[float]]]:
-    """The values (`value_of`) of a size's tuning runs: by arm and rate, a list over seeds (ascending) without None values."""
+    """Values (`value_of`) of the tuning runs of a size: for each arm and rate a list over seeds, ascending, without None values."""
     values: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):
         if (value := value_of(run)) is not None:

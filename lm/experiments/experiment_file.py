@@ -11,24 +11,24 @@ from pathlib import Path
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
 from lm.config.eval_config import Quantity, Timing, lengths_of
-from lm.config.load import merge, nested, over_bases, overrides_in, read_overrides, refuse_undone_temperatures
+from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
-from lm.experiments.experiment import KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
+from lm.experiments.experiment import EVAL_KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
 from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
 from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
-from lm.schema import Plain, Unavailable, build, flatten, is_block, key, own_problems, section, suggest, to_plain
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, coordinates, rate_words, read_rate
+from lm.schema import Plain, Unavailable, build, cross_key_problems, flatten, is_block, key, section, suggest, to_plain
+from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, key_values, rate_words, read_rate
 from lm.statistics.verdicts import FEWEST_SEEDS
 
 
 @dataclass
-class _File:
+class _FileKeys:
     """The keys of an experiment file except `base`, `arms`, `sizes` and `evaluate`, which hold configuration keys."""
 
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
@@ -37,19 +37,19 @@ class _File:
     primary: Primary = section(Primary, "what decides")
 
 
-TOKENS = "trainer.tokens_per_parameter"
-_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
-_FILES = ("compare.lock", "pilot.json", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
-TAKEN = {
+TOKENS_KEY = "trainer.tokens_per_parameter"
+_TABLE_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
+_RESERVED_FILES = ("compare.lock", "pilot.json", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
+RESERVED = {
     "arms": (".", ".."),
-    "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_FILES),
+    "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_RESERVED_FILES),
 }  # reserved names, which no arm or size may have: a size's folder lies beside these files and folders
-_NAME = "letters, digits, '-', '_' and '.'"
-_KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_File)), "evaluate")
+_CHARSET = "letters, digits, '-', '_' and '.'"
+_TOP_KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_FileKeys)), "evaluate")
 
 
 def read_experiment(file: Path, overrides: list[str]) -> Experiment:
-    """The experiment that a YAML file describes.
+    """Read the experiment that a YAML file describes.
 
     overrides: `key=value` texts, which change the base configuration of all arms.
 
@@ -65,23 +65,23 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
 
 def _experiment(file: Path, overrides: list[str]) -> Experiment:
-    """The experiment that the file describes, before the configurations of its arms are built."""
-    plain = _read(file)
+    """Read the experiment that a file describes, without building the configurations of its arms."""
+    plain = _read_yaml(file)
     problems: list[Problem] = []
     arms = read_arms(plain.pop("arms", None), problems)
     size_blocks = read_blocks("sizes", plain.pop("sizes", None) or {}, problems)
-    sizes = {name: nested(changes, path=f"sizes.{name}.") for name, changes in size_blocks.items()}
+    sizes = {name: nest_keys(changes, path=f"sizes.{name}.") for name, changes in size_blocks.items()}
     base, evaluation_keys = plain.pop("base", None), plain.pop("evaluate", None) or {}
     if base == []:
         raise ConfigError([Problem("base", base, "names no file", "name one, or a list of files")])
-    base = over_bases(nested(base), file, "base.base") if isinstance(base, dict) else over_bases({"base": base}, file)
+    base = merge_bases(nest_keys(base), file, "base.base") if isinstance(base, dict) else merge_bases({"base": base}, file)
     if not isinstance(evaluation_keys, dict):
         problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
         evaluation_keys = {}
-    for name in sorted(plain.keys() - _KEYS, key=str):
-        problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _KEYS)))
-    settings = build(_File, plain, "", problems)
-    problems += own_problems(settings)
+    for name in sorted(plain.keys() - _TOP_KEYS, key=str):
+        problems.append(Problem(str(name), plain.pop(name), "unknown key", suggest(str(name), _TOP_KEYS)))
+    settings = build(_FileKeys, plain, "", problems)
+    problems += cross_key_problems(settings)
     if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
         problems.append(Problem("seeds", settings.seeds, "must be different seeds, at least one"))
     if len({*settings.seeds, *settings.more_seeds}) < len({*settings.seeds}) + len(settings.more_seeds):
@@ -108,19 +108,19 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     # Only a block's own keys are checked above: files that its `base` names may hold a key that the experiment sets, such as optim.lr.
     full_arms: dict[str, Arm] = {}
     for arm in arms:
-        changes = over_bases(arm.changes, file, f"arms.{arm.name}.base")
+        changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
         if arm.start in full_arms and (arm.step is not None or not arm.trained):  # its changes are laid over its source's
             changes = merge(merge(full_arms[arm.start].changes, {} if arm.trained else {"phases": []}), changes)
         full_arms[arm.name] = replace(arm, changes=changes)
     arms = tuple(full_arms.values())
-    sizes = {name: over_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
+    sizes = {name: merge_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
     for arm in arms:
-        if (tokens := flatten(arm.changes).get(TOKENS)) is not None:
+        if (tokens := flatten(arm.changes).get(TOKENS_KEY)) is not None:
             reason = "the arms of a size train equally long"
-            problems.append(Problem(f"arms.{arm.name}.{TOKENS}", tokens, reason, "give it in base or sizes"))
+            problems.append(Problem(f"arms.{arm.name}.{TOKENS_KEY}", tokens, reason, "give it in base or sizes"))
     override_values = read_overrides(overrides)
     reason = "is a key of the experiment; overrides change its base configuration"
-    problems += [Problem(name, override_values[name], reason, f"change it in {file.name}") for name in _KEYS if name in override_values]
+    problems += [Problem(name, override_values[name], reason, f"change it in {file.name}") for name in _TOP_KEYS if name in override_values]
     if problems:
         raise ConfigError(problems)
     base = merge(base, override_values)
@@ -130,7 +130,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         reason = f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}"
         raise ConfigError([Problem("tune.key", settings.tune.heading, reason)])
     return Experiment(
-        file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table, nested(evaluation_keys),
+        file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table, nest_keys(evaluation_keys),
         more_seeds=tuple(settings.more_seeds),
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
         prefix, keys = f"arms.{name}", dict(block)
         source, swap_block, trained, step = keys.pop("from", None), keys.pop("swap", None), keys.pop("train", True), keys.pop("step", None)
         source_name = None if source is None else str(source)
-        changes = nested(keys, path=f"{prefix}.")
+        changes = nest_keys(keys, path=f"{prefix}.")
         if source_name is not None and source_name not in arms:
             remedy = suggest(source_name, arms) if arms else "the first arm is the baseline, which starts from random weights"
             problems.append(Problem(f"{prefix}.from", source, "is no earlier arm", remedy))
@@ -164,7 +164,7 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
         if swap and len(problems) == problem_count:
             changes = _with_normalizer(changes, swap, prefix, problems)
         if trained is False and source_name in arms:
-            arm_keys = flatten(nested(keys)) if keys else {}
+            arm_keys = flatten(nest_keys(keys)) if keys else {}
             for path in (path for path in arm_keys if not path.startswith("model.normalizer")):
                 reason = "has no effect on an arm that is not trained"
                 problems.append(Problem(f"{prefix}.{path}", arm_keys[path], reason, "drop it, or train the arm"))
@@ -175,7 +175,7 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
 
 
 def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problems: list[Problem]) -> dict[str, Plain]:
-    """The changes of an arm with the normalizer of its `swap` among them; what is wrong with the normalizer is added to `problems`."""
+    """Return an arm's changes with the normalizer of `swap` added to them. Problems with this normalizer are added to `problems`."""
     try:
         with PLUGINS.trusted():
             options = OPTIONS[swap.to]
@@ -202,32 +202,32 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
     return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
 
 
-def read_blocks(map_name: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """The named blocks of keys in `value`, which is the value of the key `map_name` (`arms` or `sizes`). An empty block may be null."""
+def read_blocks(path: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """Return the named blocks of keys in `value`, the value of the key `path` (`arms` or `sizes`); a null block is empty."""
     if not isinstance(value, dict):
-        problems.append(Problem(map_name, value, "must be a map from names to what they change"))
+        problems.append(Problem(path, value, "must be a map from names to what they change"))
         return {}
     blocks = {}
     for name, changes in value.items():
         if isinstance(name, bool | None):
-            problems.append(Problem(map_name, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes"))
+            problems.append(Problem(path, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes"))
             continue
-        is_reserved = str(name) in TAKEN[map_name]
+        is_reserved = str(name) in RESERVED[path]
         if is_reserved or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
-            problems.append(Problem(f"{map_name}.{name}", name, f"must be a name of at most 40 {_NAME}, not {', '.join(TAKEN[map_name])}"))
+            problems.append(Problem(f"{path}.{name}", name, f"must be a name of at most 40 {_CHARSET}, not {', '.join(RESERVED[path])}"))
         elif str(name) in blocks:
-            problems.append(Problem(f"{map_name}.{name}", name, "is there twice"))
+            problems.append(Problem(f"{path}.{name}", name, "is there twice"))
         elif isinstance(changes, dict | None):
             blocks[str(name)] = dict(changes or {})
         else:
-            problems.append(Problem(f"{map_name}.{name}", changes, "must be a block of configuration keys"))
+            problems.append(Problem(f"{path}.{name}", changes, "must be a block of configuration keys"))
     return blocks
 
 
 def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
-    """The runs that a tuning table lists.
+    """Read the tuning runs that a tuning table lists.
 
-    metric: the column of the primary metric. Without this column, `primary` is None in all runs.
+    metric: the column of the primary metric. Without this column, `TuningRun.primary` is None in all runs.
 
     Raises ConfigError: the file does not exist, or is no tuning table.
     """
@@ -236,31 +236,31 @@ def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
             reader = csv.DictReader(file, strict=True)
             columns = ("size", "arm", "key", "rate", "seed", SELECTION, "configuration")
             if missing_columns := [name for name in columns if name not in (reader.fieldnames or ())]:
-                raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_REMEDY}")
+                raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_TABLE_REMEDY}")
             runs = []
             for line in reader:
                 try:
-                    selection = _number(line[SELECTION]) if line[SELECTION] else None
-                    primary = _number(line[metric]) if metric in line and selection is not None else None
+                    selection = _table_number(line[SELECTION]) if line[SELECTION] else None
+                    primary = _table_number(line[metric]) if metric in line and selection is not None else None
                     rate, seed = read_rate(line["rate"]), int(line["seed"])
-                    values, keys = coordinates(rate), line["key"].split(" / ")
+                    values, keys = key_values(rate), line["key"].split(" / ")
                     if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
                         raise ValueError
                     configuration = line["configuration"] or ""
                     runs.append(TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration))
                 except (ValueError, TypeError, AttributeError):
                     reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
-                    raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_REMEDY}") from None
+                    raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_TABLE_REMEDY}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror} (tune.table)") from None
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a tuning table: {error}; {_REMEDY}") from None
+        raise ConfigError(f"{path}: not a tuning table: {error}; {_TABLE_REMEDY}") from None
     if len({(run.size, run.arm, run.rate, run.seed) for run in runs}) < len(runs):
-        raise ConfigError(f"{path}: has a run twice: the same size, arm, rate and seed; {_REMEDY}")
+        raise ConfigError(f"{path}: has a run twice: the same size, arm, rate and seed; {_TABLE_REMEDY}")
     return tuple(runs)
 
 
-def _number(text: str) -> float:
+def _table_number(text: str) -> float:
     value = math.inf if text in (DIVERGED, NOT_REACHED) else float(text)
     if math.isnan(value):
         raise ValueError
@@ -268,26 +268,26 @@ def _number(text: str) -> float:
 
 
 def _with_steps(experiment: Experiment) -> Experiment:
-    """The experiment with `trainer.max_steps` in each size that has `trainer.tokens_per_parameter`: all arms make the baseline's steps."""
+    """Set `trainer.max_steps` in each size that has `trainer.tokens_per_parameter`, to the baseline's steps. Returns the new experiment."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
-        has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS) is not None
+        has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is not None
         # The baseline comes last: its number of steps replaces another arm's, unless its configuration is wrong or sets max_steps.
         for arm in reversed(experiment.arms) if has_tokens else ():
             with suppress(ConfigError):  # `check_experiment` reports the error with size and arm
                 config = experiment.config_of(size, arm)
                 if config.trainer.max_steps is None:
-                    from lm.model.spec import steps_of  # torch takes seconds to import
+                    from lm.model.spec import count_steps  # torch takes seconds to import
 
                     if not (vocabulary_size := vocabulary(config.data)):
                         reason = "needs the vocabulary, which is not known before the text is there"
                         remedy = "lm prepare makes it; or set trainer.max_steps"
-                        raise DataError(f"{TOKENS} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
-                    sizes[size] = merge(changes, nested({"trainer.max_steps": steps_of(config, vocabulary_size)}))
+                        raise DataError(f"{TOKENS_KEY} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")
+                    sizes[size] = merge(changes, nest_keys({"trainer.max_steps": count_steps(config, vocabulary_size)}))
     return replace(experiment, sizes=sizes)
 
 
-def _read(path: Path) -> dict[str, Plain]:
+def _read_yaml(path: Path) -> dict[str, Plain]:
     try:
         with path.open("rb") as file:
             plain = parse_yaml(file.read(MAX_BYTES + 1), str(path))
@@ -307,7 +307,7 @@ def _read(path: Path) -> dict[str, Plain]:
 
 
 # Keys of `data` that decide what the token store holds.
-_STORED = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes", "on_error")
+_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes", "on_error")
 # Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
 _LENGTH_KINDS = ("validation", "long_context", "texts")
 
@@ -315,21 +315,21 @@ _LENGTH_KINDS = ("validation", "long_context", "texts")
 def check_experiment(experiment: Experiment) -> None:
     """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all problems."""
     problems = [*_check_table(experiment), *_check_evaluate(experiment)]
-    places_by_problem: dict[str, list[tuple[str, str]]] = {}
+    size_arms_by_problem: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
-    for size, arm in experiment.places:
+    for size, arm in experiment.size_arms:
         try:
             config = experiment.config_of(size, arm)
             configs[size, arm.name] = config
             evaluated_config = experiment.evaluated(config)
             for checked_config in (config, evaluated_config):
-                refuse_undone_temperatures(checked_config)
+                refuse_unused_temperatures(checked_config)
             if not problems:
                 _check_metric(experiment, evaluated_config)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
-                places_by_problem.setdefault(str(problem), []).append((size, arm.name))
-    problems += [f"{_place_words(experiment, places)}{text}" for text, places in places_by_problem.items()]
+                size_arms_by_problem.setdefault(str(problem), []).append((size, arm.name))
+    problems += [f"{_size_arm_words(experiment, size_arms)}{text}" for text, size_arms in size_arms_by_problem.items()]
     for size in experiment.sizes:
         problems += _check_arms(experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs])
     problems += _check_sizes(experiment, configs)
@@ -337,14 +337,14 @@ def check_experiment(experiment: Experiment) -> None:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
 
 
-def _place_words(experiment: Experiment, places: list[tuple[str, str]]) -> str:
-    """Words for sizes and arms, with which an error message begins. Empty if `places` holds every arm in every size, unless there is a
-    single size and it has a name."""
-    if len(places) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
+def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
+    """Words that name sizes and arms at the beginning of an error message. Empty if `size_arms` holds every arm in every size, unless
+    the only size has a name."""
+    if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
         return ""
     words = []
     for size in experiment.sizes:
-        arms = [arm for arm_size, arm in places if arm_size == size]
+        arms = [arm for arm_size, arm in size_arms if arm_size == size]
         size_words = f"size {size}" if size else ""
         words += (
             [size_words] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", size_words))) for arm in arms]
@@ -374,7 +374,7 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
             yield from _check_branch(arm, config, configs[arm.start])
         elif arm.start in configs:
             yield from _check_start(arm, config, configs[arm.start])
-        other_keys = [f"data.{name}" for name in _STORED if getattr(baseline.data, name) != getattr(config.data, name)]
+        other_keys = [f"data.{name}" for name in _STORE_KEYS if getattr(baseline.data, name) != getattr(config.data, name)]
         if other_keys:
             reason, remedy = "reads other data than the baseline", f"give all arms one value of {', '.join(other_keys)}"
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
@@ -415,7 +415,7 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
         if effect_of(path).affects == "model" and not path.startswith("model.normalizer"):
             reason = f"is {as_written(source_value)} in {arm.start}, whose weights it starts from"
             yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
-    if config.model.position.has_last and config.data.seq_len != source.data.seq_len:
+    if config.model.position.has_last_position and config.data.seq_len != source.data.seq_len:
         reason = f"is {source.data.seq_len} in {arm.start}, whose learned positions it starts from"
         yield Problem(f"arms.{arm.name}.data.seq_len", config.data.seq_len, reason, "set it to that")
 
@@ -455,7 +455,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     kind, steps = kind_of_metric(metric), config.trainer.max_steps
     if kind not in kinds:
-        prefixes = {name: prefix for prefix, name in KINDS.items()}
+        prefixes = {name: prefix for prefix, name in EVAL_KINDS.items()}
         patterns = ", ".join(f"{prefixes.get(name, name)}/..." for name in kinds)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
         raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)])
@@ -488,7 +488,7 @@ def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
 
 
 def _metric_names(config: Config, kind: str) -> list[str] | None:
-    """The metrics that an evaluation measures by unit (sequence, question); None if they are unknown before the first measurement."""
+    """Names of the metrics that an evaluation measures by unit (sequence, question); None if unknown before the first measurement."""
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
@@ -509,8 +509,8 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds. All arms must have
-    the same seeds at a rate, and none of these may be a final seed."""
+    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds. At a rate, all arms
+    must have the same seeds, and none of the seeds may be a final seed."""
     table_file = experiment.tune.table
     if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")

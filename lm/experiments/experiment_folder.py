@@ -15,18 +15,18 @@ from lm.config.yaml_text import override, parse_yaml
 from lm.data.prepare import prepare, vocabulary
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.experiments.experiment import SHARED, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric, omitted_keys
+from lm.experiments.experiment import SHARED_SETTINGS, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric, omitted_keys
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
-from lm.machine import threads_each
+from lm.machine import threads_per_process
 from lm.plugins import PLUGINS, is_version
-from lm.runs.evaluations import selects
+from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
 from lm.schema import Plain, build, convert, to_plain
-from lm.statistics.tuning import coordinates, rate_of
+from lm.statistics.tuning import key_values, make_rate
 
 if TYPE_CHECKING:
     from lm.model.device import ResolvedSetting
@@ -44,7 +44,7 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
-        anew: open the experiment although its folder has none of its runs, but ended runs of another configuration (`other_runs`).
+        anew: open the experiment even if its folder holds only ended runs of other configurations (`other_runs_note`).
 
     Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is needed.
     """
@@ -53,14 +53,14 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
         raise RunError(f"{experiment.folder}: a run folder; give the experiment's file another name, or set runs=...")
     settings_file = experiment.folder / RESOLVED_FILE
     settings = read_json(settings_file) if settings_file.exists() else _machine_settings(experiment, jobs)
-    if problem := _first_problem(settings):
+    if problem := _settings_problem(settings):
         raise RunError(f"{settings_file}: {problem}; bring it back, or delete it, and the next start writes it anew")
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
-    open_settings = {name: settings[name] for name in SHARED if trainer.get(name) in ("auto", None)}
+    open_settings = {name: settings[name] for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None)}
     planned_seeds = tuple(settings["seeds"]) if "seeds" in settings else None
     experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}), planned_seeds=planned_seeds)
     procedure = Procedure(replace(experiment, departures=departures(experiment, settings if settings_file.exists() else None)))
-    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known_runs()) and (note := other_runs(procedure)):
+    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known_runs()) and (note := other_runs_note(procedure)):
         raise RunError(f"{experiment.folder}: {note}; to train what is asked for now, add --anew")
     return next_look(procedure)
 
@@ -68,19 +68,19 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 def start(
     path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timed: Callable[[Procedure], Times] | None = None
 ) -> Procedure:
-    """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start it at the same time,
-    one of them fixes the settings.
+    """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start the experiment at the
+    same time, one of them fixes the settings.
 
-    timed: gives the seconds of a run by size and arm, as far as known. They decide whether runs are compiled; without them, FLOPs do.
+    timed: estimates the seconds of a run by size and arm, by which compilation is then decided; without an estimate, FLOPs decide.
 
-    Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins are not what the first runs had.
+    Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the first runs.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
     experiment = procedure.experiment
-    _check_parts(experiment, store)
+    _check_held_out_parts(experiment, store)
     trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED_FILE
-    settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED}
+    settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     file_experiment = read_experiment(path, overrides)
     if timed and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
         compilation = _compilation(file_experiment, timed(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
@@ -93,7 +93,7 @@ def start(
     settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if has_measured_runs else plan, _CODE: code}
     if not write_new(settings_file, json_bytes(settings)) and not has_measured_runs:  # the plan may change before a final run is measured
         old_settings = read_json(settings_file)
-        new_settings = old_settings | ({PLAN: plan} if is_another(old_settings.get(PLAN), plan) else {})
+        new_settings = old_settings | ({PLAN: plan} if has_plan_changed(old_settings.get(PLAN), plan) else {})
         new_settings |= {name: settings[name] for name in ("seeds", _CODE) if name in old_settings}
         if new_settings != old_settings:
             write_json(settings_file, new_settings)
@@ -107,8 +107,8 @@ def start(
     return open_experiment(path, overrides, jobs, True)
 
 
-def _check_parts(experiment: Experiment, store: Store) -> None:
-    """Check that there are held-out documents that choose learning rates, and others that report. Raises ConfigError."""
+def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
+    """Check that held-out documents are left to report the primary metric and, with tuning, to choose rates. Raises ConfigError."""
     metric, tune = experiment.primary.metric, experiment.tune
     uses = [("report", metric)]
     if tune.grid:  # tables show both metrics of each tuning run
@@ -116,16 +116,16 @@ def _check_parts(experiment: Experiment, store: Store) -> None:
     elif experiment.is_tuned:
         uses += [("choose learning rates", SELECTION if tune.metric == SELECTION else metric)]
     config = experiment.evaluated(experiment.first_config)
-    documents = {used_metric: _documents(config, store, used_metric) for _, used_metric in uses}
+    documents = {used_metric: _document_labels(config, store, used_metric) for _, used_metric in uses}
     for use, used_metric in uses:
         labels = documents[used_metric]
-        if labels is not None and not (selects(store.fingerprint, labels) == (use != "report")).any():
+        if labels is not None and not (selection_mask(store.fingerprint, labels) == (use != "report")).any():
             reason = f"none of the {len(set(labels.tolist()))} held-out documents of {used_metric} is left to {use} on"
             raise ConfigError([Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")])
 
 
-def _documents(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """The label of the document in which each held-out sequence of a metric begins, (sequences,). None: the metric has no documents."""
+def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | None:
+    """Labels of the documents in which the held-out sequences of a metric begin, (sequences,); None if the metric has no documents."""
     from lm.evaluation.held_out import ByLength, LongContext, Validation
 
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
@@ -135,28 +135,28 @@ def _documents(config: Config, store: Store, metric: str) -> np.ndarray | None:
         return (LongContext(config, store).held_out if kind == "long_context" else ByLength(config, store).stretches).document_labels
     validation = Validation(config, store)
     source_labels = [source.label for source in store.val.sources]
-    mask = validation.held_out.sources == source_labels.index(label) if label else validation.trained
+    mask = validation.held_out.sources == source_labels.index(label) if label else validation.trained_mask
     return validation.held_out.document_labels[mask]
 
 
-def other_runs(procedure: Procedure) -> str:
-    """A note on ended runs in an experiment's folder whose configuration differs from their arm's in more than rate and seed; empty without
-    such runs. The note gives their number, the keys that differ, and the command that continues them. Arms that start from others are left
-    out: the arms that they start from show the difference."""
+def other_runs_note(procedure: Procedure) -> str:
+    """Describe the ended runs in an experiment's folder whose configuration differs from their arm's in more than rate and seed; empty
+    without such runs. The note gives their number, the differing keys, and the command that continues these runs. Arms with a source arm
+    are left out: their source shows the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     arms = {arm.name: arm for arm in experiment.arms if not arm.start}
-    tuned_values = dict(zip(experiment.tune.keys, coordinates(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
+    tuned_values = dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
     differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested value; None: not set
     sized_files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
     for run_size, file in sized_files:
         plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
-        values, place = omitted_keys() | deciding_keys(plain), plain.get("experiment") or {}
-        last_step, arm, cell = values.get("trainer.max_steps"), arms.get(place.get("arm")), place.get("rate")
+        values, experiment_block = omitted_keys() | deciding_keys(plain), plain.get("experiment") or {}
+        last_step, arm, cell = values.get("trainer.max_steps"), arms.get(experiment_block.get("arm")), experiment_block.get("rate")
         n_tuned_keys = 0 if cell is None else len(str(cell).split(" / "))
         has_ended = isinstance(last_step, int) and step_path(file.parent / CHECKPOINTS, last_step).exists()
         if not arm or not has_ended or n_tuned_keys != len(tuned_values):
             continue
-        rate = rate_of(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
+        rate = make_rate(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
         requested_values = omitted_keys() | deciding_keys(to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config))
         pairs = {key: (values.get(key), requested_values.get(key)) for key in sorted(values.keys() | requested_values.keys())}
         differences.append({key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in tuned_values})
@@ -173,8 +173,8 @@ def other_runs(procedure: Procedure) -> str:
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """The overrides that continue the runs in the experiment's folder: its present ones, but with the runs' values (first of each pair) for
-    the differing keys. Without differing keys: the overrides of its first start, or None if they are unknown or the present ones."""
+    """Overrides that continue the runs in the experiment's folder: the present overrides, but with the runs' values (first of each pair)
+    for the differing keys. Without differing keys: the overrides of the first start, or None if they are unknown or unchanged."""
     if not differing_values:
         settings_file = experiment.folder / RESOLVED_FILE
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
@@ -183,11 +183,11 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
     return (*other_overrides, *(override(key, value) for key, (value, _) in differing_values.items()))
 
 
-def _first_problem(settings: dict[str, Plain]) -> str:
-    if missing_names := {*SHARED} - settings.keys():
+def _settings_problem(settings: dict[str, Plain]) -> str:
+    if missing_names := {*SHARED_SETTINGS} - settings.keys():
         return f"has no {', '.join(sorted(missing_names))}"
-    problems = [Problem(name, settings[name], "is not settled") for name in SHARED if settings[name] in ("auto", None)]
-    build(TrainerConfig, {name: settings[name] for name in SHARED}, "", problems)
+    problems = [Problem(name, settings[name], "is not settled") for name in SHARED_SETTINGS if settings[name] in ("auto", None)]
+    build(TrainerConfig, {name: settings[name] for name in SHARED_SETTINGS}, "", problems)
     if "seeds" in settings and convert(list[int], settings["seeds"]) is MISSING:
         problems.append(Problem("seeds", settings["seeds"], "must be a list of seeds"))
     problems += [
@@ -197,27 +197,27 @@ def _first_problem(settings: dict[str, Plain]) -> str:
 
 
 def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
-    from lm.model.device import gpus_of, resolve_precision
+    from lm.model.device import count_gpus, resolve_precision
 
     config = experiment.first_config
-    precision = resolve_precision(config, "gpu" if gpus_of(config) else "cpu", {})
-    processes = jobs * (1 if gpus_of(config) else config.trainer.devices)  # a run takes a slot for each of its GPUs
+    precision = resolve_precision(config, "gpu" if count_gpus(config) else "cpu", {})
+    processes = jobs * (1 if count_gpus(config) else config.trainer.devices)  # a run takes a slot for each of its GPUs
     return {
         "precision": 32 if precision.value == "32" else precision.value,
         "compile": _compilation(experiment).value == "true",
-        "threads": config.trainer.threads or threads_each(processes),
+        "threads": config.trainer.threads or threads_per_process(processes),
     }
 
 
 def _compilation(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
-    """Whether runs are compiled, by the cost of all runs of the baseline in the first size, which share compiled code. `seconds`: the
+    """Decide whether runs are compiled, by the cost of the baseline's runs in the first size, which share compiled code. `seconds`: the
     duration of a run; None: unknown."""
-    from lm.model.device import gpus_of, resolve_compile  # torch takes seconds to import
+    from lm.model.device import count_gpus, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
     runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
     flops = cost(config, vocabulary(config.data) or 1).flops
-    return resolve_compile(config, flops, "gpu" if gpus_of(config) else "cpu", {}, runs, seconds)
+    return resolve_compile(config, flops, "gpu" if count_gpus(config) else "cpu", {}, runs, seconds)
 
 
 # ---------------------------------------------------------------- what was settled before final runs were measured
@@ -225,8 +225,8 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
     """The present plan: primary metric, options of its evaluation, tuning, looks, and a hash of each arm's configuration, by size."""
-    configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.places}
-    arms = {size: {arm.name: _hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
+    configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms}
+    arms = {size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
     evaluations = {size: experiment.evaluated(configs[size, experiment.arms[0].name]).eval for size in experiment.sizes}
@@ -241,7 +241,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 
 
-def _hash(arm: Arm, config: Config) -> str:
+def _arm_hash(arm: Arm, config: Config) -> str:
     step = () if arm.step is None else (arm.step,)
     return " ".join(map(str, (config_hash(config), *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
 
@@ -252,9 +252,9 @@ def is_measured(experiment: Experiment) -> bool:
     return any(any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths)
 
 
-def is_another(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
-    """Whether a plan is known and differs from the current plan in more than its time. The order of the arms counts only as far as it
-    decides which arm is the baseline."""
+def has_plan_changed(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
+    """Whether a recorded plan is known and differs from the current plan in more than its time. A new order of the arms counts only if it
+    changes the baseline."""
     return bool(plan) and ({**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"]))
 
 
@@ -264,7 +264,7 @@ def _baseline(arms: dict[str, dict[str, str]]) -> str:
 
 
 def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tuple[Departure, ...]:
-    """Changes since the recorded plan; none before a final run was measured.
+    """List the changes since the recorded plan; empty before a final run was measured.
 
     settings: the content of RESOLVED_FILE; None: there is no such file.
 
@@ -272,7 +272,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
     """
     current_plan = plan_of(experiment)
     plan = (settings or {}).get(PLAN)
-    if (plan and not is_another(plan, current_plan)) or not is_measured(experiment):
+    if (plan and not has_plan_changed(plan, current_plan)) or not is_measured(experiment):
         return ()
     if settings is not None and PLAN not in settings:
         return (Departure(f"{RESOLVED_FILE} is of an earlier version, which did not record primary metric and arms", exploratory=False),)
@@ -301,7 +301,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
 
 
 def _extends(value: Plain, planned_value: Plain) -> bool:
-    """Whether a value equals the planned value, or is a list with all planned elements: further elements do not change a metric."""
+    """Whether a value equals the planned value, or is a list with all planned elements: added elements do not change the metric."""
     are_lists = isinstance(value, list) and isinstance(planned_value, list)
     return value == planned_value or (are_lists and all(element in value for element in planned_value))
 
@@ -319,12 +319,12 @@ def _changed_arms(
             return "was added" if planned_hash is None else "is left out" if current_hash is None else "has another configuration"
         return f"starts from an arm that {words}" if sources.get(arm) and (words := change_words(size, sources[arm])) else ""
 
-    places = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
-    for size, arm in places:
+    size_arms = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
+    for size, arm in size_arms:
         if words := change_words(size, arm):
-            place = None if arm == baseline or arm not in current_arms.get(size, {}) else (size, arm)
+            size_arm = None if arm == baseline or arm not in current_arms.get(size, {}) else (size, arm)
             name = ", ".join(filter(None, (arm, size)))
-            changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", place=place))
+            changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", place=size_arm))
     if _baseline(planned_arms) not in ("", baseline):
         changes.append(Departure(f"the baseline is another since the arms were settled ({plan_time})"))
     return changes

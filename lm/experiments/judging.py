@@ -1,4 +1,4 @@
-"""Verdicts on runs as docs/statistics.md defines them, whoever trained the runs."""
+"""Verdicts on runs, as docs/statistics.md defines them, for runs of lm and of other programs."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,8 +16,8 @@ from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
 INTERVALS = ("difference", "factor", "alone")  # entries of `Judgement.lines`; a CSV has columns for their ends even if all are empty
-Place = tuple[str, str]  # size and arm
-Pair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
+SizeArm = tuple[str, str]  # size and arm
+RatePair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class JudgedRun:
         return float(np.average(self.values, weights=self.weights)) if self.state == "finished" else math.inf
 
 
-ByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; the rate that tuning chose comes first
+RunsByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; the rate that tuning chose comes first
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,50 +52,50 @@ class Judgement:
     seeds: tuple[int, ...]  # the seeds that are planned for each arm
     # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. None in place of the arms: not known yet
     rates: Mapping[str, Mapping[str, Rate | None] | None]
-    runs: Mapping[Place, ByRate]  # the runs by size and arm; every arm has every seed at each of its rates
+    runs: Mapping[SizeArm, RunsByRate]  # the runs by size and arm; every arm has every seed at each of its rates
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
     all_pairs: bool = False
     looks: int = 1  # the number of times that the data may be judged
     sources: Mapping[str, list[str]] = field(default_factory=dict)  # the names of the arms whose weights an arm starts from, by that arm
-    exploratory: Collection[Place] = ()  # the sizes and arms whose verdicts are exploratory
+    exploratory: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     key: str = "rate"  # the heading of the column of rates
     measured_on: str = ""  # what means are measured on, for the heading of their column
 
     @property
-    def places(self) -> list[Place]:
+    def size_arms(self) -> list[SizeArm]:
         """All pairs of a size and an arm other than the baseline."""
         return [*product(self.rates, self.arms[1:])]
 
     @property
     def alpha(self) -> float:
-        """The error level of one comparison at one look, at which all intervals together hold with 95 %."""
-        return ALPHA / max(1, len(self.places)) / self.looks
+        """The error rate of one comparison at one look: ALPHA, divided by the number of comparisons and by the number of looks."""
+        return ALPHA / max(1, len(self.size_arms)) / self.looks
 
     @cached_property
-    def verdicts(self) -> dict[Place, Verdict]:
-        """The verdict on each arm except the baseline, in each size; with `primary.reach`, its interval is of a factor of tokens."""
+    def verdicts(self) -> dict[SizeArm, Verdict]:
+        """Verdicts on all arms but the baseline, by size and arm. With `primary.reach`, the intervals are of ratios of tokens."""
         primary = self.primary
         if primary.learned is not None:
-            results = learned_verdicts({place: self.learned_counts(*place) for place in self.places}, self.looks)
+            results = learned_verdicts({size_arm: self.learned_counts(*size_arm) for size_arm in self.size_arms}, self.looks)
         else:
             results = verdicts(self.comparisons, primary.matters, primary.reach is not None, self.looks)
         if primary.reach is not None:
             results = {
-                place: replace(verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval))
-                for place, verdict in results.items()
+                size_arm: replace(verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval))
+                for size_arm, verdict in results.items()
             }
         return {
-            place: replace(verdict, exploratory=place in self.exploratory, reason=verdict.reason + self._not_learned_words(*place))
-            for place, verdict in results.items()
+            size_arm: replace(verdict, exploratory=size_arm in self.exploratory, reason=verdict.reason + self._not_learned_words(*size_arm))
+            for size_arm, verdict in results.items()
         }
 
     @cached_property
-    def comparisons(self) -> dict[Place, Comparison]:
-        """The comparison of each arm with the baseline, in each size, by the runs so far."""
-        return {place: self._comparison(*place) for place in self.places}
+    def comparisons(self) -> dict[SizeArm, Comparison]:
+        """Comparisons of each arm with the baseline, by size and arm, from the runs so far."""
+        return {size_arm: self._comparison(*size_arm) for size_arm in self.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
-        """The runs of an arm, by seed, at the rate at which it is judged; empty if the arm has no rate."""
+        """List the runs of an arm at its judged rate, ordered by seed; empty if the arm has no rate."""
         rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 
@@ -136,7 +136,7 @@ class Judgement:
         )  # fmt: skip
 
     def learned_counts(self, size: str, arm: str) -> LearnedCounts:
-        """How many runs of an arm and of the baseline have learned so far, at each pair of their rates."""
+        """Count the runs of an arm and of the baseline that have learned so far, at each pair of their rates."""
         rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None or not {arm, baseline} <= rates.keys():
             return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
@@ -148,13 +148,13 @@ class Judgement:
             return sum(has_learned(runs[seed].value, primary.learned, primary.better) for seed in seeds)
 
         run_pairs = [(arm_runs[pair[0]], baseline_runs[pair[1]]), *product(arm_runs.values(), baseline_runs.values())]
-        pairs = [(learned_count(runs), learned_count(base_runs)) for runs, base_runs in run_pairs]
+        learned_pairs = [(learned_count(runs), learned_count(base_runs)) for runs, base_runs in run_pairs]
         diverged_count = sum(run.state == "diverged" for run in _decisive_runs(pair, arm_runs, baseline_runs))
-        return LearnedCounts(pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
+        return LearnedCounts(learned_pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
-    def _runs_at_all_rates(self, size: str, arm: str) -> tuple[ByRate, ByRate]:
-        """The runs of an arm and of the baseline at each of their rates. If the arm's weights come from the baseline, the baseline has
-        one rate: the judged rate, whose runs the arm's runs continue. For an arm from random weights, shared rates come first."""
+    def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
+        """Return the runs of an arm, and the runs of the baseline, by rate. If the arm's weights come from the baseline, the baseline has
+        its judged rate alone, at which the arm starts. For an arm from random weights, rates that both arms have come first."""
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
@@ -163,14 +163,14 @@ class Judgement:
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
     def _not_learned_words(self, size: str, arm: str) -> str:
-        """Words that follow a verdict's reason: which finished runs of the arm and the baseline did not learn; empty if all did."""
+        """Words to append to a verdict's reason: the finished runs of the arm and the baseline that did not learn; empty if all did."""
         runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
     def _unreached_words(self, runs: Iterable[JudgedRun]) -> str:
-        """The number of runs of each arm that never reached `primary.reach`, or had reached it at the first evaluation, in words; empty if
-        there are none."""
+        """Words for how many runs of each arm never reached `primary.reach`, or had reached it at the first evaluation; empty without such
+        runs."""
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
@@ -181,61 +181,61 @@ class Judgement:
         return "; ".join(words)
 
     def lines(self) -> list[dict[str, Plain]]:
-        """One entry for each size and arm: rate, number of finished runs, means of the primary metric, verdict, difference and intervals.
+        """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference and intervals.
 
-        The mean is over the seeds that all arms have finished. An arm with several rates has a mean at each rate, too. A difference has an
-        interval over seeds, and one over seeds and documents. With `primary.reach`, means are geometric means of tokens, null if a run did
-        not reach the value; `reached` counts the runs that did, and factors replace differences. With `primary.learned`, an entry has the
-        number of `learned` runs among the `ended` runs, and the interval of their fraction.
+        Means are over the seeds that all arms have finished. An arm with several rates also has a mean at each rate. A difference has two
+        intervals, over seeds, and over seeds and documents. With `primary.reach`, means are geometric means of tokens, null if a run had 0
+        or infinite tokens. `reached` counts the runs with finite tokens, and factors replace differences. With `primary.learned`, an entry
+        has the number of `learned` runs among the `ended` runs, and the interval of the fraction of learned runs.
         """
-        return [self._line(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
+        return [self._entry(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
 
     def common_seeds(self, size: str) -> list[bool]:
-        """For each seed, whether means in this size include it: all arms with a finished run have finished this seed."""
+        """Return for each seed whether the means of a size include it: all arms that have a finished run have finished the seed."""
         finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
         return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether a finished run is in no mean because another arm has not finished its seed."""
+    def omits_finished_runs(self) -> bool:
+        """Whether the means leave out a finished run because another arm has not finished the run's seed."""
         return any(
             run.state == "finished" and not is_common
             for size, arm in product(self.rates, self.arms)
             for run, is_common in zip(self.judged_runs(size, arm), self.common_seeds(size), strict=False)
         )
 
-    def _line(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
-        """The entry of `lines` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
+    def _entry(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
+        """Return the entry of `lines` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
         primary, runs = self.primary, self.judged_runs(size, arm)
         counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
         common_values = [run.value for run, is_common in zip(runs, common_seeds, strict=False) if is_common and run.state == "finished"]
-        line: dict[str, Plain] = {
+        entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": rate_cell((self.rates[size] or {}).get(arm)),
             "runs": len(values), "of": len(self.seeds), "mean": _mean(common_values, counts_tokens),
         }  # fmt: skip
         if len(runs_by_rate) > 1:
-            line["means_by_rate"] = {
+            entry["means_by_rate"] = {
                 rate_words(rate): _mean([run.value for run in rate_runs if run.ended], counts_tokens)
                 for rate, rate_runs in runs_by_rate.items()
             }
-        line |= {"reached": sum(map(math.isfinite, values))} if counts_tokens else {}
+        entry |= {"reached": sum(map(math.isfinite, values))} if counts_tokens else {}
         if primary.learned is not None:
             learned_count = sum(has_learned(value, primary.learned, primary.better) for value in values)
             ended_count = sum(run.ended for run in runs)
-            line |= {"learned": learned_count, "ended": ended_count}
-            line["fraction_learned"] = finite(clopper_pearson(learned_count, ended_count))
+            entry |= {"learned": learned_count, "ended": ended_count}
+            entry["fraction_learned"] = finite(clopper_pearson(learned_count, ended_count))
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
-            line |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            line |= {"factor" if counts_tokens else "difference": finite(verdict.interval)}
-            line |= {"alone": finite(verdict.single_interval), "over_seeds_and_documents": finite(verdict.over_documents)}
-            line |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
-            line["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
-        return line
+            entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
+            entry |= {"factor" if counts_tokens else "difference": finite(verdict.interval)}
+            entry |= {"alone": finite(verdict.single_interval), "over_seeds_and_documents": finite(verdict.over_documents)}
+            entry |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
+            entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
+        return entry
 
     def power(self, seed_count: int) -> Iterator[str]:
-        """Sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
+        """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
         spread is the standard deviation of the measured differences, else the expected `primary.spread`."""
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
@@ -247,10 +247,10 @@ class Judgement:
         seed_differences = [differences for differences in seed_differences if len(differences) > 1 and np.isfinite(differences).all()]
         spread, source = primary.spread, "primary.spread"
         if seed_differences:
-            degrees = [len(differences) - 1 for differences in seed_differences]
+            degrees_of_freedom = [len(differences) - 1 for differences in seed_differences]
             # variances over seeds, from standard errors: these are 0 where values differ by rounding alone
             variances = [len(differences) * over_seeds(differences).error ** 2 for differences in seed_differences]
-            spread = math.sqrt(np.average(variances, weights=degrees))
+            spread = math.sqrt(np.average(variances, weights=degrees_of_freedom))
             source = "the seeds that have ended"
         if not spread:
             reason = "before seeds have ended, as the file expects no primary.spread" if spread is None else "as all seeds agree"
@@ -266,25 +266,25 @@ class Judgement:
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
-def _decisive_runs(pair: Pair, arm_runs: ByRate, baseline_runs: ByRate) -> list[JudgedRun]:
-    """The runs of an arm and the baseline whose divergence counts: at the judged rates (`pair`), and at the rates that tuning chose."""
+def _decisive_runs(pair: RatePair, arm_runs: RunsByRate, baseline_runs: RunsByRate) -> list[JudgedRun]:
+    """Runs of an arm and the baseline whose divergence affects the verdict: at the judged rates (`pair`), or at the rates of tuning."""
     chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
     return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
 
-def _usable_runs(runs: ByRate, judged_rate: Rate | None, counts_tokens: bool) -> ByRate:
-    """The runs of an arm, without rates at which a run diverged or, with `counts_tokens`, never reached `primary.reach`: these rates can't
-    be the arm's best. The judged rate and the rate that tuning chose stay."""
+def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool) -> RunsByRate:
+    """Runs of an arm at rates that can be its best: no run diverged there or, with `counts_tokens`, failed to reach `primary.reach`. The
+    judged rate and the rate that tuning chose are always included."""
 
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
 
-    kept_rates = judged_rate, next(iter(runs))
-    return {rate: rate_runs for rate, rate_runs in runs.items() if rate in kept_rates or not any(map(has_no_value, rate_runs))}
+    permanent_rates = judged_rate, next(iter(runs))
+    return {rate: rate_runs for rate, rate_runs in runs.items() if rate in permanent_rates or not any(map(has_no_value, rate_runs))}
 
 
-def _differences(arm_runs: ByRate, baseline_runs: ByRate, value_of: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:
-    """Arm minus baseline at each pair of rates: (arm rates, baseline rates, seeds), followed by the shape of a run's value."""
+def _differences(arm_runs: RunsByRate, baseline_runs: RunsByRate, value_of: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:
+    """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), with the shape of `value_of(run)` last."""
     arm_values, baseline_values = (
         np.array([[value_of(run) for run in runs] for runs in runs_by_rate.values()]) for runs_by_rate in (arm_runs, baseline_runs)
     )

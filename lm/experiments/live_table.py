@@ -27,10 +27,10 @@ REFRESH_SECONDS = 1.0
 MOST_RUNS = 20  # largest number of rows; more runs are shown in groups
 ENDED = ("finished", "diverged")
 STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
-_NUMBERS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
-_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
-_SINGLE_RUN = ("size", "arm", "rate", "seed", "stage")  # columns that tell single runs apart
-_GROUPS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # columns of groups, finest first
+_NUMBER_COLUMNS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
+_STATE_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
+_RUN_COLUMNS = ("size", "arm", "rate", "seed", "stage")  # columns that tell single runs apart
+_GROUP_COLUMNS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # columns of groups, finest first
 
 
 @dataclass
@@ -47,7 +47,7 @@ class LiveTable:
 
     It reads the runs that `jobs` knows, and the last logged values of pending runs.
 
-    times: seconds that a run takes, by size and arm, as the plan estimates them; {}: not known.
+    times: seconds that a run takes, by size and arm, as the plan estimates them; {}: unknown.
     """
 
     def __init__(self, jobs: Jobs, times: Times):
@@ -71,23 +71,23 @@ class LiveTable:
         return RunLine(run, note="for the run it starts from" if run.source and run.source.outcome.state != "finished" else "")
 
     def render(self, height: int = 50) -> RenderableType:
-        """The table, in at most about `height` lines."""
+        """Return the table, in at most about `height` lines."""
         lines = self.lines()
         if not lines:
             return Text("reading the run folders")
         max_rows = max(1, min(MOST_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
-        for names in (_SINGLE_RUN, *_GROUPS):
+        for names in (_RUN_COLUMNS, *_GROUP_COLUMNS):
             groups: dict[tuple, list[RunLine]] = {}
             for line in lines:
                 groups.setdefault(attrgetter(*names)(line.run), []).append(line)
             if len(groups) <= max_rows:
                 break
-        table = from_lines("", [self._row(names, group) for group in groups.values()], _NUMBERS)
+        table = from_lines("", [self._row(names, group) for group in groups.values()], _NUMBER_COLUMNS)
         return Group(grid(table), Text(self._progress_words(lines)))
 
     def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
         """The table row of a group of runs with equal values of `names`, without columns for sizes or rates if the experiment has none."""
-        first_line, is_single = group[0], names == _SINGLE_RUN
+        first_line, is_single = group[0], names == _RUN_COLUMNS
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
         values = {name: getattr(first_line.run, name) for name in names if name not in absent_columns}
@@ -95,7 +95,7 @@ class LiveTable:
         steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
         if is_single:
-            state = Text(f"{first_line.state} {first_line.note}".strip(), _STYLES[first_line.state])
+            state = Text(f"{first_line.state} {first_line.note}".strip(), _STATE_STYLES[first_line.state])
         else:
             row["runs"], counts = str(len(group)), Counter(line.state for line in group)
             device_words = "".join(f" {line.note}" for line in group if line.state == "running" and line.note)
@@ -125,14 +125,14 @@ class LiveTable:
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
-        """Slot-seconds that a run still takes, by the mean of ended runs of its size and arm, else by the plan; None: not known."""
-        place = line.run.size, line.run.arm
-        durations = self.jobs.seconds.get(place)
-        expected_seconds = statistics.fmean(durations) if durations else self.times.get(place)
+        """Slot-seconds that a run still takes, from the mean of ended runs of its size and arm, else from the plan; None if unknown."""
+        size_arm = line.run.size, line.run.arm
+        durations = self.jobs.seconds.get(size_arm)
+        expected_seconds = statistics.fmean(durations) if durations else self.times.get(size_arm)
         first_step = line.run.config.first_step or 0
         steps = max(1, line.run.outcome.last_step - first_step)
         remaining_fraction = 1 - max(0, line.step - first_step) / steps
-        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*place) * remaining_fraction
+        return expected_seconds and expected_seconds * self.jobs.slots.slots_per_run(*size_arm) * remaining_fraction
 
 
 @contextmanager

@@ -23,16 +23,16 @@ from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, signed
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
-from lm.statistics.tuning import EXTENSIONS, Rate, coordinates, rate_words
+from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_words
 
 MOST_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
-BASIS = (
+BASIS_NOTE = (
     "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have finished, a difference over "
     "all that its two arms have finished. The interval on other text of the kind covers seeds and documents together. It is never shorter "
     "than the interval over seeds, and is left out where all are equal."
 )
-CROSSED = (
+CROSSED_RATES_NOTE = (
     "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at the baseline's, those "
     "of the baseline at all. An arm is judged at the best of its rates, by the metric that tuning goes by. It is better than the "
     "baseline only if it is so against it at each of these rates, worse only if it is so at each of its own against the baseline at one of "
@@ -86,22 +86,22 @@ def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judge
     Raises LMError: run folders can't be read or compared.
     """
     prefixes = [f"{procedure.experiment.name}-" if len(procedures) > 1 else "" for procedure in procedures]
-    return page_files([_part(procedure, prefix, judgement) for procedure, prefix in zip(procedures, prefixes, strict=True)], folder)
+    return page_files([_page_part(procedure, prefix, judgement) for procedure, prefix in zip(procedures, prefixes, strict=True)], folder)
 
 
-def _part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
+def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    lines, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
+    entries, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
     summary.add("note", _family_words(experiment))
     summary.add("warning", _caveats(procedure, sizes))
-    summary.add("table", summary_table(judgement, lines), f"{prefix}summary")
-    summary.add("note", BASIS if any(line["runs"] for line in lines) else None)
+    summary.add("table", summary_table(judgement, entries), f"{prefix}summary")
+    summary.add("note", BASIS_NOTE if any(entry["runs"] for entry in entries) else None)
     if experiment.primary.learned is None:
         summary.add("picture", differences_picture(sizes), f"{prefix}differences")
     else:
-        summary.add("picture", learned_picture(sizes, lines), f"{prefix}learned")
+        summary.add("picture", learned_picture(sizes, entries), f"{prefix}learned")
     summary.add("table", trend_table(procedure, judgement), f"{prefix}trends")
     for results in sizes:
         summary.add("table", seeds_table(results) if results.final else None, f"{prefix}{results.size}{'-' * bool(results.size)}seeds")
@@ -125,29 +125,29 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     tuning.add("picture", rates_picture(results), f"{prefix}rates")
     tuning.add("table", crossed_table(results), f"{prefix}final-rates")
     tuning.add("note", _tuning_words(results))
-    tuning.add("note", CROSSED if results.choice.crossed else None)
+    tuning.add("note", CROSSED_RATES_NOTE if results.choice.crossed else None)
     if comparison is None:
         return [training, tuning]
     return [training, tuning, *run_sections(comparison, [run.record for run in results.begun], prefix, results.title_suffix, _is_label)]
 
 
 def _is_label(key: str) -> bool:
-    """Whether a key names a run or folder, or says what is logged, so that it is no difference between arms."""
+    """Whether a key names a run or folder, or says what is logged; its values are then not compared between arms."""
     return key in ("init_from", "branch_from") or effect_of(key).affects == "label"
 
 
 # ---------------------------------------------------------------- words
 
 
-def _join(names: list[str]) -> str:
-    """The names as `a, b and c`."""
+def _join_names(names: list[str]) -> str:
+    """Join names as `a, b and c`."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def question(experiment: Experiment) -> str:
-    """The question of the experiment, as its file settled it before any run."""
+    """Phrase the question that the experiment asks about its arms and its baseline, by the primary metric."""
     baseline, *names = (arm.name for arm in experiment.arms)
-    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join(names)}"
+    primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join_names(names)}"
     if primary.learned is not None:
         condition = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
         return f"{subject} learn more or less often than {baseline}? (A run has learned if {condition}.)"
@@ -161,7 +161,7 @@ def question(experiment: Experiment) -> str:
 
 
 def answers(sizes: list[SizeResults]) -> list[Answer]:
-    """The verdict on each arm in each size, with all intervals on one scale."""
+    """The verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
     verdicts = [(results, arm, verdict) for results in sizes for arm, verdict in results.verdicts.items()]
     primary, baseline = sizes[0].experiment.primary, sizes[0].arm_names[0]
     margin, is_factor = primary.matters or 0.0, primary.reach is not None
@@ -188,7 +188,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
 
 
 def _margin_words(experiment: Experiment) -> str:
-    """Words for the drawn intervals and for the shaded area, the effects that do not matter."""
+    """Words that explain the drawn intervals, and the shaded area of effects that do not matter."""
     margin, is_factor = experiment.primary.matters or 0.0, experiment.primary.reach is not None
     area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
     scale = ", on a logarithmic scale" if is_factor else ""
@@ -196,7 +196,7 @@ def _margin_words(experiment: Experiment) -> str:
 
 
 def _family_words(experiment: Experiment) -> str:
-    """Words for the test that compares arms, and for the comparisons that are adjusted for each other."""
+    """Words that name the test that compares arms, and the comparisons that are adjusted together."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     differences = "differences" if primary.reach is None else "differences of log tokens"
     test = f"Student t intervals of paired {differences} over seeds"
@@ -213,37 +213,37 @@ def _family_words(experiment: Experiment) -> str:
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     """Facts that a reader must know beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
-    experiment, lines, infinite_lines = procedure.experiment, [], []
+    experiment, caveats, infinite_caveats = procedure.experiment, [], []
     for results in sizes:
         prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choice_value(run)) for run in results.tuning_runs]
-        for event, diverged in (("diverged", True), (f"did not reach {experiment.chosen_by.removeprefix('tokens to ')}", False)):
+        for event, diverged in (("diverged", True), (f"did not reach {experiment.choice_metric.removeprefix('tokens to ')}", False)):
             runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
-            if names := _join([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
-                infinite_lines.append(f"{prefix}tuning runs that {event}: {names}")
+            if names := _join_names([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
+                infinite_caveats.append(f"{prefix}tuning runs that {event}: {names}")
         if results.choice.rates is None:
             ended_count = sum(value is not None for _, value in values)
             progress = f"{ended_count} of the {len(values)} tuning runs known so far have ended"
             final_words = "arms that start from others have no final runs yet" if results.choice.crossed else "there are no final runs yet"
             final_words = final_words if results.choice.settled else "final runs at the rates of several arms have not all ended"
-            lines.append(f"{prefix}tuning goes on: {progress}; {final_words}")
+            caveats.append(f"{prefix}tuning goes on: {progress}; {final_words}")
             continue
-        if edge_names := _join([name for name in results.arm_names if name not in results.choice.rates]):
+        if edge_names := _join_names([name for name in results.arm_names if name not in results.choice.rates]):
             reason = "the best is at an edge of a grid that may not grow again, or every rate diverged"
-            lines.append(f"{prefix}no rate for {edge_names}: {reason}")
+            caveats.append(f"{prefix}no rate for {edge_names}: {reason}")
         runs_by_state: dict[str, list[str]] = {}
         for run in results.final:
             runs_by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
         if unfinished_names := runs_by_state.get("unfinished"):
-            names = f": {_join(unfinished_names)}" if len(unfinished_names) <= MOST_NAMES else ""
-            lines.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
+            names = f": {_join_names(unfinished_names)}" if len(unfinished_names) <= MOST_NAMES else ""
+            caveats.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
         if "diverged" in runs_by_state:
-            lines.append(f"{prefix}diverged, counted and in no mean: {_join(runs_by_state['diverged'])}")
-    lines += [*infinite_lines, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
-    return lines + procedure.notes()
+            caveats.append(f"{prefix}diverged, counted and in no mean: {_join_names(runs_by_state['diverged'])}")
+    caveats += [*infinite_caveats, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
+    return caveats + procedure.notes()
 
 
 def _tuning_words(results: SizeResults) -> str | None:
-    """Words for how rates were chosen and for the chosen rates; None without tuning, or before its end."""
+    """Words for how the rates were chosen and for the chosen rates; None without tuning, or before its end."""
     experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
     if not tuning_runs or not choice.final:
         return None
@@ -254,8 +254,8 @@ def _tuning_words(results: SizeResults) -> str | None:
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
     choices = ", ".join(f"{arm} {rate_words(arm_rates[0])}" for arm, arm_rates in choice.final.items())
     return (
-        f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.chosen_by} "
-        f"({experiment.measured_on(experiment.chosen_by, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
+        f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.choice_metric} "
+        f"({experiment.measured_on(experiment.choice_metric, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
     )
 
 
@@ -268,30 +268,30 @@ def seeds_table(results: SizeResults) -> Table:
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
     columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in results.arm_names:
-        places = [(arm, seed) for seed in seeds]
-        words = [amount(primary, values[place]) if place in values else states.get(place, "no rate") for place in places]
+        arm_seeds = [(arm, seed) for seed in seeds]
+        words = [amount(primary, values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate") for arm_seed in arm_seeds]
         columns.append((Column(arm, primary.quantity), words))
     for arm in results.arm_names[1:]:
-        pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
+        value_pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
         if primary.reach is None:
-            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in pairs]
+            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in value_pairs]
             columns.append((Column(f"{arm} - {baseline}", primary.metric), cells))
         else:
-            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in pairs]
+            ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in value_pairs]
             columns.append((Column(f"{arm} / {baseline}", primary.quantity), ratios))
     basis = results.experiment.measured_on(primary.quantity, "report")
     return Table(f"Every seed{results.title_suffix} ({basis})", primary.quantity, tuple(columns))
 
 
 def crossed_table(results: SizeResults) -> Table | None:
-    """The means of final runs at each rate, for arms whose final seeds are trained at several rates; None without such arms."""
+    """A table of the means of final runs by rate, for arms whose final seeds are trained at several rates; None without such arms."""
     experiment, procedure, choice, baseline = results.experiment, results.procedure, results.choice, results.arm_names[0]
     finished_runs: dict[tuple[str, Rate], list[Run]] = {}
     for run in procedure.crossed_runs(results.size):
         finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished_runs:
         return None
-    values = {place: {run.seed: procedure.quantity(run.outcome) for run in runs} for place, runs in finished_runs.items()}
+    values = {arm_rate: {run.seed: procedure.quantity(run.outcome) for run in runs} for arm_rate, runs in finished_runs.items()}
 
     def rate_difference(arm: str, rate: Rate) -> Interval | None:
         baseline_values = values.get((baseline, rate), {}) if arm != baseline else {}
@@ -301,24 +301,24 @@ def crossed_table(results: SizeResults) -> Table | None:
     def mean(numbers: Collection[float]) -> str | None:
         return digits(float(np.mean([*numbers]))) if numbers else None
 
-    uses = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
+    uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
     for arm, rate in (choice.rates or {}).items() if choice.settled else ():
-        if arm in uses:
-            uses[arm][rate] = ", ".join(filter(None, (uses[arm].get(rate), "judged")))
-    chosen_by = [mean([procedure.choice_value(run.outcome) for run in runs]) for runs in finished_runs.values()]
+        if arm in uses_by_rate:
+            uses_by_rate[arm][rate] = ", ".join(filter(None, (uses_by_rate[arm].get(rate), "judged")))
+    choice_means = [mean([procedure.choice_value(run.outcome) for run in runs]) for runs in finished_runs.values()]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished_runs]),
         (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished_runs]),
-        (Column("use", kind="words"), [uses[arm].get(rate) for arm, rate in finished_runs]),
+        (Column("use", kind="words"), [uses_by_rate[arm].get(rate) for arm, rate in finished_runs]),
         (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
-        (Column(f"mean {experiment.chosen_by}", experiment.measured_on(experiment.chosen_by, "selection")), chosen_by),
+        (Column(f"mean {experiment.choice_metric}", experiment.measured_on(experiment.choice_metric, "selection")), choice_means),
     ]
     if experiment.primary.reach is None:
         means = [mean(seed_values.values()) for seed_values in values.values()]
-        quantity = experiment.primary.quantity
-        columns.append((Column(f"mean {quantity}", experiment.measured_on(quantity, "report")), means))
+        quantity_name = experiment.primary.quantity
+        columns.append((Column(f"mean {quantity_name}", experiment.measured_on(quantity_name, "report")), means))
         unit = "95% interval over seeds, not adjusted"
-        differences = [rate_difference(*place) for place in finished_runs]
+        differences = [rate_difference(*arm_rate) for arm_rate in finished_runs]
         columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
     return Table(f"Final seeds at the rates of both arms{results.title_suffix}", "", tuple(columns))
 
@@ -327,14 +327,14 @@ def crossed_table(results: SizeResults) -> Table | None:
 
 
 def rates_picture(results: SizeResults) -> Picture | None:
-    """A picture of the tuning runs' values of the metric that chooses rates, by rate, and of differences to the baseline at the same rate.
-    Each tuned key has a panel of values and, if there are any, one of differences. None before a tuning run has ended."""
+    """A picture of tuning results by rate. Each tuned key has a panel of values of the metric by which rates are chosen. If there are
+    differences to the baseline at the same rate, a second panel shows them. None before a tuning run has ended."""
     experiment, tuning_runs, primary = results.experiment, results.tuning_runs, results.experiment.primary
     if not any(experiment.choice_value(run) is not None for run in tuning_runs):
         return None
     panels: list[Panel] = []
     for key_index, key in enumerate(experiment.tune.keys):
-        ticks = {value: f"{value:g}" for value in sorted({coordinates(run.rate)[key_index] for run in tuning_runs})}
+        ticks = {value: f"{value:g}" for value in sorted({key_values(run.rate)[key_index] for run in tuning_runs})}
         runs_panel, differences_panel = _tuning_panel(results, key_index, ticks), _differences_panel(results, key_index, ticks)
         key_words = f", by {key}" if len(experiment.tune.keys) > 1 else ""
         panels += [
@@ -344,7 +344,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        unreached_words = ", or did not reach the value" if primary.reach is not None and experiment.chosen_by != SELECTION else ""
+        unreached_words = ", or did not reach the value" if primary.reach is not None and experiment.choice_metric != SELECTION else ""
         caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
     margin = 0.0 if primary.learned is not None else primary.matters
@@ -353,44 +353,44 @@ def rates_picture(results: SizeResults) -> Picture | None:
 
 
 def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """The panel of tuning runs by the value of one tuned key, with the means over seeds at the best values of the other keys."""
+    """Draw the values of tuning runs by one tuned key, with the means over seeds at the best values of the other keys."""
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
     chosen_rates, arm_costs = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(arm.name for arm in experiment.arms):
         values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
-        values = [(coordinates(rate)[key_index], value) for rate, value in values]
+        values = [(key_values(rate)[key_index], value) for rate, value in values]
         traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
         crosses = np.array([x for x, value in values if not math.isfinite(value)])
         traces += [Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged")] if len(crosses) else []
         means: dict[float, list[float]] = {}
         for rate, costs in sorted(arm_costs.get(name, {}).items()):
             if all(map(math.isfinite, costs)):
-                means.setdefault(coordinates(rate)[key_index], []).append(float(np.mean(costs)))
+                means.setdefault(key_values(rate)[key_index], []).append(float(np.mean(costs)))
         best_means = {x: experiment.cost(min(costs)) for x, costs in means.items()}
         traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
-        x = coordinates(chosen_rates[name])[key_index] if name in chosen_rates else None
+        x = key_values(chosen_rates[name])[key_index] if name in chosen_rates else None
         rings += [(x, best_means[x], index)] if x in best_means else []
-    label = f"{experiment.chosen_by}, {experiment.measured_on(experiment.chosen_by, 'selection')}"
+    label = f"{experiment.choice_metric}, {experiment.measured_on(experiment.choice_metric, 'selection')}"
     return Panel("Tuning runs", experiment.tune.keys[key_index], label, traces, ticks, log=10, rings=rings)
 
 
 def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """The panel of tuning seeds' differences to the baseline at the same rate, by the value of one tuned key."""
+    """Draw the differences between the tuning runs of each arm and of the baseline at the same rate, by the value of one tuned key."""
     experiment, primary, baseline, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
     for index, arm in enumerate(experiment.arms[1:], 1):
         value_differences: dict[float, list[float]] = {}
         for rate, differences in differences_by_rate(results.procedure, results.size, arm).items():
-            value_differences.setdefault(coordinates(rate)[key_index], []).extend(filter(math.isfinite, differences))
+            value_differences.setdefault(key_values(rate)[key_index], []).extend(filter(math.isfinite, differences))
         scale = np.asarray if primary.reach is None else np.expm1
         value_differences = {x: scale(values).tolist() for x, values in value_differences.items() if values}
         label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
         traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in value_differences.items() for value in values]))
         traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
-    quantity, margin = _difference_label(experiment), primary.matters
+    quantity_name, margin = _difference_label(experiment), primary.matters
     if primary.learned is not None:
-        quantity, margin = "fraction of runs that have learned", 0.0
+        quantity_name, margin = "fraction of runs that have learned", 0.0
     title = f"Difference to {baseline}, both at the same rate"
-    label = f"{quantity}, {experiment.measured_on(primary.quantity, 'selection')}"
+    label = f"{quantity_name}, {experiment.measured_on(primary.quantity, 'selection')}"
     return Panel(title, experiment.tune.keys[key_index], label, traces, ticks, log=10, zero_line=True, margin=margin)
 
 
@@ -404,16 +404,16 @@ def _difference_label(experiment: Experiment) -> str:
 
 
 def differences_picture(sizes: list[SizeResults]) -> Picture | None:
-    """Differences to the baseline with their intervals, by arm, or by size where there are several sizes."""
+    """A picture of differences to the baseline with their intervals, by arm, or by size if there are several; None without runs."""
     experiment, by_size, traces = sizes[0].experiment, len(sizes) > 1, []
     names, margin = sizes[0].arm_names, experiment.primary.matters
-    places = [results.size for results in sizes] if by_size else names[1:]
+    x_labels = [results.size for results in sizes] if by_size else names[1:]
     for results, (arm_index, arm) in product(sizes, enumerate(names[1:], 1)):
         differences, interval = np.array(results.judgement.comparisons[results.size, arm].differences), results.verdicts[arm].interval
         ends = interval and np.array(interval.as_list())
         if experiment.primary.reach is not None:
             differences, ends = np.expm1(differences), interval and ends - 1
-        x = places.index(results.size if by_size else arm) + (0.16 * (arm_index - len(names) / 2) if by_size else 0.0)
+        x = x_labels.index(results.size if by_size else arm) + (0.16 * (arm_index - len(names) / 2) if by_size else 0.0)
         label = ", ".join(filter(None, (results.size, arm)))
         traces += [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in differences])] if len(differences) else []
         traces += [_bar(arm_index, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
@@ -421,7 +421,7 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
     label = f"{_difference_label(experiment)}, {experiment.measured_on(experiment.primary.quantity, 'report')}"
-    panel = Panel(title, "", label, traces, dict(enumerate(places)), zero_line=True, margin=margin)
+    panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."
     return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")
@@ -432,22 +432,22 @@ def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
     return Trace(arm_index, label, np.array([x]), y, "interval", low, high)
 
 
-def learned_picture(sizes: list[SizeResults], lines: list[dict[str, Plain]]) -> Picture | None:
-    """The primary metric of every final run with the level at which a run has learned, and the fractions of runs that have learned. None
-    before a final run has finished."""
-    primary, places, seed_traces, fraction_traces = sizes[0].experiment.primary, {}, [], []
+def learned_picture(sizes: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
+    """A picture of the primary metric of every final run, with the level at which a run has learned, and of the fractions of runs that have
+    learned. None before a final run has finished."""
+    primary, x_labels, seed_traces, fraction_traces = sizes[0].experiment.primary, {}, [], []
     for results, (arm_index, arm) in product(sizes, enumerate(sizes[0].arm_names)):
-        x, label = float(len(places)), " ".join(filter(None, (arm, results.size)))
-        places[x] = label
+        x, label = float(len(x_labels)), " ".join(filter(None, (arm, results.size)))
+        x_labels[x] = label
         values = [value for (name, _), value in results.values.items() if name == arm]
         seed_traces += [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in values])] if values else []
-        (line,) = (line for line in lines if (line["size"], line["arm"]) == (results.size, arm))
-        fraction_traces += [_bar(arm_index, label, x, line["fraction_learned"])] if line["ended"] else []
+        (entry,) = (entry for entry in entries if (entry["size"], entry["arm"]) == (results.size, arm))
+        fraction_traces += [_bar(arm_index, label, x, entry["fraction_learned"])] if entry["ended"] else []
     if not seed_traces:
         return None
     panels = [
-        Panel("Every seed", "", f"{primary.metric}, at the end", seed_traces, places, levels={primary.learned: "has learned"}),
-        Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, places, y_range=(-0.03, 1.03)),
+        Panel("Every seed", "", f"{primary.metric}, at the end", seed_traces, x_labels, levels={primary.learned: "has learned"}),
+        Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, x_labels, y_range=(-0.03, 1.03)),
     ]
     caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
     return Picture(panels, sizes[0].arm_names, caption)

@@ -23,7 +23,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config, effect_of
 from lm.data.prepare import open_prepared, vocabulary
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.experiment import SHARED, Experiment, Primary
+from lm.experiments.experiment import SHARED_SETTINGS, Experiment, Primary
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible, start_process
 from lm.files import read_json, unfinished, write_json, write_text
@@ -34,7 +34,7 @@ from lm.schema import flatten, to_plain
 from lm.statistics.learned import fewest_seeds
 from lm.statistics.verdicts import POWER, seeds_needed
 
-_TOKENIZER_BYTES, _VALUE_BYTES = 65, 70  # bytes of an entry of tokenizer.json, and of a sequence's validation loss
+_TOKEN_ENTRY_BYTES, _LOSS_BYTES = 65, 70  # bytes of an entry of tokenizer.json, and of a sequence's validation loss
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Cost:
 
 
 def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
-    """The resources that a run with this configuration and vocabulary takes. `branch_step`: the step at which it branches off, or 0."""
+    """Estimate the resources that one run takes. `branch_step`: the step at which the run branches off another run, or 0."""
     import torch  # takes seconds
 
-    from lm.model.decoder import Decoder, group_of, is_normalizer
+    from lm.model.decoder import Decoder, group_of, is_normalizer_parameter
     from lm.model.spec import count_parameters, flops_per_token
 
     with torch.device("meta"):
         decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
     trainer = config.trainer
     parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * (trainer.max_steps - branch_step)
-    trained_parameters = {name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer(name)}
+    trained_parameters = {name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer_parameter(name)}
     state_count = sum(config.optim.optimizer.kept(group_of(name, p)) * p.numel() for name, p in trained_parameters.items())
     checkpoint_bytes = 4 * (parameters["total"] + state_count)  # fp32
 
@@ -67,9 +67,9 @@ def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
 
     phase_count = sum(end > branch_step for end in config.phase_ends[:-1])
     checkpoint_count = min(trainer.keep_checkpoints, occurrences(config.checkpoint_every)) + phase_count
-    validation_bytes = occurrences(config.validation_every) * config.eval.sequences * _VALUE_BYTES
+    validation_bytes = occurrences(config.validation_every) * config.eval.sequences * _LOSS_BYTES
     # `lm eval` keeps the validation losses a second time
-    disk = checkpoint_count * checkpoint_bytes + vocab_size * _TOKENIZER_BYTES + 2 * validation_bytes
+    disk = checkpoint_count * checkpoint_bytes + vocab_size * _TOKEN_ENTRY_BYTES + 2 * validation_bytes
     return Cost(parameters["total"], tokens, flops_per_token(decoder) * tokens, disk)
 
 
@@ -77,13 +77,13 @@ Costs = dict[tuple[str, str], Cost]  # resources of a run, by size and arm
 
 
 def costs(procedure: Procedure) -> Costs | None:
-    """The resources that a run of each size and arm takes. None if the size of the vocabulary is unknown before text is prepared."""
+    """Estimate the resources of a run of each size and arm; None if the size of the vocabulary is unknown before text is prepared."""
     experiment = procedure.experiment
     vocab_size = vocabulary(experiment.first_config.data)
     if vocab_size is None:
         return None
     costs_of_arms = {}
-    for size, arm in experiment.places:
+    for size, arm in experiment.size_arms:
         run_cost = cost(experiment.config_of(size, arm), vocab_size, arm.step or 0)
         costs_of_arms[size, arm.name] = run_cost if arm.trained else replace(run_cost, tokens=0, flops=0)
     return costs_of_arms
@@ -120,7 +120,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
     runs = f"{run_count} runs" + (f" ({untrained_count} of them are measured without training)" if untrained_count else "")
     if run_costs:
         tokens, flops, disk = (
-            sum(counts[place] * getattr(run_cost, name) for place, run_cost in run_costs.items()) for name in ("tokens", "flops", "disk")
+            sum(counts[size_arm] * getattr(usage, name) for size_arm, usage in run_costs.items()) for name in ("tokens", "flops", "disk")
         )
         yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {decimal(int(disk))} on disk{note}"
     else:
@@ -129,27 +129,27 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
     yield f"time: {time_words}"
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
-    yield f"primary metric {primary.metric}, {primary.better} is better; {_seeds(primary, judgement.alpha)}"
+    yield f"primary metric {primary.metric}, {primary.better} is better; {_seed_count_words(primary, judgement.alpha)}"
     yield from judgement.power(len(experiment.all_seeds))
     yield from procedure.notes()
-    yield f"runs compute with {_settings(experiment)}" + (f"; {slot_words}" if slot_words else "")
+    yield f"runs compute with {_settings_words(experiment)}" + (f"; {slot_words}" if slot_words else "")
 
 
-def _settings(experiment: Experiment) -> str:
-    """Precision, compilation and threads of the runs; where a setting differs, each value with its sizes and arms."""
+def _settings_words(experiment: Experiment) -> str:
+    """Words for precision, compilation and threads of the runs; a setting that differs is listed with the sizes and arms of each value."""
     words = []
-    for name in SHARED:
-        places: dict[object, list[str]] = {}
-        for size, arm in experiment.places:
+    for name in SHARED_SETTINGS:
+        names_by_value: dict[object, list[str]] = {}
+        for size, arm in experiment.size_arms:
             value = getattr(experiment.config_of(size, arm).trainer, name)
-            places.setdefault(value, []).append(" ".join(filter(None, (size, arm.name))))
-        value_words = ", ".join(f"{value} ({', '.join(names)})" for value, names in places.items())
-        words.append(f"{name} {value_words if len(places) > 1 else next(iter(places))}")
+            names_by_value.setdefault(value, []).append(" ".join(filter(None, (size, arm.name))))
+        value_words = ", ".join(f"{value} ({', '.join(names)})" for value, names in names_by_value.items())
+        words.append(f"{name} {value_words if len(names_by_value) > 1 else next(iter(names_by_value))}")
     return "; ".join(words)
 
 
-def _seeds(primary: Primary, alpha: float) -> str:
-    """Words for the number of seeds that find a difference of interest."""
+def _seed_count_words(primary: Primary, alpha: float) -> str:
+    """Words for the number of seeds that are needed to find a difference of interest."""
     if primary.learned is not None:
         return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(alpha)} seeds on"
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
@@ -167,34 +167,34 @@ def _seeds(primary: Primary, alpha: float) -> str:
 PILOT = "pilot.json"  # file in the experiment's folder: seconds of a run, by a hash of the settings that decide them
 PILOT_SECONDS = 10.0  # most seconds that the pilots of one command take, without the start of their processes
 MOST_PILOTS = 16  # largest number of arms that are timed
-COMMAND = [sys.executable, "-m", "lm.training.pilot"]
-_OUTPUT, _ERRORS = "output", "errors"  # names of a pilot's files
+PILOT_COMMAND = [sys.executable, "-m", "lm.training.pilot"]
+_OUTPUT_FILE, _ERROR_FILE = "output", "errors"  # names of a pilot's files
 
 Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 
 
 def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
-    """Seconds that a run of each size and arm takes, and the source of the times in words.
+    """Estimate the seconds that a run of each size and arm takes. Returns the seconds, and their source in words.
 
-    Times of ended runs of this experiment are used first. If there are none, a pilot trains arms of the first size for a few steps and at
-    most `budget` seconds, as many at a time as in training. Its times are kept in `PILOT`. The times of other runs are scaled by FLOPs.
+    Times of finished runs of this experiment are used first. If no trained run has finished, a pilot trains arms of the first size for a
+    few steps, at most `budget` seconds, as many at a time as in training. PILOT keeps these times. Other times are scaled by FLOPs.
 
     Raises:
         ConfigError: the runs of an arm would be refused.
         RunError: the pilot failed, or timed no arm within its budget.
         DataError: there is no text yet on which the pilot can train.
     """
-    measured_times, source = _ended_times(procedure), "the runs that have ended"
-    if not any(run_costs[place].flops for place in measured_times):
-        measured_times, source = _pilot(procedure, run_costs, slots, budget)
+    measured_times, source = _finished_run_times(procedure), "the runs that have ended"
+    if not any(run_costs[size_arm].flops for size_arm in measured_times):
+        measured_times, source = _pilot_times(procedure, run_costs, slots, budget)
     if not measured_times:
         raise RunError(
             f"no arm was timed within {max(0.0, budget):.3g} s: plan again on an idle machine, one experiment at a time, or let a run end"
         )
-    default_place = next(place for place in measured_times if run_costs[place].flops)  # arms that are not trained take no FLOPs
+    default_size_arm = next(size_arm for size_arm in measured_times if run_costs[size_arm].flops)  # arms that are not trained take no FLOPs
     seconds = {}
     for key, run_cost in run_costs.items():
-        reference = next((place for place in measured_times if place[1] == key[1] and run_costs[place].flops), default_place)
+        reference = next((size_arm for size_arm in measured_times if size_arm[1] == key[1] and run_costs[size_arm].flops), default_size_arm)
         seconds[key] = (
             measured_times[key] if key in measured_times else measured_times[reference] * run_cost.flops / run_costs[reference].flops
         )
@@ -206,8 +206,8 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
-def _ended_times(procedure: Procedure) -> Times:
-    """Mean seconds of the finished runs, by size and arm: from the last start to the last evaluation, with earlier training added."""
+def _finished_run_times(procedure: Procedure) -> Times:
+    """Mean seconds of the finished runs, by size and arm: from the last start to the last evaluation, plus training before that start."""
     durations = defaultdict(list)
     for run in procedure.known_runs():
         log, start = run.config.run_folder / METRICS, _last_start(run) if run.outcome.state == "finished" else None
@@ -218,8 +218,8 @@ def _ended_times(procedure: Procedure) -> Times:
 
 
 def uninterrupted_seconds(run: Run, seconds: float) -> float:
-    """The seconds that a run would take without interruption: `seconds` (after its last start), plus the training time before that start by
-    the log. 0 if the log does not say."""
+    """Seconds that a run would take without interruption: `seconds` since its last start, plus the logged training time before that start.
+    0 if the log does not hold this time."""
     start = _last_start(run)
     if not start or not start[0]:
         return seconds
@@ -237,9 +237,9 @@ def _last_start(run: Run) -> tuple[int, float] | None:
         return None
 
 
-def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Seconds of a run of each arm in the first size, and the source of the times in words. An earlier pilot has timed the arms, or a new
-    pilot times them within `budget` seconds. Arms of equal `_timing_hash` are timed once; arms that differ in normalizers or FLOPs from all
+def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) -> tuple[Times, str]:
+    """Seconds of a run of each arm in the first size, and the source of the times in words. Arms that no earlier pilot has timed (PILOT)
+    are timed within `budget` seconds. Arms of equal `_timing_hash` are timed once. Arms whose normalizers or FLOPs differ from those of all
     arms before them come first."""
     experiment = procedure.experiment
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
@@ -260,12 +260,12 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
         kinds = {name: (*sorted(config.normalizer_names), run_costs[size, name].flops) for name, config in configs.items()}
         first_names = {kinds[name]: name for name in reversed(configs)}.values()
         names = sorted(untimed_names.values(), key=lambda name: (name not in first_names, list(configs).index(name)))[:MOST_PILOTS]
-        run_seconds, step_times = _time_configurations({name: configs[name] for name in names}, file, slots.lanes(), budget)
+        run_seconds, step_times = _time_configurations({name: configs[name] for name in names}, file, slots.concurrent_devices(), budget)
         known_seconds |= {keys[name]: seconds for name, seconds in run_seconds.items()}
         write_json(file, {"seconds": known_seconds})
     whole_runs = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
     timed_arms = "each arm" if len(whole_runs) == len(keys) else f"{len(whole_runs)} of {len(keys)} arms"
-    words = f"a pilot of some steps{f' of {timed_arms}' if whole_runs else ''}, {len(slots.lanes())} at a time"
+    words = f"a pilot of some steps{f' of {timed_arms}' if whole_runs else ''}, {len(slots.concurrent_devices())} at a time"
     if step_times := {name: seconds for name, seconds in step_times.items() if name not in whole_runs}:
         words += f"; of {', '.join(step_times)} the steps alone, as evaluations took too long"
     if len(whole_runs) + len(step_times) < len(keys):
@@ -274,9 +274,9 @@ def _pilot(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) 
 
 
 def _timing_hash(config: Config, slots: Slots) -> str:
-    """A hash of all that decides the time of a run, in these slots on this machine. Names, seeds and compilation do not count. Of a
-    float of model, optimizer or phases, such as a learning rate, only whether it is 0 counts. Floats of `optim.groups` count in full:
-    if a model has no parameters in the group, all but the defaults are refused."""
+    """Hash all that decides the time of a run in these slots on this machine, without names, seeds and compilation. A float of model,
+    optimizer or phases, such as a learning rate, is hashed as zero or not zero. Floats of `optim.groups` are hashed in full: for a model
+    without parameters in the group, all but the defaults are refused."""
     settings = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
     settings.pop("trainer.compile", None)  # pilots are eager
     for path, value in settings.items():
@@ -287,31 +287,31 @@ def _timing_hash(config: Config, slots: Slots) -> str:
 
 
 def _time_configurations(
-    configs: dict[str, Config], file: Path, lanes: list[Devices], budget: float
+    configs: dict[str, Config], file: Path, process_devices: list[Devices], budget: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Time a run of each configuration. Returns the seconds of whole runs, with the start of their process; and the seconds of steps alone,
     for runs whose evaluations did not end within `budget` seconds.
 
-    The configurations are shared out among processes, which work at the same time, as in training, each on one entry of `lanes`. A process
-    times those of its share that run on one device. If there are none, it times one that runs on several. With fewer configurations
-    than processes, several processes time the same one. The run folders lie beside `file` until timing ends.
+    Processes divide the configurations among them and work at the same time, as in training, each on one entry of `process_devices`. A
+    process times its configurations that run on one device, or else one configuration that runs on several devices. With fewer
+    configurations than processes, several processes time the same configuration. The run folders lie beside `file` until timing ends.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    names, start_time, jobs = list(configs), time.time(), len(lanes)
-    groups = [names[lane::jobs] or [names[lane % len(names)]] for lane in range(jobs)]
+    names, start_time, jobs = list(configs), time.time(), len(process_devices)
+    groups = [names[process_index::jobs] or [names[process_index % len(names)]] for process_index in range(jobs)]
     # Lightning starts a run's other processes with the same arguments: a run on several devices has a process of its own
     groups = [[name for name in group if configs[name].world_size == 1] or group[:1] for group in groups]
     with interruptible() as signals, tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as parent_folder:
-        folders = [Path(parent_folder, str(lane)) for lane in range(jobs)]
+        folders = [Path(parent_folder, str(process_index)) for process_index in range(jobs)]
         pilots = []
         try:
-            for folder, group, devices in zip(folders, groups, lanes, strict=True):
+            for folder, group, devices in zip(folders, groups, process_devices, strict=True):
                 for name in group:
                     write_text(folder / f"{name}.yaml", to_yaml(replace(configs[name], name=name, runs=str(folder))))
-                command = [*COMMAND, *(str(folder / f"{name}.yaml") for name in group)]
-                with (folder / _OUTPUT).open("wb") as output, (folder / _ERRORS).open("wb") as errors:
+                command = [*PILOT_COMMAND, *(str(folder / f"{name}.yaml") for name in group)]
+                with (folder / _OUTPUT_FILE).open("wb") as output, (folder / _ERROR_FILE).open("wb") as errors:
                     pilots.append(start_process(command, output, errors, devices))
-            _wait(pilots, folders, start_time, budget)
+            _wait_for_pilots(pilots, folders, start_time, budget)
         except KeyboardInterrupt:
             number = signals[-1] if signals else signal.SIGINT
             raise Stopped(f"stopped by {signal.Signals(number).name} while runs were timed: nothing was trained", number) from None
@@ -323,12 +323,12 @@ def _time_configurations(
         run_seconds, step_times = defaultdict(list), {}
         for process, folder, group in zip(pilots, folders, groups, strict=True):
             if process.returncode and process not in late_pilots:
-                output = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace").strip() or "no output"
+                output = (folder / _ERROR_FILE).read_text(encoding="utf-8", errors="replace").strip() or "no output"
                 message = output.splitlines()[-1].removeprefix("error: ")
                 if process.returncode == ConfigError.exit_code:  # its runs would end with the same error
                     raise ConfigError(f"{', '.join(group)}: {message}")
                 raise RunError(f"a pilot of the experiment's runs failed: {one_line(RuntimeError(message))}")
-            first_line, *lines = _lines(folder) or [{}]
+            first_line, *lines = _printed_lines(folder) or [{}]
             for name, line in zip(group, lines, strict=False):
                 run_seconds[name].append(line["seconds"] + first_line["begun"] - start_time)
             if process in late_pilots and len(lines) < len(group) and (step_time := step_seconds(folder / group[len(lines)] / METRICS)):
@@ -338,24 +338,24 @@ def _time_configurations(
     return whole_runs, {name: seconds for name, seconds in step_times.items() if name not in whole_runs}
 
 
-def _wait(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots have ended, or until `budget` seconds after the last began timing. All must begin within twice `budget`."""
+def _wait_for_pilots(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
+    """Wait until all pilots have ended, or `budget` seconds from when all have begun. All must begin within twice `budget` seconds."""
     while any(process.poll() is None for process in pilots):
-        first_times = [lines[0]["begun"] for folder in folders if (lines := _lines(folder))]
+        first_times = [lines[0]["begun"] for folder in folders if (lines := _printed_lines(folder))]
         if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):
             return
         time.sleep(0.05)
 
 
-def _lines(folder: Path) -> list[dict[str, float]]:
-    """The complete lines of JSON that a pilot has printed."""
-    return [json.loads(line) for line in (folder / _OUTPUT).read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
+def _printed_lines(folder: Path) -> list[dict[str, float]]:
+    """The complete lines of JSON that a pilot has printed so far."""
+    return [json.loads(line) for line in (folder / _OUTPUT_FILE).read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
 
 
 def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:
-    """Seconds that the runs without a result take in these slots."""
+    """Estimate the seconds until all runs without a result have ended, if `slots` train them."""
     counts = {size: procedure.n_runs(size) for size in procedure.experiment.sizes}
-    times = {place: seconds * slots.slots_per_run(*place) for place, seconds in times.items()}
+    times = {size_arm: seconds * slots.slots_per_run(*size_arm) for size_arm, seconds in times.items()}
     planned_seconds = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())
     ended_seconds = sum(times[run.size, run.arm] for run in procedure.known_runs() if run.outcome.ended)
     return max(0.0, planned_seconds - ended_seconds) / slots.jobs

@@ -12,7 +12,7 @@ import numpy as np
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_hash, differing_keys, settings_words
-from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
+from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.plugins import package_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Choice:
-    """The learning rates of a size, as far as they are known."""
+    """The learning rates of a size and the runs that choose them, as far as they are known."""
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
     runs: dict[str, dict[Rate, list[Run]]]
@@ -64,26 +64,26 @@ class Choice:
 
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
-        """The arms whose final seeds are trained at several rates."""
+        """The arms whose final seeds are trained at several rates, with these rates."""
         return {arm: rates for arm, rates in self.final.items() if len(rates) > 1}
 
 
 class Procedure:
-    """An experiment, resolved by `lm.experiments.experiment_folder.open_experiment`, and the runs it consists of."""
+    """An experiment opened by `lm.experiments.experiment_folder.open_experiment`, and the runs that it needs."""
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
         self._arms = {arm.name: arm for arm in experiment.arms}
         self._folder = experiment.folder
-        self._ended: dict[Path, Outcome] = {}
+        self._ended_outcomes: dict[Path, Outcome] = {}
         self._configs: dict[tuple, Config] = {}
         self._choices: dict[str, Choice] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
-        """The run of an arm at a rate. `rates`: the rates of earlier arms, one of which may be the arm's source."""
+        """Return the run of an arm at a rate. `rates`: the rates of earlier arms, from which the rate of the source run is taken."""
         source = self.run(size, self._arms[arm.start], stage, rates[arm.start], seed, rates) if arm.start else None
         config = self._config(size, arm, stage, rate, seed, source and source.config)
-        outcome = self._ended.get(config.run_folder)
+        outcome = self._ended_outcomes.get(config.run_folder)
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
@@ -91,14 +91,14 @@ class Procedure:
             required_options = self._required_options.get((size, arm.name), {})
             outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled, required_options)
             if outcome.ended:  # its folder is not read again
-                self._ended[config.run_folder] = outcome
+                self._ended_outcomes[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
             outcome = source.outcome
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
     def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
-        """The configuration of a run, cached. `source_config`: the configuration of its source; None: it starts from random weights."""
+        """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None: random weights."""
         source_folder = source_config and source_config.run_folder
         run_key = size, arm.name, stage, rate, seed, source_folder
         if run_key not in self._configs:
@@ -132,19 +132,19 @@ class Procedure:
         return [f"{key}={value}" for key, value in sorted(options.items()) if key not in ("name", "init") and value != defaults.get(key)]
 
     @cached_property
-    def _required_options(self) -> dict[Place, dict[str, dict[str, Plain]]]:
+    def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
         """The options that evaluations must be made with, by size and arm, then by kind; {} if evaluations during training are enough."""
-        places = self.experiment.places if self.experiment.evaluate else ()
-        configs = {(size, arm.name): self.experiment.evaluated(self.experiment.config_of(size, arm)) for size, arm in places}
+        size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
+        configs = {(size, arm.name): self.experiment.evaluated(self.experiment.config_of(size, arm)) for size, arm in size_arms}
         return {
-            place: {kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)}
-            for place, config in configs.items()
+            size_arm: {kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)}
+            for size_arm, config in configs.items()
         }
 
     def choice(self, size: str) -> Choice:
-        """The tuning runs of a size and the rates of its arms, as far as they are known; settled rates are cached.
+        """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are cached.
 
-        An arm that starts from another arm is tuned after that arm: it starts from the other arm's runs at their judged rate.
+        An arm with a source arm is tuned after its source: its runs start from the source's runs at the source's judged rate.
         """
         if size in self._choices:
             return self._choices[size]
@@ -171,8 +171,8 @@ class Procedure:
         return self._choices.setdefault(size, Choice(runs, final_rates, rates))
 
     def _tuning_outcome(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> TuningOutcome:
-        """The rates of `arms`, chosen by their tuning runs, which are added to `runs`, or by the tuning table. `rates`: the judged rates of
-        the arms that these arms start from."""
+        """Choose the rates of `arms` by their tuning runs, or by the tuning table. Tuning runs are added to `runs`; while some have not
+        ended, the outcome has no rates. `rates`: the judged rates of the arms that `arms` start from."""
         experiment = self.experiment
         if experiment.table:
             costs = experiment.costs_of(experiment.table, size)
@@ -188,20 +188,20 @@ class Procedure:
             if not all(run.outcome.ended for run in chain(*runs_by_arm)):
                 return TuningOutcome({}, missing_rates)
             for arm_runs in runs_by_arm:
-                check_alike(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
+                check_comparable(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             costs = {arm.name: self._costs(runs[arm.name]) for arm in arms}
             outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
             missing_rates = outcome.missing
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
-        """The arms without a rate of their own that `arms` start from, each after its own source. Tuning seeds train these, too."""
+        """List the arms without a rate of their own that `arms` start from, sources first. They are trained with the tuning seeds, too."""
         names = {name for arm in arms for name in self.sources(arm)}
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """The rate at which each arm is judged: of its `candidates`, the rates of its final seeds, the best on the selection text. None
-        while runs of arms with several candidates have not ended."""
+        """Choose the rate at which each arm is judged: the best of its `candidates`, the rates of its final seeds, on the selection text.
+        None while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             arm, seeds = self._arms[name], self.experiment.seeds
@@ -220,21 +220,21 @@ class Procedure:
         return True
 
     def tuning_runs(self, size: str) -> list[TuningRun]:
-        """The tuning runs of a size; with a tuning table, the runs that it lists."""
+        """List the tuning runs of a size; with a tuning table, the runs that the table lists."""
         experiment = self.experiment
         names = [arm.name for arm in experiment.arms]
         if experiment.table:
-            table_lines = (run for run in experiment.table if run.size == size and run.arm in names)
-            return sorted(table_lines, key=lambda run: names.index(run.arm))
-        starts, tune, lines = {arm.name: arm.start for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
+            table_runs = (run for run in experiment.table if run.size == size and run.arm in names)
+            return sorted(table_runs, key=lambda run: names.index(run.arm))
+        starts, tune, runs = {arm.name: arm.start for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
         for arm, runs_by_rate in ((arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in starts):
             for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
                 has_ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
                 primary = self.quantity(run.outcome, selection=True) if has_ended else None
                 settings = settings_words(run.config, tune.keys, starts[arm])
-                lines.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
-        return lines
+                runs.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
+        return runs
 
     def notes(self) -> list[str]:
         """Notes that a reader must know beside the numbers, one sentence each."""
@@ -296,40 +296,40 @@ class Procedure:
         return [self.run(size, arm, "final", rates[arm.name], seed, rates) for seed, arm in product(self.experiment.seeds, arms)]
 
     def judgement(self) -> Judgement:
-        """The verdicts on what the run folders hold now. Raises RunError: finished runs were not measured on the same sequences, or record
-        another direction of the primary metric."""
+        """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same sequences, or
+        record another better direction of the primary metric than the experiment."""
         experiment = self.experiment
-        places = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
+        size_arms = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
         return Judgement(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            {place: runs_by_rate for size in experiment.sizes for place, runs_by_rate in self._judged_runs(size).items()},
-            all_pairs=experiment.primary.quantity != experiment.chosen_by,
+            {size_arm: runs_by_rate for size in experiment.sizes for size_arm, runs_by_rate in self._judged_runs(size).items()},
+            all_pairs=experiment.primary.quantity != experiment.choice_metric,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
-            exploratory=[place for place in places if self.exploratory(*place)],
+            exploratory=[size_arm for size_arm in size_arms if self.exploratory(*size_arm)],
             key=experiment.tune.heading,
             measured_on=experiment.measured_on(experiment.primary.quantity, "report"),
         )
 
-    def _judged_runs(self, size: str) -> dict[Place, ByRate]:
-        """The final runs of a size by arm and rate, first the rate that tuning chose."""
+    def _judged_runs(self, size: str) -> dict[SizeArm, RunsByRate]:
+        """The final runs of a size by arm and rate; the rate that tuning chose comes first."""
         experiment, choice = self.experiment, self.choice(size)
         rates = choice.rates or {}
-        runs: dict[Place, dict[Rate | None, list[Run]]] = {}
+        runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
             arm_rates = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
             runs[size, arm.name] = {}
             for rate in arm_rates:
                 runs[size, arm.name][rate] = [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
-        check_alike([run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric)
+        check_comparable([run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric)
         judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
-        return {place: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for place, runs_by_rate in runs.items()}
+        return {key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for key, runs_by_rate in runs.items()}
 
     def _judged_run(self, whole_run: bool, run: Run) -> JudgedRun:
-        """A run with its judged values: one for each unit of reporting documents; a single one without such units, or with `whole_run`."""
+        """A run with its judged values: one for each unit of the reporting documents; with `whole_run` or without units, a single value."""
         outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
@@ -343,8 +343,8 @@ class Procedure:
     def crossed_runs(self, size: str) -> list[Run]:
         """The final runs of arms whose seeds are trained at several rates, by seed, arm and rate."""
         rates = self.choice(size).crossed
-        places = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
-        return [self.run(size, arm, "final", rate, seed, {}) for seed, (arm, rate) in product(self.experiment.seeds, places)]
+        arm_rates = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
+        return [self.run(size, arm, "final", rate, seed, {}) for seed, (arm, rate) in product(self.experiment.seeds, arm_rates)]
 
     def known_runs(self) -> list[Run]:
         """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its source."""
@@ -355,7 +355,7 @@ class Procedure:
         return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
-        """The number of runs of each arm in a size, by the grid and rates so far; before tuning has ended, as if it chose two rates."""
+        """Count the runs of each arm in a size, by the grid and rates so far; before tuning has ended, two final rates are assumed."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
         untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
@@ -370,7 +370,7 @@ class Procedure:
         return counts
 
     def _run_count(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
-        """The number of different runs of one seed at these rates; rates that differ only in keys that the arm lacks give one run."""
+        """The number of different runs of one seed at these rates; rates that differ only in keys that the arm lacks share one run."""
         return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
@@ -381,36 +381,36 @@ class Procedure:
 
     @property
     def omitted_seeds(self) -> tuple[int, ...]:
-        """Seeds that were planned at the first start and that the file has no longer."""
+        """Seeds that were planned at the first start and are no longer in the file."""
         return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
 
     def quantity(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the reporting documents, or with `selection` on the selecting ones. It is the primary
-        metric, or the tokens at which this metric first reached `primary.reach` (0: by the first evaluation; infinite: never). Infinite for
-        a run that has not finished."""
+        """The number by which a run is compared, on the reporting documents or, with `selection`, on the documents that choose rates. It is
+        the primary metric, or the tokens at which this metric first reached `primary.reach` (0: by the first evaluation; infinite: never).
+        The number is infinite for a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
             return outcome.mean(primary.metric, selection)
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def choice_value(self, outcome: Outcome) -> float:
-        """A run's value of the metric that chooses rates, on selecting documents; infinite for a run that has not finished."""
+        """A run's value of the metric by which rates are chosen, on the selection text; infinite if the run has not finished."""
         return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
-        """The costs that the choice of a rate minimizes, by rate and seed."""
+        """Costs that the chosen rate minimizes (`Experiment.cost`): for each rate a list over seeds."""
         return {rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs] for rate, runs in runs_by_rate.items()}
 
     def check_direction(self, outcome: Outcome) -> None:
-        """Raises RunError if a finished run records another direction of the primary metric than the experiment states."""
+        """Check that a finished run and the experiment agree on the better direction of the primary metric. Raises RunError."""
         primary = self.experiment.primary
         series = outcome.series(primary.metric) if outcome.state == "finished" else None
         if series and series.better not in (primary.better, "none"):
             raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the experiment")
 
 
-def check_alike(runs: list[Run], metric: str) -> None:
-    """Raises RunError if finished runs measured a metric on different sequences, or with other options than they are configured with."""
+def check_comparable(runs: list[Run], metric: str) -> None:
+    """Check that finished runs measured a metric on the same sequences, with the options of their configurations. Raises RunError."""
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""
@@ -425,8 +425,8 @@ def check_alike(runs: list[Run], metric: str) -> None:
 
 
 def next_look(procedure: Procedure) -> Procedure:
-    """The procedure with the seeds of the second look, once all runs of the first look have ended and left a comparison undecided; else the
-    procedure unchanged."""
+    """Return the procedure with the seeds of the second look, if all runs of the first look have ended and left a comparison undecided;
+    else return `procedure` unchanged."""
     experiment = procedure.experiment
     if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known_runs()):
         return procedure

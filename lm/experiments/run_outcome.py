@@ -10,22 +10,22 @@ from typing import Literal
 from lm.errors import RunError
 from lm.files import read_json
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, evaluation_in, measuring_code
+from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
-from lm.runs.record import RunRecord, divergence, not_learned, read_run, start_setting, tokens_before
+from lm.runs.record import RunRecord, divergence, loss_above_unigram, read_run, start_setting, tokens_before
 from lm.runs.same_run import check_measured
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
-_FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
+_RUN_FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
 
 RunStatus = Literal["unfinished", "finished", "diverged"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of the run in a folder, which is to reach `last_step`, and whose `metric` is to be measured at that step."""
+    """The outcome of a run, read from its folder: whether training reached `last_step`, and whether `metric` was measured there."""
 
     folder: Path
     last_step: int
@@ -35,7 +35,7 @@ class Outcome:
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
     # results of `values` and `tokens_to_reach`, which are kept
     _values: dict[str, Units | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _reached: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _reached_tokens: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def log(self) -> Log:
@@ -44,7 +44,7 @@ class Outcome:
     @property
     def record(self) -> RunRecord:
         """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be read."""
-        return read_run(self.folder, self.log, self._measured_last[0])
+        return read_run(self.folder, self.log, self._last_evaluations[0])
 
     @property
     def total_tokens(self) -> int:
@@ -55,8 +55,8 @@ class Outcome:
 
     @cached_property
     def state(self) -> RunStatus:
-        """How far the run came: `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of the last
-        step are there, unless it has diverged."""
+        """The run is `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of the last step exist.
+        A run that has diverged is `diverged`; any other run is `unfinished`."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
@@ -66,20 +66,20 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """How the run diverged, in words (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the run
-        diverged, but the last checkpoint is there."""
+        """Words for how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the run
+        diverged, but the last checkpoint exists."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
             raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
         return divergence(self.log.lines, self._final_loss)
 
     @cached_property
-    def not_learned(self) -> str:
-        """Words for a final loss above the unigram cross-entropy; empty if it is below."""
-        return not_learned(self._final_loss)
+    def loss_above_unigram(self) -> str:
+        """Words for a final loss above the unigram cross-entropy; empty if the loss is not above it, or either is unknown."""
+        return loss_above_unigram(self._final_loss)
 
     @property
     def _final_loss(self) -> Series | None:
-        """The validation loss at the last step; None if the run has not been trained up to it."""
+        """The validation loss at the last step; None if the run has not been trained up to this step."""
         return self.series(SELECTION) if self.trained else None
 
     @property
@@ -88,7 +88,7 @@ class Outcome:
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the last checkpoint is there, and the validation loss (SELECTION) was measured at its step."""
+        """Whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at this step."""
         return self.checkpoint.exists() and self.series(SELECTION) is not None
 
     @cached_property
@@ -99,7 +99,7 @@ class Outcome:
 
     @cached_property
     def failed_evaluations(self) -> dict[str, str]:
-        """Why evaluations of the last step failed, by kind."""
+        """The reasons why evaluations of the last step failed, by evaluation kind."""
         lines = (line for line in self.log.lines if line.get("step") == self.last_step)
         return {name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")}
 
@@ -114,8 +114,8 @@ class Outcome:
         return self.state != "unfinished"
 
     @property
-    def names(self) -> list[str]:
-        """The metrics that evaluations of the last step hold by unit (such as a sequence), not as a mean alone."""
+    def unit_metrics(self) -> list[str]:
+        """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean alone."""
         return [name for evaluation in self.evaluations for series in evaluation.series if series.samples for name in series.logged]
 
     def series(self, metric: str) -> Series | None:
@@ -124,48 +124,48 @@ class Outcome:
 
     @property
     def sealed(self) -> bool:
-        """Whether digests show that the evaluations at the last step are of its weights; False: an older version left no digests."""
-        return self._measured_last[1]
+        """Whether digests tie the evaluations of the last step to its weights, if both exist; False: an older version left no digests."""
+        return self._last_evaluations[1]
 
     @property
     def evaluations(self) -> list[Evaluation]:
         """The evaluations of the last step."""
-        return [*self._measured_last[0].values()]
+        return [*self._last_evaluations[0].values()]
 
     @cached_property
-    def _measured_last(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and `sealed`. Raises RunError: the evaluations are of other weights, or were
-        altered."""
+    def _last_evaluations(self) -> tuple[dict[Path, Evaluation], bool]:
+        """The evaluations of the last step by file, and the value of `sealed`. Raises RunError: the evaluations measured other weights, or
+        were altered."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
-        evaluations = {path: evaluation for path in files if (evaluation := evaluation_in(path))}
+        evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
         return evaluations, is_unchecked or check_measured(self.folder, [*evaluations.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
-        """The values of a metric by unit at the last step, whose mean is the logged value; None if it was not measured by unit."""
+        """Values of a metric by unit at the last step, whose mean is the logged value; None if the metric was not measured by unit."""
         if metric not in self._values:
             series = self.series(metric)
             self._values[metric] = series and series.logged_units(metric)
         return self._values[metric]
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the metric first reached a level, on the reporting documents, or with `selection` on the selecting ones. Only
-        evaluations on the sequences of the last evaluation count. 0 if the first of them had reached the level; infinite if none had, or
-        the run has not finished."""
+        """Tokens at which the metric first reached `level`, on the reporting documents or, with `selection`, on the selection text. Only
+        evaluations on the sequences of the last evaluation count. Returns 0 if the first evaluation had reached `level`, and infinity if no
+        evaluation had, or the run has not finished."""
         if self.state != "finished":
             return math.inf
-        if selection not in self._reached:
+        if selection not in self._reached_tokens:
             identity = self.values(self.metric).identity
             points = [(tokens, values.part(selection).mean) for tokens, values in self._history if values.identity == identity]
-            self._reached[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
-        return self._reached[selection]
+            self._reached_tokens[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
+        return self._reached_tokens[selection]
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """Each evaluation of the metric up to the last step: tokens seen (of a branched run, since its branch), and values by unit."""
+        """Evaluations of the metric up to the last step: tokens seen since the start of the run or of its branch, and values by unit."""
         kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
-        evaluations = [evaluation for path in files if (evaluation := evaluation_in(path))]
+        evaluations = [evaluation for path in files if (evaluation := load_evaluation(path))]
         check_measured(self.folder, evaluations, self.checkpoint, self.log)
         file = self.folder / ENVIRONMENT
         branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)
@@ -176,7 +176,7 @@ class Outcome:
         return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over reporting documents, or with `selection` over selecting ones; infinite if the run has not finished."""
+        """The mean of a metric over reporting documents or, with `selection`, over selection text; infinite for an unfinished run."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
@@ -184,13 +184,13 @@ class Outcome:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on what finished runs differ in besides their arms, such as device or code, or do not record. `outcomes`: pairs of an arm's
-    name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
+    """Sentences on differences between finished runs other than their arms, such as device or code, and on facts that runs do not record.
+    `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
     sentences = []
     try:
-        for name, key in _FACTS.items():
+        for name, key in _RUN_FACTS.items():
             if words := _value_words([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
         origins = [(arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")]
@@ -198,8 +198,8 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
             weights = [(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]
             if words := _value_words(weights):
                 sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
-        trees = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
-        if dirty_count := sum(tree is not False for tree in trees):
+        dirty_flags = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
+        if dirty_count := sum(is_dirty is not False for is_dirty in dirty_flags):
             sentences.append(
                 f"{dirty_count} of {len(finished_runs)} runs are of a git tree with uncommitted changes: their code is not known"
             )
@@ -212,11 +212,11 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
     if unsealed_count := sum(not run.sealed for _, run in finished_runs):
         sentences.append(f"{unsealed_count} runs' evaluations carry no digest (made by an earlier version)")
-    codes, changed_count = [(arm, evaluation.code) for arm, run in finished_runs if run.sealed for evaluation in run.evaluations], 0
-    names = dict.fromkeys(name for _, code in codes for name in code)
+    code_digests, changed_count = [(arm, evaluation.code) for arm, run in finished_runs if run.sealed for evaluation in run.evaluations], 0
+    names = dict.fromkeys(name for _, code in code_digests for name in code)
     current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:
-        digests = [(arm, code[name]) for arm, code in codes if name in code]
+        digests = [(arm, code[name]) for arm, code in code_digests if name in code]
         if words := _value_words(digests):
             sentences.append(f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again")
         else:
@@ -225,7 +225,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
 
 
 def _value_words(values: list[tuple[str, Plain]]) -> str:
-    """Values with the arms that have them, in words; empty if all are the same."""
+    """Words for different values, each with the arms whose runs recorded it; empty if all values are the same."""
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:
         arms.setdefault("not recorded" if value is None else str(value), {})[arm] = None

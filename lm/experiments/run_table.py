@@ -1,4 +1,4 @@
-"""The verdicts on tables of runs, whatever trained the runs, and the checks of such tables."""
+"""The verdicts on tables of runs, which any program may have trained, and the checks of these tables."""
 
 import math
 import os
@@ -11,7 +11,7 @@ import pandas as pd
 
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.experiment import Primary
-from lm.experiments.judging import ByRate, JudgedRun, Judgement, Place
+from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
 from lm.schema import build
 from lm.statistics.tuning import (
@@ -19,8 +19,8 @@ from lm.statistics.tuning import (
     FEWEST_TUNING_SEEDS,
     Rate,
     best_rate,
-    coordinates,
-    full_cells,
+    cells_by_partial_cell,
+    key_values,
     rate_cell,
     rate_choice,
     rate_words,
@@ -29,10 +29,10 @@ from lm.statistics.tuning import (
 
 Direction = Literal["lower", "higher"]
 RUN_KEY = ["size", "arm", "rate", "seed"]
-_UNIT = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
-_OTHER_MARKS = {";": "semicolons", "\t": "tabs"}
-_STATES = ("finished", "unfinished", DIVERGED)
-_LARGEST = 1e30  # largest magnitude of a value: squares and products of such values are still finite
+_UNIT_COLUMNS = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
+_RUN_STATES = ("finished", "unfinished", DIVERGED)
+_LARGEST_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
 
 
 def judge_table(
@@ -44,7 +44,7 @@ def judge_table(
     condition: str = "",
     split_columns: Sequence[str] = (),
 ) -> Judgement:
-    """The verdicts on a table of runs. Arguments and errors are as in `lm.judge`; `condition` is its `where`, `split_columns` its `by`."""
+    """Judge the arms of a table of runs. Arguments and errors: as in `lm.judge`; `condition` is its `where`, `split_columns` its `by`."""
     problems: list[Problem] = []
     primary = build(Primary, {"metric": metric, "matters": matters}, "", problems)
     if better not in (None, *get_args(Direction)):
@@ -56,64 +56,64 @@ def judge_table(
     table = table.reset_index(drop=True)
     if key := next((name for name in split_columns if name in ("arm", "seed", "value")), ""):
         raise RunError(f"{source}: runs can't be judged apart by {key}")
-    lines = _lines_to_judge(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
-    lines = lines.astype({name: object for name in lines.columns[lines.dtypes == "category"]})
-    metric = primary.metric or (str(lines["metric"].iloc[0]) if "metric" in lines else "value")
-    primary = replace(primary, metric=metric, better=_direction(lines, better, source))
-    split_columns = tuple(split_columns) or tuple(name for name in ("size",) if name in lines and lines[name].notna().any())
-    labels = [[f"{name} {value}" if split_columns != ("size",) else str(value) for value in lines[name]] for name in split_columns]
+    rows = _rows_to_judge(table, source, primary.metric, condition, (*split_columns, "arm", "seed", "value"))
+    rows = rows.astype({name: object for name in rows.columns[rows.dtypes == "category"]})
+    metric = primary.metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
+    primary = replace(primary, metric=metric, better=_direction(rows, better, source))
+    split_columns = tuple(split_columns) or tuple(name for name in ("size",) if name in rows and rows[name].notna().any())
+    labels = [[f"{name} {value}" if split_columns != ("size",) else str(value) for value in rows[name]] for name in split_columns]
     size = [", ".join(words) for words in zip(*labels, strict=True)]
-    unit = next((name for name in _UNIT if name in lines), None)
-    units = lines[unit] if unit else pd.Series(math.nan, lines.index)
+    unit = next((name for name in _UNIT_COLUMNS if name in rows), None)
+    units = rows[unit] if unit else pd.Series(math.nan, rows.index)
     group = units.map(str, na_action="ignore")
-    if "group" in lines:
-        group = lines["group"].map(str, na_action="ignore").fillna(group)
-    state = lines["state"].fillna("finished") if "state" in lines else "finished"
-    rate = lines["rate"] if "rate" in lines and "rate" not in split_columns else math.nan
-    weight = lines.get("weight", math.nan)
-    runs = lines.assign(
-        size=size if split_columns else "", arm=lines["arm"].map(str, na_action="ignore"), rate=rate, state=state, note="", weight=weight,
+    if "group" in rows:
+        group = rows["group"].map(str, na_action="ignore").fillna(group)
+    state = rows["state"].fillna("finished") if "state" in rows else "finished"
+    rate = rows["rate"] if "rate" in rows and "rate" not in split_columns else math.nan
+    weight = rows.get("weight", math.nan)
+    runs = rows.assign(
+        size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state, note="", weight=weight,
         sample=units.map(str), group=group,
     )  # fmt: skip
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
     runs = _at_full_rates(runs)
-    _check_lines(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
-    selecting_lines, reporting_lines = _split_by_use(runs, source)
-    arms = [*dict.fromkeys(reporting_lines["arm"])]
+    _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
+    selecting_rows, reporting_rows = _split_by_use(runs, source)
+    arms = [*dict.fromkeys(reporting_rows["arm"])]
     if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:  # without them the family would be smaller
         reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
-    if baseline is None and "experiment" in lines and lines["experiment"].notna().any():
+    if baseline is None and "experiment" in rows and rows["experiment"].notna().any():
         raise RunError(f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}")
     baseline = arms[0] if baseline is None else baseline
     if baseline not in arms or len(arms) < 2:
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
         raise RunError(f"{source}: {reason}; there is {', '.join(arms)}")
-    seeds = tuple(sorted(set(reporting_lines["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
+    seeds = tuple(sorted(set(reporting_rows["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
     rates: dict[str, dict[str, Rate | None]] = {}
-    judged_runs: dict[Place, ByRate] = {}
-    for name in dict.fromkeys(reporting_lines["size"]):
-        size_lines = reporting_lines[reporting_lines["size"] == name]
-        size_selecting_lines = selecting_lines[selecting_lines["size"] == name]
-        _check_alike(size_lines, size_selecting_lines, source)
+    judged_runs: dict[SizeArm, RunsByRate] = {}
+    for name in dict.fromkeys(reporting_rows["size"]):
+        size_rows = reporting_rows[reporting_rows["size"] == name]
+        size_selecting_rows = selecting_rows[selecting_rows["size"] == name]
+        _check_comparable(size_rows, size_selecting_rows, source)
         rates[name] = {}
         for arm in arms:
-            arm_lines = size_lines[size_lines["arm"] == arm]
-            place = f"{source}: {', '.join(filter(None, (arm, name)))}"
-            if arm_lines.empty:
-                raise RunError(f"{place}: no line")
-            for rate, runs_at_rate in arm_lines.groupby("rate", dropna=False):
+            arm_rows = size_rows[size_rows["arm"] == arm]
+            source_and_arm = f"{source}: {', '.join(filter(None, (arm, name)))}"
+            if arm_rows.empty:
+                raise RunError(f"{source_and_arm}: no line")
+            for rate, runs_at_rate in arm_rows.groupby("rate", dropna=False):
                 if missing_seeds := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
                     rate_text = "" if pd.isna(rate) else f" at {rate_words(rate)}"
-                    raise RunError(f"{place}: no seed {', '.join(missing_seeds)}{rate_text}; every arm needs the same seeds")
-            arm_selecting_lines = size_selecting_lines[size_selecting_lines["arm"] == arm]
-            rate_order, judged_rates = _rates(arm_lines, arm_selecting_lines, primary, f"{source}: {arm}")
+                    raise RunError(f"{source_and_arm}: no seed {', '.join(missing_seeds)}{rate_text}; every arm needs the same seeds")
+            arm_selecting_rows = size_selecting_rows[size_selecting_rows["arm"] == arm]
+            rate_order, judged_rates = _ordered_and_judged_rates(arm_rows, arm_selecting_rows, primary, f"{source}: {arm}")
             if judged_rates:
                 rates[name][arm] = judged_rates[0]
             judged_runs[name, arm] = {}
             for rate in rate_order:
-                rate_lines = arm_lines[arm_lines["rate"].isna() if rate is None else arm_lines["rate"] == rate_cell(rate)]
-                judged_runs[name, arm][rate] = [_judged_run(rate_lines[rate_lines["seed"] == seed]) for seed in seeds]
+                rate_rows = arm_rows[arm_rows["rate"].isna() if rate is None else arm_rows["rate"] == rate_cell(rate)]
+                judged_runs[name, arm][rate] = [_judged_run(rate_rows[rate_rows["seed"] == seed]) for seed in seeds]
     arms = baseline, *(arm for arm in arms if arm != baseline)
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
@@ -122,19 +122,19 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
     try:
-        lines = pd.read_csv(path)
-        if "arm" in lines and lines["arm"].isna().any():  # an arm may be named None
-            lines["arm"] = pd.read_csv(path, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
-        return lines
+        rows = pd.read_csv(path)
+        if "arm" in rows and rows["arm"].isna().any():  # an arm may be named None
+            rows["arm"] = pd.read_csv(path, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
+        return rows
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; a CSV table with columns arm, seed and value is needed") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: no CSV table: {one_line(error)}") from None
 
 
-def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Direction:
-    """The direction that is better: the argument, else the column `better`, else lower. Raises RunError: the column has another, or two."""
-    column_directions = {*lines["better"].dropna()} - {"none", ""} if "better" in lines else set()
+def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
+    """The better direction: the argument, else the column `better`, else lower. Raises RunError: the column disagrees, or has two."""
+    column_directions = {*rows["better"].dropna()} - {"none", ""} if "better" in rows else set()
     if len(column_directions) > 1 or column_directions - {*get_args(Direction)}:
         words = ", ".join(sorted(map(str, column_directions)))
         raise RunError(f"{source}: better is {words}; of one metric it is lower or higher in all lines")
@@ -144,23 +144,23 @@ def _direction(lines: pd.DataFrame, better: Direction | None, source: str) -> Di
     return better or column_direction or "lower"
 
 
-def _judged_run(lines: pd.DataFrame) -> JudgedRun:
-    """The run of these lines, its units sorted by `sample`."""
-    lines = lines.sort_values("sample", kind="stable")
-    values, weights = (lines[name].to_numpy(float) for name in ("value", "weight"))
-    groups = None if lines["group"].isna().any() else lines["group"].to_numpy()
-    return JudgedRun(*lines.iloc[0][["arm", "state", "note"]], values, weights, groups)
+def _judged_run(rows: pd.DataFrame) -> JudgedRun:
+    """Build the run that these rows describe, with its units ordered by `sample`."""
+    rows = rows.sort_values("sample", kind="stable")
+    values, weights = (rows[name].to_numpy(float) for name in ("value", "weight"))
+    groups = None if rows["group"].isna().any() else rows["group"].to_numpy()
+    return JudgedRun(*rows.iloc[0][["arm", "state", "note"]], values, weights, groups)
 
 
-def _lines_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
-    """The lines of a metric for which a condition holds. Raises RunError: there are none, or one of the columns `names` is missing."""
+def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
+    """Select the rows of a metric that satisfy a condition. Raises RunError: no row does, or one of the columns `names` is missing."""
     if missing_names := [name for name in names if name not in table]:
         columns = ", ".join(map(str, table.columns))
         renames = [
             f"{column!r} to {name}" for name in missing_names for column in table if str(column).strip().casefold() == name.casefold()
         ]
         remedy = f"; rename {', '.join(renames)}" if renames else ""
-        if len(table.columns) == 1 and (marks := [word for mark, word in _OTHER_MARKS.items() if mark in columns]):
+        if len(table.columns) == 1 and (marks := [word for mark, word in _OTHER_SEPARATORS.items() if mark in columns]):
             remedy = f"; columns are separated by {marks[0]}: write the file with commas"
         raise RunError(f"{source}: has no column {', '.join(missing_names)}; there is {columns}{remedy}")
     if not table.columns.is_unique:
@@ -171,38 +171,40 @@ def _lines_to_judge(table: pd.DataFrame, source: str, metric: str, condition: st
         raise RunError(f"{source}: {condition}: {one_line(error)}; columns: {', '.join(map(str, table.columns))}") from None
     if condition and not (isinstance(mask, pd.Series) and pd.api.types.is_bool_dtype(mask)):
         raise RunError(f"{source}: {condition}: doesn't say of each line whether it is judged; write a comparison, e.g. seed < 3")
-    lines = table[mask] if condition else table
-    if lines.empty:
+    rows = table[mask] if condition else table
+    if rows.empty:
         raise RunError(f"{source}: no line" + (f" with {condition}" if condition else ""))
-    if "metric" not in lines:
+    if "metric" not in rows:
         if metric:
             raise RunError(f"{source}: has no column metric, of which {metric} could be chosen; leave the metric out")
-        return lines
-    metrics = [str(name) for name in lines["metric"].dropna().unique()]
+        return rows
+    metrics = [str(name) for name in rows["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
         raise RunError(f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(metrics)}")
-    return lines[lines["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
+    return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 
 def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The lines; a line whose rate lacks a tuned key is repeated at each rate that it stands for (`full_cells`). Invalid rates are kept."""
-    places = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
+    """Repeat each row whose rate lacks a tuned key, for each full rate that it stands for (`cells_by_partial_cell`); keep other rows."""
+    group_keys = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
     is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY, "1") if isinstance(cell, str) else cell)).notna()
     cells = runs["rate"].where(is_rate)
     grids = {size: size_cells.unique() for size, size_cells in cells.groupby(runs["size"])}
-    full_rates = {(size, stage): full_cells(place_cells.unique(), grids[size]) for (size, stage), place_cells in cells.groupby(places)}
+    full_rates = {
+        (size, stage): cells_by_partial_cell(group_cells.unique(), grids[size]) for (size, stage), group_cells in cells.groupby(group_keys)
+    }
     if not any(full_rates.values()):
         return runs
-    rates = [full_rates[size, stage].get(rate, [rate]) for size, stage, rate in zip(*places, runs["rate"], strict=True)]
+    rates = [full_rates[size, stage].get(rate, [rate]) for size, stage, rate in zip(*group_keys, runs["rate"], strict=True)]
     return runs.assign(rate=rates).explode("rate", ignore_index=True)
 
 
-def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Check the lines, and turn their values, weights and rates into numbers in place. Raises RunError: a number, arm or seed is missing,
-    or a unit of a run has two lines. `columns`: the columns that the error names if these two lines differ in them."""
+def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
+    """Check the rows, and convert their values, weights and rates into numbers in place. Raises RunError: a number, arm or seed is missing
+    or invalid, or a unit of a run has several rows. `columns`: the columns that the error names if such rows differ in them."""
     has_rate = runs["rate"].notna()
-    if unknown_states := [*map(str, set(runs["state"]) - set(_STATES))]:
-        raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_STATES[:-1])} or {_STATES[-1]}")
+    if unknown_states := [*map(str, set(runs["state"]) - set(_RUN_STATES))]:
+        raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or {_RUN_STATES[-1]}")
     if runs["value"].map(lambda value: isinstance(value, bool | np.bool_)).any():
         raise RunError(f"{source}: values are true and false; write numbers, such as 1 and 0")
     is_unweighted = runs["weight"].isna().groupby([runs[name] for name in RUN_KEY], dropna=False).transform("all")
@@ -215,7 +217,7 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
-        (f"value below {_LARGEST:g}", (runs["value"].abs() > _LARGEST) & (runs["state"] == "finished")),
+        (f"value below {_LARGEST_VALUE:g}", (runs["value"].abs() > _LARGEST_VALUE) & (runs["state"] == "finished")),
         ("finite rate", has_rate & runs["rate"].isna()),
         ("weight above 0", ~((runs["weight"] >= 0) & (total_weight > 0))),
     ):
@@ -226,7 +228,7 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             if name == "finite value":  # dropping it would cost all arms this seed, and hide a divergence
                 remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged makes the verdict unstable"
             raise RunError(f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}")
-    if len({len(coordinates(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
+    if len({len(key_values(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
         raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
     is_duplicate = runs.duplicated([*RUN_KEY, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
     if is_duplicate.any():
@@ -240,48 +242,48 @@ def _check_lines(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
 
 
 def _finite_rate(cell: float | str) -> float | str:
-    """The cell of a rate in the form of `rate_cell`; NaN if one of its values is no number, or not finite."""
+    """Return the cell of a rate in the form of `rate_cell`; NaN if one of its values is not a finite number."""
     try:
         rate = read_rate(cell)
-        return rate_cell(rate) if all(map(math.isfinite, coordinates(rate))) else math.nan
+        return rate_cell(rate) if all(map(math.isfinite, key_values(rate))) else math.nan
     except (TypeError, ValueError):
         return math.nan
 
 
 def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The lines that choose rates, and the lines that are judged. Lines of part `selects` choose rates, if there are any, else lines of
-    stage `tune`. Raises RunError: a part is unknown, or no line reports."""
+    """Split the rows into rows that choose rates and rows that are judged. Rows of part `selects` choose rates, if there are any, else rows
+    of stage `tune`. Raises RunError: a part is unknown, or no row is left to be judged."""
     part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
     if unknown_parts := set(part) - {"", "selects", "reports"}:
         raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
     is_tuning = runs["stage"] == "tune" if "stage" in runs else pd.Series(False, runs.index)
     has_parts = (part == "selects").any()
-    reporting_lines = runs[~is_tuning & (part != "selects")]
-    if reporting_lines.empty:
+    reporting_rows = runs[~is_tuning & (part != "selects")]
+    if reporting_rows.empty:
         raise RunError(f"{source}: no line reports")
     is_selecting = (part == "selects") if has_parts else is_tuning
-    return runs[is_selecting], reporting_lines
+    return runs[is_selecting], reporting_rows
 
 
-def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, source: str) -> None:
-    """Raises RunError: units, or their weights or groups, differ between runs. Or tuning differs in rates or seeds between arms, has fewer
-    seeds than `FEWEST_TUNING_SEEDS`, or has not ended."""
-    stages = [lines for _, lines in selecting_lines.groupby("stage", dropna=False)] if "stage" in selecting_lines else [selecting_lines]
-    for lines in (reporting_lines, *stages):
-        lines = lines[lines["state"] == "finished"]
-        run_columns = [lines[name] for name in ("arm", "rate", "seed")]
-        weight_fraction = (lines["weight"] / lines["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
-        unit = pd.Series([*zip(lines["sample"], lines["group"].map(str), weight_fraction, strict=True)], lines.index, dtype=object)
+def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
+    """Check that all runs have the same units, weights and groups. Check that all arms were tuned at the same rates with the same seeds,
+    with at least `FEWEST_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
+    stages = [rows for _, rows in selecting_rows.groupby("stage", dropna=False)] if "stage" in selecting_rows else [selecting_rows]
+    for rows in (reporting_rows, *stages):
+        rows = rows[rows["state"] == "finished"]
+        run_columns = [rows[name] for name in ("arm", "rate", "seed")]
+        weight_fraction = (rows["weight"] / rows["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
+        unit = pd.Series([*zip(rows["sample"], rows["group"].map(str), weight_fraction, strict=True)], rows.index, dtype=object)
         if unit.groupby(run_columns, dropna=False).agg(frozenset).nunique() > 1:
-            has_same_samples = lines["sample"].groupby(run_columns, dropna=False).agg(frozenset).nunique() == 1
+            has_same_samples = rows["sample"].groupby(run_columns, dropna=False).agg(frozenset).nunique() == 1
             reason = ": a unit's weight or group is not the same in all" if has_same_samples else ""
             raise RunError(f"{source}: runs were not measured on the same units{reason}")
-    tuning_lines = _tuning_lines(selecting_lines)
-    grids = {arm: frozenset(rates) for arm, rates in tuning_lines.groupby("arm")["rate"] if rates.nunique() > 1}
+    tuning_rows = _tuning_rows(selecting_rows)
+    grids = {arm: frozenset(rates) for arm, rates in tuning_rows.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:
         words = "; ".join(f"{arm} {', '.join(map(rate_words, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
         raise RunError(f"{source}: arms are tuned over different rates: {words}")
-    tuning_runs = tuning_lines[tuning_lines["arm"].isin(grids)]
+    tuning_runs = tuning_rows[tuning_rows["arm"].isin(grids)]
     if len(unfinished := tuning_runs[tuning_runs["state"] == "unfinished"]):
         arm, rate, seed = unfinished.iloc[0][["arm", "rate", "seed"]]
         raise RunError(f"{source}: {arm} at {rate_words(read_rate(rate))}, seed {seed}, has not ended: the rate can't be chosen yet")
@@ -297,20 +299,20 @@ def _check_alike(reporting_lines: pd.DataFrame, selecting_lines: pd.DataFrame, s
         raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {FEWEST_TUNING_SEEDS}")
 
 
-def _tuning_lines(selecting_lines: pd.DataFrame) -> pd.DataFrame:
-    """The lines by which tuning chooses a rate: the lines of tuning runs, if there are any, else all selecting lines."""
-    tuning_lines = selecting_lines[selecting_lines["stage"] == "tune"] if "stage" in selecting_lines else selecting_lines[:0]
-    return selecting_lines if tuning_lines.empty else tuning_lines
+def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
+    """Select the rows by which tuning chooses a rate: the rows of tuning runs, if there are any, else all selecting rows."""
+    tuning_rows = selecting_rows[selecting_rows["stage"] == "tune"] if "stage" in selecting_rows else selecting_rows[:0]
+    return selecting_rows if tuning_rows.empty else tuning_rows
 
 
-def _rates(
-    final_lines: pd.DataFrame, selecting_lines: pd.DataFrame, primary: Primary, label: str
+def _ordered_and_judged_rates(
+    final_rows: pd.DataFrame, selecting_rows: pd.DataFrame, primary: Primary, label: str
 ) -> tuple[list[Rate | None], list[Rate | None]]:
-    """The rates of an arm's runs, first the rate that tuning chose; and a list of the one rate at which the arm is judged, empty if tuning
-    found none. `label`: the arm in errors. Raises RunError: there are several rates, and no line chooses one."""
-    rates = [None if pd.isna(rate) else read_rate(rate) for rate in final_lines["rate"].unique()]
-    tuning_lines = _tuning_lines(selecting_lines)
-    tuning_costs = _costs(tuning_lines, primary)
+    """Return the rates of an arm's runs, with the rate that tuning chose first; and a list that holds the judged rate, empty if tuning
+    found no rate. `label`: names the arm in errors. Raises RunError: no row chooses among several rates, or none reports at the best."""
+    rates = [None if pd.isna(rate) else read_rate(rate) for rate in final_rows["rate"].unique()]
+    tuning_rows = _tuning_rows(selecting_rows)
+    tuning_costs = _costs(tuning_rows, primary)
     if len(tuning_costs) < 2:
         if len(rates) > 1:
             raise RunError(f"{label} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate")
@@ -322,15 +324,15 @@ def _rates(
         raise RunError(f"{label}: {rate_words(tuned_rate)} is the best rate, but no line at it reports")
     rate_order = [tuned_rate, *(rate for rate in rates if rate != tuned_rate)]
     final_costs = tuning_costs
-    if "stage" in tuning_lines:
-        final_costs = _costs(selecting_lines.drop(tuning_lines.index), primary) or _costs(final_lines, primary)
+    if "stage" in tuning_rows:
+        final_costs = _costs(selecting_rows.drop(tuning_rows.index), primary) or _costs(final_rows, primary)
     return rate_order, [best_rate(final_costs, rates) if set(rates) <= final_costs.keys() else tuned_rate]
 
 
-def _costs(lines: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:
-    """The costs that the choice of a rate minimizes, by rate and seed; infinite for a run that diverged."""
+def _costs(rows: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:
+    """Costs that the chosen rate minimizes: for each rate a list over seeds; infinite for a run that diverged."""
     costs: dict[Rate, list[float]] = {}
-    for (rate, _), run in lines.groupby(["rate", "seed"]):
+    for (rate, _), run in rows.groupby(["rate", "seed"]):
         mean = float(np.average(run["value"], weights=run["weight"])) * (-1 if primary.better == "higher" else 1)
         costs.setdefault(read_rate(rate), []).append(math.inf if (run["state"] == DIVERGED).any() else mean)
     return costs

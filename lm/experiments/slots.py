@@ -1,6 +1,6 @@
 """Slots: how many runs work at a time on this machine, on which of its GPUs, and the processes that train them.
 
-A run takes one process after the other, one for each of its `lm` commands. When this process ends, these save a checkpoint and stop.
+A run takes one process after the other, one for each of its `lm` commands. When this process ends, the others save a checkpoint and stop.
 """
 
 import os
@@ -28,7 +28,7 @@ from lm.machine import child_environment
 from lm.runs.folder import CONFIG, TRAINING
 from lm.schema import to_plain
 
-LOGS = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
+LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
 Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; (): it computes on the CPU
 
 
@@ -43,12 +43,12 @@ class Slots:
     gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def slots_per_run(self, size: str, arm: str) -> int:
-        """The number of slots that a run of an arm takes."""
+        """Return the number of slots that a run of an arm takes."""
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
-        """The GPUs of a run that starts while other runs have `busy_devices`: the GPUs with the fewest runs. None while too few slots are
-        free."""
+        """Choose the GPUs of a run that starts while other runs occupy `busy_devices`: the GPUs with the fewest runs. None while too few
+        slots are free."""
         device_lists = list(busy_devices)
         if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
             return None
@@ -56,16 +56,16 @@ class Slots:
         free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.per_gpu), key=run_counts.__getitem__)
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
-    def lanes(self) -> list[Devices]:
-        """The GPUs of each of the runs that fill the slots at one time, if every run takes as many GPUs as the largest run."""
-        place, lanes = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
-        while (devices := self.devices(*place, lanes)) is not None:
-            lanes.append(devices)
-        return lanes
+    def concurrent_devices(self) -> list[Devices]:
+        """The GPUs of the runs that fill the slots together, an entry for each run, if every run takes as many GPUs as the largest."""
+        size_arm, run_devices = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
+        while (devices := self.devices(*size_arm, run_devices)) is not None:
+            run_devices.append(devices)
+        return run_devices
 
     def __str__(self) -> str:
-        on_gpu = f"on {gpu_words(self.gpus[: self.jobs])}, {self.per_gpu} on each (--jobs-per-gpu)"
-        return f"{len(self.lanes())} at a time {on_gpu if any(self.gpus_per_run.values()) else 'on the CPU'}"
+        gpu_placement = f"on {gpu_words(self.gpus[: self.jobs])}, {self.per_gpu} on each (--jobs-per-gpu)"
+        return f"{len(self.concurrent_devices())} at a time {gpu_placement if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
 def gpu_words(devices: Devices) -> str:
@@ -75,18 +75,18 @@ def gpu_words(devices: Devices) -> str:
 
 
 def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
-    """The slots for an experiment on this machine.
+    """Return the slots for an experiment on this machine.
 
     Args:
-        jobs: number of slots, at most; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
+        jobs: largest number of slots; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
         per_gpu: number of slots on each GPU. If any run takes a GPU, there are no slots without a GPU.
 
     Raises ConfigError: there are too few GPUs, or slots, for a run.
     """
-    from lm.model.device import gpus_of, visible_gpus  # torch takes seconds to import
+    from lm.model.device import count_gpus, visible_gpus  # torch takes seconds to import
 
     gpus = visible_gpus()
-    gpu_counts = {(size, arm.name): gpus_of(experiment.config_of(size, arm)) for size, arm in experiment.places}
+    gpu_counts = {(size, arm.name): count_gpus(experiment.config_of(size, arm)) for size, arm in experiment.size_arms}
     max_gpus = max(gpu_counts.values())
     if not max_gpus:
         return Slots(jobs or 1)
@@ -100,12 +100,12 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
 
 def log_path(experiment: Path, run: Run, suffix: str = "log") -> Path:
     """The file in the experiment's folder that holds a run's output; with another suffix, a file that belongs to the run."""
-    return experiment / LOGS / run.size / f"{run.config.name}.{suffix}"
+    return experiment / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
 
 
 def commands(run: Run, experiment: Path) -> list[list[str]]:
-    """The arguments of the `lm` commands that a run still needs, in their order; [] if it has ended. Writes the configuration that training
-    reads to the folder `experiment`. Each command can be stopped and started again."""
+    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The configuration that training
+    reads is written below the folder `experiment`. Each command can be stopped and started again."""
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
@@ -115,8 +115,8 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
         options = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the normalizer's options
         normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
         options += [override(f"model.normalizer.{name}", value) for name, value in normalizer.items()]
-        place = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
-        options += [override(f"experiment.{name}", value) for name, value in place.items()]  # else lm.results has the source's arm
+        run_labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
+        options += [override(f"experiment.{name}", value) for name, value in run_labels.items()]  # else lm.results has the source's arm
         arguments.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
@@ -139,7 +139,7 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, unless they are handled or ignored. Yields the signals so far."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, unless handled or ignored. Yields the list of signals so far."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -161,8 +161,8 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, devices: Devices | None) -> subprocess.Popen:
-    """Start a process that sees only `devices` (None: all GPUs that this process sees), and that stops when this process ends. It has a
-    session of its own: Ctrl-C does not reach it."""
+    """Start a process that sees only `devices` (None: all GPUs that this process sees), and that stops when this process ends. The new
+    process has its own session: Ctrl-C does not reach it."""
     environment = child_environment(devices)
     return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
@@ -172,13 +172,13 @@ class Children:
 
     def __init__(self, experiment: Path):
         self.experiment = experiment
-        self._running: dict[Path, subprocess.Popen] = {}
+        self._processes: dict[Path, subprocess.Popen] = {}
         self._stopping = threading.Event()
 
     def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit status of its last
         command, negative if a signal killed it, and the seconds that its commands took."""
-        while under_way(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start of the experiment left
+        while is_training(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start left
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
@@ -188,14 +188,14 @@ class Children:
         return status, time.monotonic() - start
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send all processes the signal `number`, and start no others. At SIGTERM they save a checkpoint and end."""
+        """Send the signal `number` to all processes, and start no more. At SIGTERM, the processes save a checkpoint and end."""
         self._stopping.set()
-        for process in list(self._running.values()):
+        for process in list(self._processes.values()):
             process.send_signal(number)
 
     def wait(self) -> None:
-        """Wait until all processes have ended. For signal handlers, in which Popen.wait may deadlock."""
-        for process in list(self._running.values()):
+        """Wait until all processes have ended. Signal handlers call this method, since Popen.wait may deadlock in them."""
+        for process in list(self._processes.values()):
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
@@ -204,16 +204,16 @@ class Children:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as log:
             process = start_process([sys.executable, "-m", "lm", *command], log, log, devices)
-        self._running[folder] = process
+        self._processes[folder] = process
         if self._stopping.is_set():
             process.send_signal(signal.SIGTERM)
         status = process.wait()
-        del self._running[folder]
+        del self._processes[folder]
         return status
 
 
-def under_way(folder: Path) -> bool:
-    """Whether a process of this machine trains in a run folder, by the folder's lock."""
+def is_training(folder: Path) -> bool:
+    """Whether a process of this machine trains the run of a run folder, by the folder's lock."""
     if not folder.is_dir():
         return False
     try:

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from lm.experiments.experiment import NOT_REACHED, Arm, Primary, by_arm_and_rate
+from lm.experiments.experiment import NOT_REACHED, Arm, Primary, values_by_arm_and_rate
 from lm.experiments.judging import Judgement, finite
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
@@ -21,27 +21,27 @@ from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_words
 
 
 def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
-    """One entry for each size and arm (`Judgement.lines`), with the mean difference over the tuning seeds at each rate. `judgement`:
+    """Entries for each size and arm (`Judgement.lines`), with the mean difference of tuning runs to the baseline at each rate. `judgement`:
     the verdicts, if they are known already."""
     judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
-    lines, arms = judgement.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
-    for line in (line for line in lines if line["arm"] in arms):
-        tuning_differences = differences_by_rate(procedure, line["size"], arms[line["arm"]])
+    entries, arms = judgement.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
+    for entry in (entry for entry in entries if entry["arm"] in arms):
+        tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
         means = {rate_words(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
         finite_means = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
-        line["factors_by_rate" if is_factor else "differences_by_rate"] = {
+        entry["factors_by_rate" if is_factor else "differences_by_rate"] = {
             rate: math.exp(mean) if is_factor and mean is not None else mean for rate, mean in finite_means.items()
         }
-    return lines
+    return entries
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """Differences of tuning runs, arm minus baseline, at every rate that both have: a list over seeds; {} before rates are chosen, or if
-    the arm is not tuned. A run's value is the primary metric on selecting documents; with `primary.learned` it is 1 if the run has
-    learned, else 0. With `primary.reach` it is the logarithm of the tokens. A difference is infinite where one of the two runs has an
-    infinite value, as it diverged or never reached `primary.reach`. Seeds at which both have one are left out."""
+    """Differences of tuning runs, arm minus baseline, at every rate that both arms have: for each rate a list over seeds. {} before rates
+    are chosen, or if the arm is not tuned. A run's value is the primary metric on the documents that choose rates. With `primary.learned`
+    it is 1 if the run has learned, else 0; with `primary.reach`, the logarithm of the tokens. A difference is infinite if one run has an
+    infinite value, as it diverged or never reached `primary.reach`. Seeds at which both runs have infinite values are left out."""
     experiment = procedure.experiment
-    baseline, tuning_values = experiment.arms[0].name, by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
+    baseline, tuning_values = experiment.arms[0].name, values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
         return {}
     primary = experiment.primary
@@ -62,26 +62,26 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     }
 
 
-def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
-    """The table of `lines`, which `summary_lines` gives: a row for each size and arm."""
-    verdicts = [judgement.verdicts.get((line["size"], line["arm"])) for line in lines]
+def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
+    """The table of the entries that `summary_lines` gives, a row for each size and arm."""
+    verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
     primary, baseline = judgement.primary, judgement.arms[0]
-    columns = column("size", [line["size"] or None for line in lines], kind="label")
-    columns += column("arm", [line["arm"] for line in lines], kind="label")
-    columns += column(judgement.key, [None if line["rate"] is None else rate_words(line["rate"]) for line in lines])
-    columns += column("seeds", [f"{line['runs']} of {line['of']}" for line in lines])
+    columns = column("size", [entry["size"] or None for entry in entries], kind="label")
+    columns += column("arm", [entry["arm"] for entry in entries], kind="label")
+    columns += column(judgement.key, [None if entry["rate"] is None else rate_words(entry["rate"]) for entry in entries])
+    columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
-    basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.leaves_out else "")))
-    columns += column(f"{kind} {primary.quantity}", [amount(primary, line["mean"]) for line in lines], basis)
+    basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.omits_finished_runs else "")))
+    columns += column(f"{kind} {primary.quantity}", [amount(primary, entry["mean"]) for entry in entries], basis)
     if primary.reach is not None:
-        columns += column("have reached it", [f"{line['reached']} of {line['runs']}" for line in lines])
+        columns += column("have reached it", [f"{entry['reached']} of {entry['runs']}" for entry in entries])
     if primary.learned is not None:
-        columns += column("have learned", [f"{line['learned']} of {line['ended']}" for line in lines])
-        fractions = [Interval(*line["fraction_learned"]) if line["ended"] else None for line in lines]
+        columns += column("have learned", [f"{entry['learned']} of {entry['ended']}" for entry in entries])
+        fractions = [Interval(*entry["fraction_learned"]) if entry["ended"] else None for entry in entries]
         columns.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
     name, kind = (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
     columns += column(name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind)
@@ -97,17 +97,17 @@ def summary_table(judgement: Judgement, lines: list[dict[str, Plain]]) -> Table:
     return Table("Summary", "", tuple(columns))
 
 
-def print_verdicts(judgement: Judgement, lines: list[dict[str, Plain]], title: str) -> None:
-    """Print the lines of `summary_lines` as a table of numbers, and below the table each verdict with its reason."""
-    table = summary_table(judgement, lines)
+def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
+    """Print the entries of `summary_lines` as a table of numbers, and below the table each verdict with its reason."""
+    table = summary_table(judgement, entries)
     number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
     print_tables(replace(table, title=title, contents=number_columns))
-    for line in lines:
-        if "verdict" in line:
-            arm = " ".join(filter(None, (line["size"], line["arm"])))
-            open_question = judgement.verdicts[line["size"], line["arm"]].open_reason
-            reason = line["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
-            print(": ".join(filter(None, (arm, line["words"], reason))))
+    for entry in entries:
+        if "verdict" in entry:
+            arm = " ".join(filter(None, (entry["size"], entry["arm"])))
+            open_question = judgement.verdicts[entry["size"], entry["arm"]].open_reason
+            reason = entry["reason"].removeprefix(open_question).lstrip(":; ")  # the verdict's words end with it
+            print(": ".join(filter(None, (arm, entry["words"], reason))))
 
 
 def has_reached(tokens: float | None) -> bool:
@@ -116,15 +116,15 @@ def has_reached(tokens: float | None) -> bool:
 
 
 def amount(primary: Primary, value: float | None) -> str | None:
-    """The number by which a run is compared, as text: tokens are a whole number, or words if `has_reached` is false."""
+    """Format the number by which a run is compared: tokens as a whole number, or in words if `has_reached` is false."""
     if primary.reach is None or value is None:
         return digits(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
 
 
 def measured_words(procedure: Procedure) -> str:
-    """Words for the primary metric, as finished runs record it: what is measured, at which point of its axis, such as which length, and in
-    which unit. Before a run has finished: its name."""
+    """Words for the primary metric, as finished runs record it: its name, where on its axis it is measured (such as a sequence length), and
+    its unit. Before a run has finished: its name alone."""
     experiment = procedure.experiment
     metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
@@ -135,20 +135,20 @@ def measured_words(procedure: Procedure) -> str:
     if axis is None:
         return f"{metric}{unit}"
     if axis.bins:
-        place, x, setting = f"of all positions of {number(axis.values[-1])} {axis.unit}", axis.values[-1], first_series.setting
+        axis_point, x, setting = f"of all positions of {number(axis.values[-1])} {axis.unit}", axis.values[-1], first_series.setting
     else:
         name, (x, _) = [*first_series.places.items()][first_series.logged.index(metric)]
-        place, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
+        axis_point, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
     same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
     length = f"{'' if x == first_series.seq_len else f'{x / first_series.seq_len:g} times '}the training length" * same_length
-    return ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first_series.metric} {place}", length, setting))) + unit
+    return ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first_series.metric} {axis_point}", length, setting))) + unit
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
-    """The trend over sizes of each arm's difference to the baseline, at the judged rates, over the seeds that both have finished in every
-    size. It is the change with each doubling of parameters, or of tokens if all sizes have equally many parameters. With `primary.reach` it
-    is the number by which each doubling multiplies the ratio of tokens, arm to baseline. Each interval holds alone. Empty with one size or
-    `primary.learned`."""
+    """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each doubling of
+    parameters, or of tokens if all sizes have equally many parameters. Only seeds that both arms have finished in every size count. With
+    `primary.reach` it is the factor by which each doubling multiplies the ratio of tokens, arm to baseline. Intervals are not adjusted for
+    their number. Empty with one size or `primary.learned`."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:
@@ -162,7 +162,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
     parameters = [record.environment_entry("parameters.non_embedding") for record in records]
     amounts = {"parameters": parameters, "tokens": [record.tokens_seen for record in records]}
     amount_name = next((name for name, counts in amounts.items() if None not in counts and len(set(counts)) > 1), None)
-    lines = []
+    entries = []
     for arm in arms if amount_name else ():
         scale = log_tokens if primary.reach is not None else float
         runs = [[judgement.judged_runs(size, name) for name in (arm, baseline)] for size in sizes]
@@ -176,25 +176,25 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
             interval = trend(differences, np.array(amounts[amount_name]))
             interval = factor(interval) if primary.reach is not None else interval
             sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
-            lines.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": finite(interval)})
-    return lines
+            entries.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": finite(interval)})
+    return entries
 
 
 def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
-    """The table of `trends`, a row for each arm; None if there are none."""
-    if not (lines := trends(procedure, judgement)):
+    """The table of `trends`, a row for each arm; None without trends."""
+    if not (entries := trends(procedure, judgement)):
         return None
     baseline, is_factor = judgement.arms[0], judgement.primary.reach is not None
-    changes = [Interval(*(math.nan if value is None else value for value in line["change"])) for line in lines]
+    changes = [Interval(*(math.nan if value is None else value for value in entry["change"])) for entry in entries]
     title = f"factor to {baseline} is multiplied by" if is_factor else f"difference to {baseline} changes by"
     change = Column(title, "95% interval, not adjusted", "mean" if is_factor else "difference", 3 if is_factor else 4)
-    samples = (Column("over", kind="label"), [line["over"] for line in lines])
-    arms = (Column("arm", kind="label"), [line["arm"] for line in lines])
-    return Table(f"With each doubling of {lines[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
+    samples = (Column("over", kind="label"), [entry["over"] for entry in entries])
+    arms = (Column("arm", kind="label"), [entry["arm"] for entry in entries])
+    return Table(f"With each doubling of {entries[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
 
 
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
-    """The lines of `tuning.csv`, one for each tuning run, which `tune.table` reads; runs that have not ended have no values."""
+    """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no values."""
     primary = procedure.experiment.primary
     metric = primary.quantity
 
@@ -211,13 +211,13 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """The mean of the metric that chooses rates, by size, arm and rate of the tuning runs; null where a run diverged or has not ended."""
+    """Means of the metric by which rates are chosen, by size, arm and rate of tuning runs; null where a run diverged or has not ended."""
     experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
     for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
         value = experiment.choice_value(run)
         values[run.size, run.arm, run.rate].append(math.inf if value is None else value)
-    means = {place: mean_loss(costs) for place, costs in values.items()}
+    means = {size_arm_rate: mean_loss(costs) for size_arm_rate, costs in values.items()}
     return [
-        {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.chosen_by: mean if math.isfinite(mean) else None}
+        {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.choice_metric: mean if math.isfinite(mean) else None}
         for (size, arm, rate), mean in means.items()
     ]

@@ -1,4 +1,4 @@
-"""Architectures of transformers: their configuration fields as options of lm, and the tensors that hold each parameter of lm."""
+"""GPT-2, Llama and Qwen in transformers: conversion of their configurations to and from lm's, and the tensors of each lm parameter."""
 
 import math
 import re
@@ -12,19 +12,19 @@ import torch
 from lm.attention.catalogue import Layers, Softmax, Window
 from lm.attention.options import Options
 from lm.config.model_config import Learned, ModelConfig
-from lm.huggingface.fields import FIXED, IRRELEVANT, Fields, read_rope, write_rope
+from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields, read_rope, write_rope
 from lm.model.decoder import projections
 from lm.model.spec import ModelSpec
 from lm.schema import Plain
 
-MOST_LAYERS = 10**4
+MAX_LAYERS = 10**4
 HEAD = "lm_head.weight"  # tensor of the head; its name has no prefix `base`
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in the field `layer_types`
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of lm's parameters, and the tensors of transformers that hold it, stacked along its first dimension."""
+class MappedParameter:
+    """A parameter of lm's decoder, and the transformers tensors that hold it, concatenated along the parameter's first dimension."""
 
     name: str  # lm's name of the parameter
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Part:
 
 
 class Architecture(ABC):
-    """One `model_type` of transformers and its tensors' names; in a model with a head all names but the head's start with `base`."""
+    """A `model_type` of transformers. In a model with a language-model head, names of all tensors but the head's start with `base`."""
 
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]  # transformers' classes of models with such weights; the first is the language model
@@ -48,26 +48,26 @@ class Architecture(ABC):
     def read(self, fields: Fields) -> ModelSpec:
         """The spec that `fields` describe, with default special tokens. Raises RunError: a field is missing, unknown or can't be used."""
         allowed = (*([name] for name in self.classes), [])
-        fields.fixed("architectures", allowed, f"only {' and '.join(self.classes)} are read")
-        for name, (value, reason) in FIXED.items():
-            fields.fixed(name, (value,), reason)
+        fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
+        for name, (value, reason) in REQUIRED_VALUES.items():
+            fields.require_value(name, (value,), reason)
         spec = self.spec(fields)
-        fields.finish(IRRELEVANT)
+        fields.check_all_used(IRRELEVANT_FIELDS)
         return spec
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """The spec, from this architecture's own fields, which then count as used; `read` checks the fields that all of them share."""
+        """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields common to all architectures."""
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        """The configuration of the model nearest to `spec` that this architecture has; `read` of it gives that model's spec."""
+        """Return the config.json fields of the closest model to `spec` that this architecture has; `read` turns them into its spec."""
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """The factor on a layer's queries with which q.k / sqrt(D), D the head size, gives this architecture's scores."""
+        """Return the factor on a layer's queries that turns q.k / sqrt(D), D the head size, into this architecture's scores."""
         return 1.0
 
-    def placed(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[Part]:
+    def mapped_parameters(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[MappedParameter]:
         """Yield each of lm's parameters with the tensors that hold it, in a model whose tensor names have the prefix `base`."""
         with torch.device("meta"):
             decoder = spec.decoder()
@@ -81,7 +81,7 @@ class Architecture(ABC):
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
             factor = self.query_scale(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
             scaled_rows = (spec.model.n_embd, factor) if factor != 1 else None
-            yield Part(full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows)
+            yield MappedParameter(full_name, shape, tuple(zip(names, shapes, strict=True)), transposed, scaled_rows)
 
 
 class GPT2(Architecture):
@@ -101,14 +101,14 @@ class GPT2(Architecture):
 
     def spec(self, fields: Fields) -> ModelSpec:
         width, positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
-        fields.fixed("n_ctx", (positions,), f"is not n_positions = {positions}")
+        fields.require_value("n_ctx", (positions,), f"is not n_positions = {positions}")
         activation = fields.take("activation_function", str, "gelu_new")
         if activation not in self.activations:
-            raise fields.refused("activation_function", f"only {', '.join(self.activations)} are read")
+            raise fields.refusal("activation_function", f"only {', '.join(self.activations)} are read")
         for name, default in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
             fields.take(name, bool, default)  # read again in `query_scale`
         model = ModelConfig(
-            n_layer=fields.size("n_layer", 12, MOST_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
+            n_layer=fields.size("n_layer", 12, MAX_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
             n_mlp=fields.size("n_inner", 4 * width),
             mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5), position=Learned(),
             normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
@@ -128,7 +128,7 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """sqrt(D) if the model doesn't divide scores by it, else 1; over the layer's number (from 1) if scores are divided by that."""
+        """Return 1, or sqrt(D) without `scale_attn_weights`; `scale_attn_by_inverse_layer_idx` divides it by the layer's number from 1."""
         scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
 
@@ -154,23 +154,23 @@ class Llama(Architecture):
     def spec(self, fields: Fields) -> ModelSpec:
         width, mlp_width, positions = self.sizes
         width, positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", positions)
-        fields.fixed("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
+        fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
         heads = fields.size("num_attention_heads", 32)
         size = fields.size("head_dim", self.head_dim)
         if size is None and width % heads:
-            raise fields.refused("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
+            raise fields.refusal("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 32, MOST_LAYERS), n_head=heads, n_kv_head=None if kv_heads == heads else kv_heads,
+            n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=heads, n_kv_head=None if kv_heads == heads else kv_heads,
             head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", mlp_width),
             mlp="swiglu", norm="rms",
             norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
-            tied=fields.take("tie_word_embeddings", bool, False), **self.own(fields),
+            tied=fields.take("tie_word_embeddings", bool, False), **self.variant_options(fields),
         )  # fmt: skip
         return ModelSpec(model, fields.size("vocab_size", self.vocab_size), positions)
 
-    def own(self, fields: Fields) -> dict[str, bool | Options]:
-        """lm's options in which Llama, Qwen 2 and Qwen 3 differ: biases, norms of queries and keys, the normalizer."""
+    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
+        """Return, by name, lm's options in which Llama, Qwen 2 and Qwen 3 differ: biases, norms of queries and keys, the normalizer."""
         biases = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": biases[0], "mlp_bias": biases[1] if biases[0] != biases[1] else None, "normalizer": Softmax()}
 
@@ -181,12 +181,12 @@ class Llama(Architecture):
             "max_position_embeddings": spec.seq_len, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
             "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
             "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tied,
-            "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0, **self.write_own(model),
+            "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0, **self.write_variant_options(model),
             "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
         }  # fmt: skip
 
-    def write_own(self, model: ModelConfig) -> dict[str, Plain]:
-        """The configuration's fields from which `own` would read the options of `model`."""
+    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
+        """Return the config.json fields for the options of `model` in which Llama, Qwen 2 and Qwen 3 differ."""
         return {"attention_bias": model.bias, "mlp_bias": model.has_mlp_bias}
 
 
@@ -197,10 +197,10 @@ class Qwen2(Llama):
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
     divides_width, kv_heads, vocab_size, sizes = False, 32, 151936, (4096, 22016, 32768)
 
-    def own(self, fields: Fields) -> dict[str, bool | Options]:
+    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
         return {"bias": False, "qkv_bias": True, "normalizer": _read_windows(fields)}
 
-    def write_own(self, model: ModelConfig) -> dict[str, Plain]:
+    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
         return _write_windows(model)
 
 
@@ -211,41 +211,41 @@ class Qwen3(Qwen2):
     classes = ("Qwen3ForCausalLM", "Qwen3Model")
     kv_heads, head_dim, vocab_size, sizes = 32, 128, 151936, (4096, 22016, 32768)
 
-    def own(self, fields: Fields) -> dict[str, bool | Options]:
+    def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
         bias = fields.take("attention_bias", bool, False)
         return {"bias": bias, "mlp_bias": False if bias else None, "qk_norm": True, "normalizer": _read_windows(fields)}
 
-    def write_own(self, model: ModelConfig) -> dict[str, Plain]:
+    def write_variant_options(self, model: ModelConfig) -> dict[str, Plain]:
         return {"attention_bias": model.bias, **_write_windows(model)}
 
 
 def _read_windows(fields: Fields) -> Options:
-    """The normalizer: softmax, in some or all layers over a sliding window if the configuration says so."""
-    has_windows, layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MOST_LAYERS)
+    """Return the normalizer's options: softmax, in some or all layers over a sliding window if the configuration says so."""
+    has_windows, n_layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MAX_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
-    default_kinds = [SLIDING if has_windows and size and n >= first_layer else FULL for n in range(layers)]
-    kinds = fields.take("layer_types", list[str], default_kinds)
-    if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
-        raise fields.refused("layer_types", f"must list {FULL} or {SLIDING} for each of the {layers} layers")
-    if SLIDING in kinds and not has_windows:
-        raise fields.refused("layer_types", f"lists {SLIDING}, and use_sliding_window is not true")
-    if SLIDING in kinds and size is None:
-        raise fields.refused("sliding_window", f"layer_types lists {SLIDING}")
-    if SLIDING not in kinds:
+    default_layer_types = [SLIDING if has_windows and size and n >= first_layer else FULL for n in range(n_layers)]
+    layer_types = fields.take("layer_types", list[str], default_layer_types)
+    if len(layer_types) != n_layers or not {*layer_types} <= {FULL, SLIDING}:
+        raise fields.refusal("layer_types", f"must list {FULL} or {SLIDING} for each of the {n_layers} layers")
+    if SLIDING in layer_types and not has_windows:
+        raise fields.refusal("layer_types", f"lists {SLIDING}, and use_sliding_window is not true")
+    if SLIDING in layer_types and size is None:
+        raise fields.refusal("sliding_window", f"layer_types lists {SLIDING}")
+    if SLIDING not in layer_types:
         return Softmax()
-    normalizers = [Window(size=size) if kind == SLIDING else Softmax() for kind in kinds]
-    return normalizers[0] if {*kinds} == {SLIDING} else Layers(of=normalizers)
+    normalizers = [Window(size=size) if kind == SLIDING else Softmax() for kind in layer_types]
+    return normalizers[0] if {*layer_types} == {SLIDING} else Layers(of=normalizers)
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Plain]:
-    """The configuration's fields from which `_read_windows` would read the normalizer of `model`."""
-    layers = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
-    sizes = [options.size for options in layers if options.name == Window.name]
-    if not sizes:
+    """Return the config.json fields that say which layers of `model` have a sliding window, and of what size."""
+    layer_options = [model.normalizer.layer_option(n) for n in range(model.n_layer)]
+    window_sizes = [options.size for options in layer_options if options.name == Window.name]
+    if not window_sizes:
         return {"use_sliding_window": False, "sliding_window": None}
-    kinds = [SLIDING if options.name == Window.name else FULL for options in layers]
-    return {"use_sliding_window": True, "sliding_window": sizes[0], "layer_types": kinds}
+    layer_types = [SLIDING if options.name == Window.name else FULL for options in layer_options]
+    return {"use_sliding_window": True, "sliding_window": window_sizes[0], "layer_types": layer_types}
 
 
 ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture() for architecture in (GPT2, Llama, Qwen2, Qwen3)}

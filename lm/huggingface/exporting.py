@@ -1,4 +1,4 @@
-"""`lm export --format hf`: a model and its card for transformers, as a plain GPT-2, Llama or Qwen, else with lm's code that computes it."""
+"""`lm export --format hf`: writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own model code."""
 
 import json
 from pathlib import Path
@@ -10,27 +10,27 @@ from lm.attention.catalogue import Window
 from lm.attention.normalizer import Normalizer
 from lm.config.load import to_yaml
 from lm.config.model_config import AttentionBlock
-from lm.config.tree import function_of
+from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing, write_together
 from lm.huggingface.architectures import ARCHITECTURES, FULL, HEAD, SLIDING, Architecture
 from lm.huggingface.fields import Fields
-from lm.huggingface.gguf_file import CUTS
-from lm.huggingface.importing import CONFIG, OWN_TYPE, SINGLE
+from lm.huggingface.gguf_file import SPLIT_REGEX
+from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, write_weights
-from lm.runs.evaluations import evaluation_files, evaluation_in
+from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import Loaded, load
 from lm.schema import Plain, to_plain
 
-MOST_PLACES = 8  # columns of the longest series that a model card shows; the run's evaluations hold all series
+MAX_SERIES_VALUES = 8  # values of the longest series that a model card shows; the run's evaluations hold all series
 
 
 def model_card(loaded_model: Loaded, kind: str) -> str:
-    """The text of a model card, in Markdown, with the header that the hub reads.
+    """Return the text of a model card, in Markdown, with the header that the hub reads.
 
     kind: `model_type` of the exported model.
     """
@@ -47,16 +47,16 @@ def model_card(loaded_model: Loaded, kind: str) -> str:
     }
     if loaded_model.tokenizer is not None:
         rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
-    if kind == OWN["model_type"]:
-        rows["code"] = f"`{MODELLING}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
+    if kind == LM_CONFIG_FIELDS["model_type"]:
+        rows["code"] = f"`{MODELLING_FILE}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
     parts = ["---\nlibrary_name: transformers\npipeline_tag: text-generation\n---", f"# {loaded_model.folder.resolve().name}", _table(rows)]
-    parts += ["## Training", _training(loaded_model)]
-    if figures := _figures(loaded_model):
+    parts += ["## Training", _training_section(loaded_model)]
+    if figures := _evaluation_table(loaded_model):
         parts += ["## Figures", figures]
     return "\n\n".join(parts) + "\n"
 
 
-def _training(loaded_model: Loaded) -> str:
+def _training_section(loaded_model: Loaded) -> str:
     origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items())
     origin_note = f"The weights were imported: {origin}." if origin else ""
     config, environment = loaded_model.config, loaded_model.environment
@@ -82,29 +82,29 @@ def _training(loaded_model: Loaded) -> str:
     return f"{origin_note}\n\n{text}" if origin_note else text
 
 
-def _figures(loaded_model: Loaded) -> str:
-    """A table of the evaluations at the model's step; empty if there are none. Raises RunError: the file of an evaluation can't be read."""
-    lines = []
+def _evaluation_table(loaded_model: Loaded) -> str:
+    """Markdown table of the evaluations at the model's training step; empty without any. Raises RunError: an evaluation can't be read."""
+    table_rows = []
     for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
-        evaluation = evaluation_in(path) if step == loaded_model.stamp["step"] else None
+        evaluation = load_evaluation(path) if step == loaded_model.stamp["step"] else None
         for series in evaluation.series if evaluation else ():
-            if series.shown is None or len(series.places) > MOST_PLACES:
+            if series.shown is None or len(series.places) > MAX_SERIES_VALUES:
                 continue
             for place in series.places:
                 units = len(series.column(series.column_at(place))[0].values) if series.samples else ""
                 name = " ".join(word for word in (series.metric, series.what, f"({series.unit})" if series.unit else "") if word)
                 place_label = f"{series.axis.label} {place}" if series.axis else ""
-                lines.append(_line(name, series.setting, place_label, f"{series.mean_at(place):.4f}", units))
+                table_rows.append(_table_row(name, series.setting, place_label, f"{series.mean_at(place):.4f}", units))
     header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
-    return header + "\n".join(lines) if lines else ""
+    return header + "\n".join(table_rows) if table_rows else ""
 
 
 def _table(rows: dict[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(_line(name, value) for name, value in rows.items())])
+    return "\n".join(["| | |", "|---|---|", *(_table_row(name, value) for name, value in rows.items())])
 
 
-def _line(*cells: object) -> str:
-    """The row of a Markdown table with these cells; bars in a cell, as in <|endoftext|>, are escaped, since a bare one would end it."""
+def _table_row(*cells: object) -> str:
+    """A row of a Markdown table. Vertical bars in a cell, as in <|endoftext|>, are escaped, since an unescaped bar would end the cell."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -114,30 +114,30 @@ def _line(*cells: object) -> str:
 def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path:
     """Write the model at `source` to the folder `target` in the format of transformers, in fp32. Returns `target`.
 
-    Weights, config.json, the tokenizer, and README.md: what the model is, how it was trained, and its figures.
+    The folder gets weights, config.json, tokenizer, model card (README.md) and, where transformers lacks the architecture, modeling_lm.py.
 
-    Raises RunError: nothing to load there, a model that neither an architecture of transformers nor modeling_lm.py computes (with the
-    reason), an evaluation that can't be read, or `target` can't be written.
+    Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the model (the error
+    says why), an evaluation can't be read, or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
-    if plain_model := _architecture(loaded_model, source):
+    if plain_model := _matching_architecture(loaded_model, source):
         architecture, config = plain_model
-        tensors = _tensors(architecture, config, loaded_model)
+        tensors = _transformers_tensors(architecture, config, loaded_model)
     else:
         if problem := _reason_not_computed(loaded_model):
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
-        config = _own_config(loaded_model)
-        tensors = _own_tensors(loaded_model)
+        config = _lm_config(loaded_model)
+        tensors = _lm_tensors(loaded_model)
     descriptions: dict[str, Described] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     with new_folder(target) as folder:
-        with replacing(folder / SINGLE, "the weights") as file:
+        with replacing(folder / WEIGHTS_FILE, "the weights") as file:
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
-        files = {CONFIG: _json({**config, **_tokens(loaded_model)}), "README.md": model_card(loaded_model, config["model_type"])}
+        files = {CONFIG: _json({**config, **_token_id_fields(loaded_model)}), "README.md": model_card(loaded_model, config["model_type"])}
         if plain_model is None:
-            files[MODELLING] = Path(__file__).with_name(MODELLING).read_text(encoding="utf-8")
+            files[MODELLING_FILE] = Path(__file__).with_name(MODELLING_FILE).read_text(encoding="utf-8")
         if loaded_model.tokenizer is not None:
             tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
-            files[TOKENIZER] = starting_documents(tokenizer_text, loaded_model.spec.end_of_text)
+            files[TOKENIZER] = add_start_token(tokenizer_text, loaded_model.spec.end_of_text)
             files[TOKENIZER_CONFIG] = _json(_tokenizer_config(loaded_model.spec))
         write_together({folder / name: content.encode() for name, content in files.items()})
     return target
@@ -147,45 +147,45 @@ def _json(content: dict[str, Plain]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
-    """The architecture of transformers that computes this model with its tokenizer, and the configuration; None: there is none."""
+def _matching_architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
+    """The transformers architecture that computes this model with its tokenizer, and the config.json fields; None if there is none."""
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
         written_model = architecture.read(Fields(config, source)).model
-        is_same = function_of(written_model) == function_of(spec.model)
+        is_same = function_options(written_model) == function_options(spec.model)
         is_same &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
-        if is_same and (config["model_type"] != "qwen2" or _cuts_text_as_qwen2(loaded_model)):
+        if is_same and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
             return architecture, config
     return None
 
 
-def _cuts_text_as_qwen2(loaded_model: Loaded) -> bool:
-    """Whether the tokenizer normalizes and cuts text as Qwen 2's does; true if there is none.
+def _splits_text_as_qwen2(loaded_model: Loaded) -> bool:
+    """Whether the tokenizer normalizes and splits text as Qwen 2's does; true for a model without a tokenizer.
 
     For every model of type qwen2 AutoTokenizer makes Qwen 2's tokenizer, whatever tokenizer.json says.
     """
     if loaded_model.tokenizer is None:
         return True
     fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))
-    steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
-    cuts = {"type": "Split", "pattern": {"Regex": CUTS["qwen2"]}, "behavior": "Isolated", "invert": False}
-    qwen2_steps = [cuts, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
-    cuts_alike = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps] == qwen2_steps
-    return cuts_alike and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
+    splits = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
+    qwen2_split = {"type": "Split", "pattern": {"Regex": SPLIT_REGEX["qwen2"]}, "behavior": "Isolated", "invert": False}
+    qwen2_splits = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    splits_alike = [{name: value for name, value in split.items() if name != "trim_offsets"} for split in splits] == qwen2_splits
+    return splits_alike and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
 
 
-def _tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
-    """The tensors by their names in transformers, as views of lm's parameters."""
+def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
+    """The tensors of `architecture`, by their names in transformers, as views of lm's parameters."""
     state, tensors = loaded_model.decoder.state_dict(), {}
-    for part in architecture.placed(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
+    for part in architecture.mapped_parameters(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
         pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
         tensors |= {name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.tensors, pieces, strict=True)}
     return tensors
 
 
-def _tokens(loaded_model: Loaded) -> dict[str, Plain]:
-    """Ids of the tokens that start and end documents, for transformers' generation; several end tokens are a list."""
+def _token_id_fields(loaded_model: Loaded) -> dict[str, Plain]:
+    """config.json's `bos_token_id` (starts a document) and `eos_token_id` (ends it), an id or a list of ids; None without a tokenizer."""
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     _, start = loaded_model.tokenizer_and_start()
@@ -193,8 +193,8 @@ def _tokens(loaded_model: Loaded) -> dict[str, Plain]:
     return {"bos_token_id": start, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
 
 
-def starting_documents(content: str, end_of_text: str) -> str:
-    """A tokenizer.json whose tokenizer puts the token that starts a document before each text, and no other special token."""
+def add_start_token(content: str, end_of_text: str) -> str:
+    """The tokenizer.json `content`, changed to put `end_of_text`, which starts a document, before each text, and no other special token."""
     tokenizer = parse_tokenizer(content, end_of_text)
     start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
@@ -223,23 +223,23 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
 # ---------------------------------------------------------------- with code of its own
 
 
-MODELLING = "modeling_lm.py"  # beside this module; copied into the folder
-CLASSES = {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}
-OWN = {"model_type": OWN_TYPE, "architectures": ["LmForCausalLM"]}
-OWN |= {"auto_map": {auto: f"{MODELLING.removesuffix('.py')}.{name}" for auto, name in CLASSES.items()}}
-COMPUTED = (  # normalizers that the modelling file computes
+MODELLING_FILE = "modeling_lm.py"  # beside this module; copied into the folder
+AUTO_CLASSES = {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}
+LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"]}
+LM_CONFIG_FIELDS |= {"auto_map": {auto: f"{MODELLING_FILE.removesuffix('.py')}.{name}" for auto, name in AUTO_CLASSES.items()}}
+COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
     "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
     "relu2", "relu", "sigmoid",
 )  # fmt: skip
 
 
 def _reason_not_computed(loaded_model: Loaded) -> str:
-    """The reason why the modelling file does not compute a model, in words; empty if it does."""
+    """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
     layers = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
     if loaded_model.spec.model.differential:
         return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
-    if uncomputed_names := [options.name for options in layers if options.name not in COMPUTED]:
-        return f"code for transformers is written for the normalizers {', '.join(COMPUTED)}, not {uncomputed_names[0]}"
+    if uncomputed_names := [options.name for options in layers if options.name not in COMPUTED_NORMALIZERS]:
+        return f"code for transformers is written for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not {uncomputed_names[0]}"
     if names := [options.name for options in layers if getattr(options, "n", "") == "sample"]:
         return f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; visible and fixed:N are"
     if len(sizes := {options.size for options in layers if options.name == Window.name}) > 1:
@@ -247,8 +247,8 @@ def _reason_not_computed(loaded_model: Loaded) -> str:
     return ""
 
 
-def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
-    """The config.json of the modelling file: `LmConfig` there says what the fields are."""
+def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
+    """Fields of the config.json of a model that modeling_lm.py computes: the arguments of its class `LmConfig`."""
     spec = loaded_model.spec
     model = spec.model
     rope = model.position
@@ -260,28 +260,28 @@ def _own_config(loaded_model: Loaded) -> dict[str, Plain]:
         rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
     window_sizes = [normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in layers]
     return {
-        **OWN, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
+        **LM_CONFIG_FIELDS, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
         "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
         "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
         "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp, "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
-        "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.has_last, "embedding_norm": model.embedding_norm,
+        "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.has_last_position, "embedding_norm": model.embedding_norm,
         "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,
         "layer_types": [SLIDING if size else FULL for size in window_sizes],
         "sliding_window": next(filter(None, window_sizes), None),
-        "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_own_normalizer(normalizer) for normalizer in layers],
+        "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_lm_normalizer(normalizer) for normalizer in layers],
     }  # fmt: skip
 
 
-def _own_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """A normalizer's options, with constants that the training length fixes, and the shapes of its parameters by name."""
+def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
+    """A normalizer's options, the constants that the training length fixes, and `parameters`, the shapes of its parameters by name."""
     shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
 
-def _own_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
-    """The tensors by lm's names with the prefix `model.`; an untied head is `lm_head.weight`."""
+def _lm_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
+    """The decoder's tensors, by lm's names with the prefix `model.`; an untied head is `lm_head.weight`."""
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:
         del state["head.weight"]
@@ -289,7 +289,7 @@ def _own_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
 
 
 def check_hub_name(name: str) -> None:
-    """Raises DataError: not a name that a model on the hub can have."""
+    """Check that a model on the hub can have this name. Raises DataError if it can't."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -301,7 +301,7 @@ def check_hub_name(name: str) -> None:
 def upload(folder: Path, name: str) -> str:
     """Upload a folder to the hub as the model `name`, which is created if it is not there; returns its address.
 
-    Raises DataError: no network, no permission, or not a name.
+    Raises DataError: no network, no permission, or an invalid name.
     """
     from huggingface_hub import HfApi
 

@@ -1,4 +1,4 @@
-"""The fields of a config.json: each one is used, may have one value alone, or is known to be irrelevant; any other is refused by name."""
+"""Fields of a config.json: a field is read, must have a given value, or is irrelevant to the logits; any other is refused by name."""
 
 from collections.abc import Container
 from dataclasses import MISSING, fields
@@ -9,7 +9,7 @@ from lm.errors import RunError, abbreviated, as_written
 from lm.schema import Plain, convert, type_name
 
 # Fields that change nothing about the logits of text in evaluation mode, of every architecture here.
-IRRELEVANT = frozenset(
+IRRELEVANT_FIELDS = frozenset(
     {
         # written by transformers about the file
         *("model_type", "transformers_version", "_name_or_path", "_commit_hash", "name_or_path", "torch_dtype", "dtype"),
@@ -34,7 +34,7 @@ IRRELEVANT = frozenset(
     }
 )
 # Fields of every architecture that may only have this value, and why.
-FIXED: dict[str, tuple[Plain, str]] = {
+REQUIRED_VALUES: dict[str, tuple[Plain, str]] = {
     "auto_map": (None, "names code in the folder, which is never executed"),
     "quantization_config": (None, "quantised weights are not read; give the model they were made from, or a GGUF file"),
     "is_encoder_decoder": (False, "only decoders are read"),
@@ -59,7 +59,7 @@ class Fields:
         self.path, self._plain, self._used = path, plain, set()
 
     def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
-        """The value of a field, which counts as used; `default` if it is null or absent. Raises RunError: missing, or of another type."""
+        """Return a field's value, or `default` if it is null or absent; mark it as used. Raises RunError: no value, or another type."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None and default is not MISSING:
@@ -71,110 +71,110 @@ class Fields:
         return result
 
     def is_null(self, name: str) -> bool:
-        """Whether a field is there and null. An absent field has its default instead."""
+        """Whether a field is present and null; an absent field has its default instead."""
         return name in self._plain and self._plain[name] is None
 
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
-        """The value of a field that is a whole number from 1 to `maximum`, taken as by `take`. Raises RunError: another value."""
+        """Return the value of a field, as `take` does: a whole number from 1 to `maximum`. Raises RunError: another value."""
         size = self.take(name, int, default)
         if size is not None and size > maximum:
-            raise self.refused(name, f"must be at most {maximum:,}")
+            raise self.refusal(name, f"must be at most {maximum:,}")
         if size is not None and size < 1:
-            raise self.refused(name, "must be 1 or more")
+            raise self.refusal(name, "must be 1 or more")
         return size
 
     def number(self, name: str, default: Plain = MISSING) -> float:
-        """The value of a field that is a number above 0, taken as by `take`. Raises RunError: another value."""
+        """Return the value of a field, as `take` does: a number above 0. Raises RunError: another value."""
         number = self.take(name, float, default)
         if number is not None and number <= 0:
-            raise self.refused(name, "must be above 0")
+            raise self.refusal(name, "must be above 0")
         return number
 
     def block(self, name: str) -> "Fields | None":
-        """The fields that a field holds; None: it is null or absent."""
+        """Return the fields nested in the field `name`, None if it is null or absent. Raises RunError: a value without fields."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.refused(name, "must hold fields")
+            raise self.refusal(name, "must hold fields")
         return Fields(value, Path(f"{self.path}: {name}"))
 
-    def fixed(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
-        """Raises RunError if the field is there with a value other than the allowed ones (null counts as absent)."""
+    def require_value(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
+        """Check that a field is absent, null or one of `allowed_values`; mark it as used. Raises RunError with `reason`: another value."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is not None and value not in allowed_values:
-            raise self.refused(name, reason)
+            raise self.refusal(name, reason)
 
-    def refused(self, name: str, reason: str) -> RunError:
-        """The error that names a field, its value and why it can't be used."""
+    def refusal(self, name: str, reason: str) -> RunError:
+        """Return the error that names a field, its value and the reason why it can't be used."""
         return RunError(f"{self.path}: {name} = {abbreviated(as_written(self._plain.get(name)), 80)}: {reason}")
 
-    def finish(self, irrelevant_names: Container[str]) -> None:
-        """Raises RunError if a field was neither used nor is irrelevant."""
+    def check_all_used(self, irrelevant_names: Container[str]) -> None:
+        """Check that each field was used or is in `irrelevant_names`. Raises RunError: a field is neither."""
         unknown_names = [name for name in self._plain if name not in self._used and name not in irrelevant_names]
         if unknown_names:
             further_names = f" (and {', '.join(unknown_names[1:6])})" if unknown_names[1:] else ""
-            raise self.refused(unknown_names[0], f"a field that is not known here{further_names}: the model may compute something else")
+            raise self.refusal(unknown_names[0], f"a field that is not known here{further_names}: the model may compute something else")
 
 
 # ---------------------------------------------------------------- RoPE
 
 
-THETA = 10000.0  # transformers' default of rope_theta
-BY_LENGTH = "its frequencies depend on the length of the sequence; only default, linear, llama3 and yarn are read"
-ORIGINAL = "original_max_position_embeddings"
+DEFAULT_THETA = 10000.0  # transformers' default of rope_theta
+LENGTH_DEPENDENT_REASON = "its frequencies depend on the length of the sequence; only default, linear, llama3 and yarn are read"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 # For each `rope_type`, lm's class of options, and lm's name of each option by its name in transformers.
-TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
+ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
     "default": (TrainedScaling, {}),
     "linear": (LinearScaling, {"factor": "factor"}),
-    "llama3": (Llama3Scaling, {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL: "original"}),
+    "llama3": (Llama3Scaling, {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH: "original"}),
     "yarn": (
         YarnScaling,
         {
             "factor": "factor",
             "beta_slow": "slow",
             "beta_fast": "fast",
-            ORIGINAL: "original",
+            ORIGINAL_LENGTH: "original",
             "attention_factor": "attention_factor",
             "truncate": "whole_pairs",
         },
     ),
 }
-DEFAULTS: dict[str, Plain] = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": None, "truncate": True}
+ROPE_DEFAULTS: dict[str, Plain] = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": None, "truncate": True}
 
 
 def read_rope(config: Fields, positions: int) -> Rope:
-    """RoPE's options in a model with a context of `positions` tokens. Raises RunError: a type or field, which it names, can't be used."""
+    """Return RoPE's options for a context of `positions` tokens. Raises RunError, which names the type or field that can't be used."""
     block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
     if block and older_block:
-        raise config.refused("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")
+        raise config.refusal("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")
     outer_theta = config.number("rope_theta", None)
-    config.fixed("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
+    config.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
     name = "rope_parameters" if block else "rope_scaling"
     if (block := block or older_block) is None:
-        return Rope(theta=outer_theta or THETA)
-    theta = block.number("rope_theta", outer_theta or THETA)
+        return Rope(theta=outer_theta or DEFAULT_THETA)
+    theta = block.number("rope_theta", outer_theta or DEFAULT_THETA)
     if outer_theta not in (None, theta):
-        raise config.refused("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
-    block.fixed("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
+        raise config.refusal("rope_theta", f"{name} has rope_theta = {theta:g}: one of them says what RoPE is")
+    block.require_value("partial_rotary_factor", (1,), "all dimensions of a head rotate in this architecture")
     for name in ("mscale", "mscale_all_dim"):
-        block.fixed(name, (), "only attention_factor is read")
+        block.require_value(name, (), "only attention_factor is read")
     kind = block.take("rope_type", str, block.take("type", str, "default"))
-    if kind not in TYPES:
+    if kind not in ROPE_TYPES:
         name = "rope_type" if block.take("rope_type", str, "") else "type"
-        raise block.refused(name, BY_LENGTH if kind in ("dynamic", "longrope") else f"only {', '.join(TYPES)} are read")
-    schema, names = TYPES[kind]
+        raise block.refusal(name, LENGTH_DEPENDENT_REASON if kind in ("dynamic", "longrope") else f"only {', '.join(ROPE_TYPES)} are read")
+    schema, names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
-    defaults = {**DEFAULTS, ORIGINAL: positions}
+    defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: positions}
     options = {option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in names.items()}
-    block.finish(())
+    block.check_all_used(())
     return Rope(theta=theta, scaling=schema(**options))
 
 
 def write_rope(rope: Rope) -> dict[str, Plain]:
-    """transformers' `rope_parameters` of lm's options of RoPE."""
-    kind, names = next((kind, names) for kind, (schema, names) in TYPES.items() if schema is type(rope.scaling))
+    """Return transformers' field `rope_parameters` for lm's RoPE options."""
+    kind, names = next((kind, names) for kind, (schema, names) in ROPE_TYPES.items() if schema is type(rope.scaling))
     values = {field: getattr(rope.scaling, option) for field, option in names.items()}
     return {"rope_type": kind, "rope_theta": rope.theta} | {name: value for name, value in values.items() if value is not None}

@@ -16,38 +16,38 @@ from torch import Tensor
 
 from lm.config.model_config import Llama3Scaling, Rope
 from lm.errors import RunError, one_line
-from lm.huggingface.fields import THETA, Fields, write_rope
+from lm.huggingface.fields import DEFAULT_THETA, Fields, write_rope
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.schema import Plain
 
 # Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "": ByteLevel's own pattern, which is GPT-2's.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {
+_WORD_REGEX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT_REGEX = {
     "gpt-2": "",
     "smollm": r"\p{N}",
-    "llama-bpe": _WORDS.replace("DIGITS", r"\p{N}{1,3}"),
-    "qwen2": _WORDS.replace("DIGITS", r"\p{N}"),
+    "llama-bpe": _WORD_REGEX.replace("DIGITS", r"\p{N}{1,3}"),
+    "qwen2": _WORD_REGEX.replace("DIGITS", r"\p{N}"),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 SPACE = "▁"  # stands for a space in sentencepiece's tokens
 
 
-def _byte_level(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> Tokenizer:
+def _byte_bpe(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> Tokenizer:
     pairs = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     tokenizer = Tokenizer(models.BPE(_token_ids(metadata["tokens"]), pairs, ignore_merges=pre_tokenizer == "llama-bpe"))
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     splits_words = pre_tokenizer in ("gpt-2", "smollm")  # as GPT-2 does, after the pattern
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)])
     tokenizer.decoder = decoders.ByteLevel()
     if pre_tokenizer == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _sentencepiece_tokenizer(metadata: dict[str, Plain]) -> Tokenizer:
-    """A sentencepiece BPE tokenizer: it puts a space before a text, merges across words, and spells characters without a token in bytes."""
-    tokens, kinds = metadata["tokens"], metadata["token_type"]
-    scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True) if kind == NORMAL}
+def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
+    """Return a sentencepiece BPE tokenizer: merges across words, bytes for unknown characters, by default a space before each text."""
+    tokens, token_types = metadata["tokens"], metadata["token_type"]
+    scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], token_types, strict=True) if kind == NORMAL}
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
     bpe = models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
@@ -60,7 +60,7 @@ def _sentencepiece_tokenizer(metadata: dict[str, Plain]) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The pairs that sentencepiece joins, highest score of the joined token first: sentencepiece's files list scores, and no merges."""
+    """Return the token pairs that BPE merges, highest score of the merged token first: sentencepiece's files list scores, not merges."""
     splits = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
     pairs = [split for split in splits if split[0] in scores and split[1] in scores]
     return [(start, end) for start, end, _ in sorted(pairs, key=lambda split: (-split[2], -len(split[0])))]
@@ -77,7 +77,7 @@ def _token_ids(tokens: list[str]) -> dict[str, int]:
 
 
 # Names of metadata after the prefix `ARCHITECTURE.`, and the same fields' names in transformers.
-FIELDS = {
+CONFIG_FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -89,13 +89,13 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # every file has the others
+OPTIONAL_METADATA = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # every file has the others
 SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # after rope.scaling.
 # Metadata after `ARCHITECTURE.` that must have this value, which lm computes; None: any value.
-DEFAULTS = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": None}
-ABOUT = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
-# Names of a layer's tensors, and their names in transformers after `model.layers.N.`; WHOLE: names of the other tensors.
-LAYER = {
+REQUIRED_METADATA = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": None}
+IRRELEVANT_PREFIXES = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
+# Names of a layer's tensors, and their names in transformers after `model.layers.N.`; NON_LAYER: names of the other tensors.
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -108,7 +108,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+NON_LAYER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 FREQUENCIES = "rope_freqs.weight"  # tensor that Llama 3's converter writes: the divisor of each RoPE pair's frequency
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -122,7 +122,7 @@ class GGUF:
         shapes: shapes of the tensors, by transformers' names.
         types: the number of tensors of each type, e.g. {"Q4_1": 210}.
 
-    Raises RunError: not a GGUF file, one that is cut short, another architecture, or metadata that can't be used (the error names it).
+    Raises RunError: not a GGUF file, a truncated file, another architecture, or metadata that can't be used (the error names the key).
     """
 
     def __init__(self, path: Path):
@@ -134,21 +134,21 @@ class GGUF:
         try:
             reader = GGUFReader(path)
             self._metadata = {name: field.contents() for name, field in reader.fields.items()}
-            self._tensors = {self._name(tensor.name): tensor for tensor in reader.tensors}
+            self._tensors = {self._transformers_name(tensor.name): tensor for tensor in reader.tensors}
         except RunError:
             raise
         except Exception as error:  # all that the reader raises for damaged files
             raise RunError(f"{path}: not a readable GGUF file: {one_line(error, 160)}") from None
-        self._check_whole()
+        self._check_tensor_ranges()
         self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
         if FREQUENCIES in self._tensors and "rope_scaling" not in self.config:
             self.config["rope_scaling"] = self._llama3_scaling()
-        self.tokenizer_config = {f"{kind}_token": self._token(kind) for kind in ("bos", "eos")}
+        self.tokenizer_config = {f"{kind}_token": self._special_token(kind) for kind in ("bos", "eos")}
 
-    def _check_whole(self) -> None:
-        """Raises RunError if a tensor's data would lie beyond the end of the file, or within another tensor's."""
+    def _check_tensor_ranges(self) -> None:
+        """Check where the tensors' data lie. Raises RunError: data of a tensor end beyond the file, or begin within another tensor."""
         size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
             if tensor.data_offset < end:
@@ -157,12 +157,12 @@ class GGUF:
             if end > size:
                 raise RunError(f"{self.path}: cut short: {name} ends beyond the file; fetch it again")
 
-    def _name(self, name: str) -> str:
-        """A tensor's name in transformers; an unknown name stays as it is."""
+    def _transformers_name(self, name: str) -> str:
+        """Return a tensor's name in transformers, or an unknown `name` unchanged."""
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
             number, kind, part = match.groups()
-            return f"model.layers.{number}.{LAYER[kind]}.{part}" if kind in LAYER else name
-        return WHOLE.get(name, name)
+            return f"model.layers.{number}.{LAYER_TENSORS[kind]}.{part}" if kind in LAYER_TENSORS else name
+        return NON_LAYER.get(name, name)
 
     def _config(self) -> dict[str, Plain]:
         kind = self._metadata.get("general.architecture")
@@ -174,10 +174,10 @@ class GGUF:
         for name, value in self._metadata.items():
             key = name.removeprefix(f"{kind}.")
             value = _shortest_decimal(value)
-            if name.startswith(ABOUT) or (key in DEFAULTS and DEFAULTS[key] in (None, value)):
+            if name.startswith(IRRELEVANT_PREFIXES) or (key in REQUIRED_METADATA and REQUIRED_METADATA[key] in (None, value)):
                 continue
-            if key in FIELDS:
-                config[FIELDS[key]] = value
+            if key in CONFIG_FIELDS:
+                config[CONFIG_FIELDS[key]] = value
             elif key.removeprefix("rope.scaling.") in SCALING and key.startswith("rope.scaling."):
                 scaling[SCALING[key.removeprefix("rope.scaling.")]] = value
             elif key in ("rope.dimension_count", "attention.value_length"):
@@ -186,7 +186,7 @@ class GGUF:
                 raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
         if scaling.get("factor", 0) not in (0, 1):
             scaling.setdefault("rope_type", "linear")  # as llama.cpp reads a file without a type
-        if missing_names := [name for name, field in FIELDS.items() if field not in config and name not in OPTIONAL]:
+        if missing_names := [name for name, field in CONFIG_FIELDS.items() if field not in config and name not in OPTIONAL_METADATA]:
             raise RunError(f"{self.path}: there is no metadata {kind}.{missing_names[0]}: damaged?")
         size = _head_size(config)
         for name, value in head_sizes.items():
@@ -198,12 +198,12 @@ class GGUF:
         return {**defaults, **config, **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {})}
 
     def _llama3_scaling(self) -> dict[str, Plain]:
-        """`rope_scaling` of Llama 3.1 to 3.3, found from the file's divisors of frequencies: the file does not name the type.
+        """Return `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCIES`, which is then left out of the tensors.
 
-        Raises RunError: no such rescaling has these divisors.
+        Raises RunError: no rescaling as in Llama 3.1 to 3.3 has this tensor's divisors.
         """
         divisors = self.read(FREQUENCIES).double()
-        theta = Fields(self.config, self.path).number("rope_theta", THETA)
+        theta = Fields(self.config, self.path).number("rope_theta", DEFAULT_THETA)
         factor = float(divisors.max()) if divisors.numel() else math.nan
         rope = Rope(theta, scaling=Llama3Scaling(factor))
         old_freqs, new_freqs = (frequencies(2 * divisors.numel(), variant, AS_TRAINED, 1, 1) for variant in (Rope(theta), rope))
@@ -214,16 +214,16 @@ class GGUF:
         return write_rope(rope)
 
     def _tokens(self) -> list[str]:
-        """The tokens of the file's tokenizer; [] if it lists none."""
+        """Return the tokens of the file's tokenizer; [] if the file lists none."""
         tokens = self._metadata.get("tokenizer.ggml.tokens")
         return tokens if isinstance(tokens, list) else []
 
-    def _token(self, kind: str) -> str | None:
+    def _special_token(self, kind: str) -> str | None:
         index = self._metadata.get(f"tokenizer.ggml.{kind}_token_id")
         return self._tokens()[index] if isinstance(index, int) and 0 <= index < len(self._tokens()) else None
 
     def read(self, name: str) -> Tensor:
-        """A tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError: it can't be read."""
+        """Return a tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError: it can't be read."""
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -239,19 +239,19 @@ class GGUF:
         return value
 
     def tokenizer(self) -> str | None:
-        """The content of a tokenizer.json; None: the file has no tokenizer.
+        """Return the file's tokenizer as the content of a tokenizer.json; None: the file has no tokenizer.
 
-        Raises RunError: a kind of tokenizer that is not read, for which a tokenizer.json must be given, or a damaged one.
+        Raises RunError: the tokenizer is damaged, or of a kind that can't be read from GGUF, so that a tokenizer.json must be given.
         """
         metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
         kind, pre_tokenizer = metadata.get("model"), metadata.get("pre")
         if kind is None:
             return None
-        if kind != "llama" and (kind != "gpt2" or pre_tokenizer not in tuple(CUTS)):
+        if kind != "llama" and (kind != "gpt2" or pre_tokenizer not in tuple(SPLIT_REGEX)):
             description = f"tokenizer.ggml.model = {kind!r}, pre = {pre_tokenizer!r}"
             raise RunError(f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
         try:
-            tokenizer = _sentencepiece_tokenizer(metadata) if kind == "llama" else _byte_level(metadata, CUTS[pre_tokenizer], pre_tokenizer)
+            tokenizer = _sentencepiece_bpe(metadata) if kind == "llama" else _byte_bpe(metadata, SPLIT_REGEX[pre_tokenizer], pre_tokenizer)
             tokens = list(zip(metadata["tokens"], metadata["token_type"], strict=True))
             kinds = (CONTROL, UNKNOWN)
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in kinds])
@@ -263,11 +263,11 @@ class GGUF:
 
 
 def _head_size(config: dict[str, Plain]) -> int | None:
-    """The size of a head; None: not known, since the width or the number of heads is no whole number above 0."""
+    """Return `head_dim`, else width / number of heads, rounded down; None if width or number is not a whole number above 0."""
     sizes = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
 
 
 def _shortest_decimal(value: Plain) -> Plain:
-    """The shortest decimal of a number that was stored as fp32, e.g. 1e-05 for 9.999999747e-06; other values as they are."""
+    """Return the shortest decimal of a number that was stored as fp32, e.g. 1e-05 for 9.999999747e-06; other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value

@@ -25,7 +25,7 @@ from lm.data.tokenizer import (
 )
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
 from lm.files import check_new, read_json
-from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, Part
+from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, MappedParameter
 from lm.huggingface.fields import Fields
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described
@@ -36,10 +36,10 @@ from lm.schema import Plain, to_plain
 if TYPE_CHECKING:
     from lm.huggingface.gguf_file import GGUF
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_TYPES = ("F32", "F16", "BF16")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-OWN_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's code, modeling_lm.py
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+LM_MODEL_TYPE = "lm_decoder"  # model_type of an export that is computed by lm's code, modeling_lm.py
 
 
 class Shards:
@@ -49,17 +49,17 @@ class Shards:
         path: the folder, which errors name.
         shapes: the shape of each tensor, by its name in transformers.
 
-    Raises RunError: no weights there, or a shard that is missing, cut short, damaged or not as the index says.
+    Raises RunError: a folder without weights, or a shard that is missing, truncated, damaged or in conflict with the index.
     """
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
         self._files_and_types: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and the type that it has there
-        for file, names in _files(folder).items():
-            self._describe(file, names)
+        for file, names in _weight_files(folder).items():
+            self._read_header(file, names)
 
-    def _describe(self, file: Path, names: set[str] | None) -> None:
-        """Read the header of a file; `names`: the names of the tensors that the index lists for it, None without an index."""
+    def _read_header(self, file: Path, names: set[str] | None) -> None:
+        """Record shape, type and file of the tensors in a file; `names`: the tensors that the index lists for it, None without an index."""
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
@@ -75,9 +75,9 @@ class Shards:
         self._files_and_types |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
-        """A tensor, fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped memory.
+        """Return a tensor in fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped memory.
 
-        Raises RunError: it has a type that is not read, or can't be read.
+        Raises RunError: the tensor can't be read, or its type is not one of `READ_TYPES`.
         """
         file, kind = self._files_and_types[name]
         if kind not in READ_TYPES:
@@ -89,16 +89,16 @@ class Shards:
             raise RunError(f"{file}: {name} is not readable: {one_line(error, 160)}") from None
 
 
-def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files that hold the weights, each with the names of its tensors by the index; None: there is no index."""
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: None}
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Return the weight files of a folder, each with the names of the tensors that the index lists for it, None without an index."""
+    if (folder / WEIGHTS_FILE).is_file():
+        return {folder / WEIGHTS_FILE: None}
     index = folder / INDEX
     if not index.is_file():
-        if pickles := [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]:
+        if pickles := [path.name for pattern in PICKLE_PATTERNS for path in sorted(folder.glob(pattern))]:
             reason = "a pickle, which may run code when it is read; convert it where you trust it: model.save_pretrained writes safetensors"
             raise RunError(f"{folder / pickles[0]}: {reason}")
-        raise RunError(f"{folder}: no weights: neither {SINGLE} nor {INDEX}")
+        raise RunError(f"{folder}: no weights: neither {WEIGHTS_FILE} nor {INDEX}")
     files_by_name = read_json(index).get("weight_map")
     if not isinstance(files_by_name, dict) or not files_by_name or not all(map(_is_plain_name, files_by_name.values())):
         raise RunError(f"{index}: its weight_map must name a file of the folder for each tensor")
@@ -119,8 +119,8 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A pretrained model that was opened: nothing of its weights is read yet."""
+class PretrainedModel:
+    """A pretrained model that was opened, and whose weights are not read yet."""
 
     path: Path  # the path of the model, which errors name
     config: dict[str, Plain]  # fields as in a config.json
@@ -142,7 +142,7 @@ def import_model(
 ) -> ModelSpec:
     """Write a pretrained model to the model folder `target`; returns its spec. No code of the model is executed.
 
-    Weights are read, checked and written one at a time, so that memory holds a few of the largest, not the model.
+    Weights are read, checked and written one parameter at a time, so that memory holds a few tensors, not the whole model.
 
     Args:
         source: a folder in the format of transformers (safetensors, also in shards), a GGUF file, or a name on the hub.
@@ -152,20 +152,20 @@ def import_model(
         end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
 
     Raises:
-        RunError: not a model, or one that can't be used (it names the field or tensor at fault); nothing is written.
-        ConfigError: a training length above `LONGEST`, or other than the number of learned positions; an argument not meant for `source`.
+        RunError: `source` is no model, or a model that can't be used (the error names the field or tensor); nothing is written.
+        ConfigError: `length` is above `LONGEST` or differs from the number of learned positions; an argument does not apply to `source`.
     """
     check_new(target)
-    model = open_source(source, revision, tokenizer)
+    model = open_pretrained(source, revision, tokenizer)
     fields = Fields(model.config, model.path)
     kind = fields.take("model_type", str)
     if kind not in ARCHITECTURES:
-        reason = "this export of lm has code of its own: export the run without --format hf; " if kind == OWN_TYPE else ""
-        raise fields.refused("model_type", f"{reason}only {', '.join(ARCHITECTURES)} are read")
+        reason = "this export of lm has code of its own: export the run without --format hf; " if kind == LM_MODEL_TYPE else ""
+        raise fields.refusal("model_type", f"{reason}only {', '.join(ARCHITECTURES)} are read")
     architecture = ARCHITECTURES[kind]
     spec = architecture.read(fields)
     positions = spec.seq_len
-    if length is not None and length != positions and spec.model.position.has_last:
+    if length is not None and length != positions and spec.model.position.has_last_position:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
     if (n_tokens := length or positions) > LONGEST:
         name = "--length" if length else "max_position_embeddings"
@@ -185,17 +185,17 @@ def import_model(
         spec = ModelSpec.read(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
-    parts = _parts(architecture, spec, fields, model.tensors)
+    parts = _checked_parameters(architecture, spec, fields, model.tensors)
     descriptions: dict[str, Described] = {part.name: (torch.float32, part.shape) for part in parts}
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     content = None if model.tokenizer is None else model.tokenizer.encode()
-    write_model(target, spec, descriptions, _weights(parts, model.tensors), content, origin=origin)
-    _print(target, kind, spec, token_count, sum(math.prod(part.shape) for part in parts))
+    write_model(target, spec, descriptions, _parameter_values(parts, model.tensors), content, origin=origin)
+    _print_summary(target, kind, spec, token_count, sum(math.prod(part.shape) for part in parts))
     return spec
 
 
-def open_source(source: str, revision: str | None, tokenizer: Path | None) -> Source:
-    """The model that `source` names, without its weights. Raises RunError and ConfigError as `import_model`."""
+def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -> PretrainedModel:
+    """Open the model that `source` names, without reading its weights. Raises RunError and ConfigError as `import_model` does."""
     path, origin = Path(source), {"source": source}
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
@@ -207,7 +207,7 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         file = GGUF(path)
         content = named_tokenizer(tokenizer) if tokenizer else file.tokenizer()
         origin["tensor_types"] = file.types
-        return Source(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {}, origin)
+        return PretrainedModel(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {}, origin)
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name
@@ -220,11 +220,11 @@ def open_source(source: str, revision: str | None, tokenizer: Path | None) -> So
         read_json(file) if file.is_file() else {} for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
     )
     tokenizer_path = tokenizer_path / TOKENIZER if tokenizer_path.is_dir() else tokenizer_path
-    return Source(path / CONFIG, config, Shards(path), content, tokenizer_path, settings, generation, origin)
+    return PretrainedModel(path / CONFIG, config, Shards(path), content, tokenizer_path, settings, generation, origin)
 
 
-def _start_token(model: Source) -> str:
-    """The token that starts a document: <|endoftext|> if that is a special token, else the model's BOS, else its EOS.
+def _start_token(model: PretrainedModel) -> str:
+    """Return the token that starts a document: <|endoftext|> if it is a special token, else the model's BOS, else its EOS.
 
     Raises RunError: none of these tokens is known.
     """
@@ -244,7 +244,7 @@ def _start_token(model: Source) -> str:
 
 
 def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """The tokens of a kind, `bos` or `eos`, that configurations give by name or id; only those in `tokens`, {id: token}."""
+    """Return the `bos` or `eos` tokens (`kind`) that configurations give by name or id and that `tokens`, {id: token}, contains."""
     named_tokens: list[Plain] = []
     for fields in configurations:
         token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
@@ -253,8 +253,8 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
     return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
 
 
-def _checked_tokenizer(model: Source, start: str, vocabulary: int) -> Tokenizer:
-    """The tokenizer of a model of `vocabulary` tokens. Raises RunError: it can't be used, lacks `start`, or has more tokens."""
+def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> Tokenizer:
+    """Return a model's tokenizer. Raises RunError: it can't be used, lacks the token `start`, or has ids of `vocabulary` or above."""
     try:
         with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
             tokenizer = parse_tokenizer(model.tokenizer, start)
@@ -267,10 +267,10 @@ def _checked_tokenizer(model: Source, start: str, vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[Part]:
-    """Parts, sorted by name. Raises RunError: a tensor is missing, unknown or of another shape, or a tied head isn't the embedding."""
+def _checked_parameters(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[MappedParameter]:
+    """lm's parameters, sorted by name. Raises RunError: a missing, unknown or misshapen tensor, or a tied head unlike the embedding."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
-    parts = list(architecture.placed(spec, fields, base))
+    parts = list(architecture.mapped_parameters(spec, fields, base))
     expected_shapes = {name: size for part in parts for name, size in part.tensors}
     if spec.model.tied and HEAD in tensors.shapes:
         expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
@@ -287,8 +287,8 @@ def _parts(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors:
     return sorted(parts, key=lambda part: part.name)
 
 
-def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
-    """Yield lm's parameters, (name, value), each read when asked for. Raises RunError: a tensor holds numbers that are not finite."""
+def _parameter_values(parts: list[MappedParameter], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
+    """Yield lm's parameters, (name, value), each read when requested. Raises RunError: a tensor holds numbers that are not finite."""
     for part in parts:
         pieces = []
         for name, _ in part.tensors:
@@ -304,7 +304,7 @@ def _weights(parts: list[Part], tensors: "Shards | GGUF") -> Iterator[tuple[str,
         yield part.name, value
 
 
-def _print(folder: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
+def _print_summary(folder: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
     print(f"{folder}: {kind}, {parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
     if tokens:
         end_note = f", end with {' or '.join(spec.end_tokens)}" if spec.end_tokens else ""

@@ -3,9 +3,9 @@
     import lm.huggingface
     lm.huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="lm_ssmax")
-    lm.huggingface.add_parameters(model)  # of normalizers that learn something
+    lm.huggingface.add_parameters(model)  # for normalizers with learned parameters
 
-The same lines read the parameters again from a folder that `save_pretrained` wrote. Without `attn_implementation` transformers computes
+The same code reads the parameters back from a folder that `save_pretrained` wrote. Without `attn_implementation` transformers computes
 softmax, at most with a warning of unexpected tensors.
 
 Shapes: B sequences, T queries, S keys, H query heads, K key-value heads, D head size.
@@ -30,26 +30,26 @@ from lm.errors import ConfigError, Problem
 from lm.functional import Named
 from lm.huggingface.importing import INDEX, Shards
 
-LENGTH = "lm_train_length"  # field of the configuration with the training length
-HOLDER = "lm_normalizer"  # the module with the parameters, in each layer's attention; and the configuration's field with their normalizer
-UNREGISTERED = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
-REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
-BY_ANGLE = ("qassmax", "linear")  # no functions of q.k: through RoPE they see absolute positions; but not linear with features: identity
+LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
+NORMALIZER_ATTRIBUTE = "lm_normalizer"  # module of each attention with its parameters, and configuration field with their normalizer
+UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
+REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
+POSITION_DEPENDENT = ("qassmax", "linear")  # no functions of q.k: RoPE shows them absolute positions; except linear with features: identity
 OWN_ATTENTION = "{} computes attention by itself, whatever attn_implementation says"
-WEIGHTS = ["*.safetensors", INDEX]
+WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 
 
 def register(normalizers: Mapping[str, Named] | None = None) -> None:
     """Register normalizers as attention functions of transformers.
 
-    normalizers: by their `attn_implementation`, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all but forget, asentmax and
-    p_n with their default options, as lm_NAME.
+    normalizers: {`attn_implementation`: normalizer}, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all except forget,
+    asentmax and p_n, with their default options, as lm_NAME.
 
-    Raises ConfigError: no such normalizer, one of these three, or options that it does not have.
+    Raises ConfigError: an unknown normalizer, forget, asentmax or p_n, or an option that the normalizer does not have.
     """
-    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED}).items():
+    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}).items():
         functional.parameters(normalizer, 1, 2, 2)
-        if (kind := normalizer if isinstance(normalizer, str) else normalizer["name"]) in UNREGISTERED:
+        if (kind := normalizer if isinstance(normalizer, str) else normalizer["name"]) in UNREGISTERED_NORMALIZERS:
             raise ConfigError([Problem(name, kind, "is no function of one layer's queries and keys", "train it with lm")])
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, normalizer))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
@@ -72,43 +72,43 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
         raise ValueError(f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's")
     (normalizer,) = function.args
     options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
-    if (entry := getattr(config, HOLDER, None)) not in (None, options):
+    if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
         raise ValueError(f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}")
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
     if not (model.is_backend_compatible() and layers):
         raise ValueError(OWN_ATTENTION.format(type(model).__name__))
-    if any(hasattr(module, HOLDER) for module in layers):
+    if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in layers):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
-    setattr(config, HOLDER, options)
-    setattr(config, LENGTH, train_length or _train_length(config))
+    setattr(config, NORMALIZER_ATTRIBUTE, options)
+    setattr(config, LENGTH_FIELD, train_length or _train_length(config))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for module in layers:
         initial_values = functional.parameters(normalizer, config.num_attention_heads, head_size, _train_length(config))
-        holder = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
-        holder.names = list(initial_values)  # as `lm.functional` has them, with their dots
-        module.add_module(HOLDER, holder.to(next(module.parameters()).device))
+        parameter_dict = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
+        parameter_dict.names = list(initial_values)  # as `lm.functional` has them, with their dots
+        module.add_module(NORMALIZER_ATTRIBUTE, parameter_dict.to(next(module.parameters()).device))
     if entry:
-        _read_saved(model)
+        _read_saved_parameters(model)
 
 
 def _train_length(config: PreTrainedConfig) -> int:
-    return getattr(config, LENGTH, None) or config.max_position_embeddings
+    return getattr(config, LENGTH_FIELD, None) or config.max_position_embeddings
 
 
-def _read_saved(model: PreTrainedModel) -> None:
-    """Read the normalizers' parameters from the model's saved weights. Raises ValueError: one is missing, or of another shape."""
+def _read_saved_parameters(model: PreTrainedModel) -> None:
+    """Set the normalizers' parameters from the model's saved weights. Raises ValueError: a parameter is missing or of another shape."""
     folder = Path(name := model.config._name_or_path)
-    tensors = Shards(folder if folder.is_dir() else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHTS))
+    tensors = Shards(folder if folder.is_dir() else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS))
     for name, parameter in model.named_parameters():
-        if f".{HOLDER}." in name:
+        if f".{NORMALIZER_ATTRIBUTE}." in name:
             if tensors.shapes.get(name) != tuple(parameter.shape):
-                message_start = f"{tensors.path}: its configuration names {HOLDER}, and it"
+                message_start = f"{tensors.path}: its configuration names {NORMALIZER_ATTRIBUTE}, and it"
                 raise ValueError(f"{message_start} has no tensor {name} of shape {tuple(parameter.shape)}")
             parameter.data.copy_(tensors.read(name))
 
 
 def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: object) -> Tensor | None:
-    """The mask that `sdpa_mask` makes of these arguments. Raises ValueError: a model that computes attention itself, with other masks."""
+    """Return the mask that `sdpa_mask` makes of these arguments. Raises ValueError: the model's code takes no attention function."""
     model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type and not model_type.is_backend_compatible():
         raise ValueError(OWN_ATTENTION.format(model_type.__name__))
@@ -119,16 +119,16 @@ def _attend(
     normalizer: Named, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function for transformers: (output (B, T, H, D), None) of query (B, H, T, D), key and value (B, K, S, D)."""
-    if refused_arguments := [name for name in REFUSED if kwargs.get(name) is not None]:
+    """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value (B, K, S, D)."""
+    if refused_arguments := [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]:
         raise ValueError(f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it")
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")
     if dropout:
         raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
-    holder, config = getattr(module, HOLDER, None), module.config
-    if holder is None and functional.parameters(normalizer, 1, 2, 2):
+    parameter_dict, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
+    if parameter_dict is None and functional.parameters(normalizer, 1, 2, 2):
         raise ValueError(f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_parameters(model) once it is made")
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
@@ -137,34 +137,34 @@ def _attend(
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
     options = {"name": normalizer} if isinstance(normalizer, str) else normalizer
-    by_angle = options["name"] in BY_ANGLE and options.get("features") != "identity"
-    if by_angle and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
+    depends_on_position = options["name"] in POSITION_DEPENDENT and options.get("features") != "identity"
+    if depends_on_position and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
-    parameters = {} if holder is None else dict(zip(holder.names, holder.parameters(), strict=True))
+    parameters = {} if parameter_dict is None else dict(zip(parameter_dict.names, parameter_dict.parameters(), strict=True))
     output = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
     return output.transpose(1, 2).contiguous(), None
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """The layout of queries and keys, from the mask, which shows padding and packing; without a mask from the positions."""
-    queries, keys = query.size(2), key.size(2)
+    """Return the layout of queries and keys from the mask, which shows padding and packing, or without a mask from the positions."""
+    n_queries, n_keys = query.size(2), key.size(2)
     if mask is None:
-        is_packed = position_ids is not None and queries == keys and bool((position_ids[:, 1:] == 0).any())
+        is_packed = position_ids is not None and n_queries == n_keys and bool((position_ids[:, 1:] == 0).any())
         return functional.make_layout(query, key, position_ids if is_packed else None)
     visible = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]  # (B, T, S)
     positions = visible.sum(-1) - 1
-    if queries == keys:  # padding, which does not see itself, gets position 0
+    if n_queries == n_keys:  # padding, which does not see itself, gets position 0
         is_token = visible.diagonal(dim1=1, dim2=2)
         positions = positions * is_token
         layout = AttentionLayout.from_positions(positions)
-        goes_on = positions == torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
-        is_causal = ((positions == 0) | goes_on).all() & (layout.visible().view(-1, queries, keys) == visible)[is_token].all()
+        is_next = positions == torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
+        is_causal = ((positions == 0) | is_next).all() & (layout.visible().view(-1, n_queries, n_keys) == visible)[is_token].all()
         if not bool(is_causal):
             raise ValueError("lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or gaps")
         return layout
     positions = positions.clamp(min=0)
-    start = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), first key of the document that goes on
-    key_positions = torch.arange(keys, device=key.device) - start
+    first_key = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), first key of the document that goes on
+    key_positions = torch.arange(n_keys, device=key.device) - first_key
     key_documents = (key_positions >= 0).long()
     return AttentionLayout(positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), key_documents)

@@ -27,12 +27,12 @@ class LmConfig(PreTrainedConfig):
     """The decoder's configuration.
 
     Args:
-        block: `attention`, then an MLP, or `gau`, gated attention units, whose gate and values are `intermediate_size` wide.
+        block: `attention` (attention, then an MLP) or `gau` (gated attention unit, whose gate and values are `intermediate_size` wide).
         normalizers: options of each layer's normalizer, `name` and others, and `parameters`, the shapes of its parameters by name.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
-        rope_amplitude: multiplies cos and sin.
+        rope_amplitude: factor on cos and sin.
         rope_layers: whether each layer rotates queries and keys; None: all do.
-        learned_positions: a vector for each position below `max_position_embeddings`.
+        learned_positions: whether each position below `max_position_embeddings` has a learned vector.
     """
 
     model_type = "lm_decoder"
@@ -90,7 +90,7 @@ class LmConfig(PreTrainedConfig):
 
 
 def _affine(normalizer: "Normalizer", growth: Tensor) -> Tensor:
-    """s * growth + b; without s or b where the normalizer lacks that parameter."""
+    """s * growth + b, with the normalizer's parameters s and b; without a factor or summand that the normalizer lacks."""
     factor = normalizer.head("s") * growth if hasattr(normalizer, "s") else growth
     return factor + normalizer.head("b") if hasattr(normalizer, "b") else factor
 
@@ -158,12 +158,12 @@ ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
 
 
 class Normalizer(nn.Module):
-    """A layer's normalizer: it changes queries and keys, in fp32, for plain softmax, or computes `elementwise` weights of scores."""
+    """A layer's normalizer: it changes queries and keys such that plain softmax gives its weights, or computes them `elementwise`."""
 
     def __init__(self, options: dict):
         super().__init__()
         self.options, self.factor, self.elementwise = options, FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
-        self.unit = options["name"] == "cosine"
+        self.normalizes_qk = options["name"] == "cosine"
         for name, shape in options.get("parameters", {}).items():
             *path, leaf = name.split(".")
             owner = self
@@ -174,11 +174,11 @@ class Normalizer(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
 
     def head(self, name: str) -> Tensor:
-        """A parameter with one number for each head, (H, 1, 1)."""
+        """The parameter `name`, which has one number for each head, as (H, 1, 1)."""
         return getattr(self, name).view(-1, 1, 1)
 
     def sink(self, q: Tensor) -> Tensor | None:
-        """The logit of the attention sink of each head, (H,); None: there is no sink."""
+        """The logit of each head's attention sink, (H,); None: the normalizer has no sink."""
         return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
 
     def n(self, positions: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ class Normalizer(nn.Module):
         return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, H, T, D) and k (B, K, T, D), changed such that softmax of q.k / sqrt(D) gives the weights; as they are if `elementwise`."""
-        if self.unit:
+        """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if `elementwise` is set."""
+        if self.normalizes_qk:
             q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
         if self.factor is None:
             return q, k
@@ -204,9 +204,9 @@ def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, position_ids: Tensor,
     sink: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs (B, T, H, E) with all weights (B, H, T, S), which are in fp32.
+    """Return the attention's outputs (B, T, H, E) and all of its weights (B, H, T, S) in fp32.
 
-    attention_mask: as eager attention (additive) or SDPA (bool) takes it; None: the plain causal triangle.
+    attention_mask: additive, as for transformers' eager attention, or bool, as for SDPA; None: the causal triangle.
     """
     key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
     if attention_mask is None:
@@ -230,7 +230,7 @@ def sdpa_with_sink(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, sink: Tensor,
     **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """PyTorch's fused attention with one more key in front, which every query sees: its score is the sink's logit, its value 0."""
+    """Return the outputs (B, T, H, E) of fused attention, and None. A key in front, which all queries see, has score `sink` and value 0."""
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
     high_part = logit.to(query.dtype)  # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
@@ -287,7 +287,7 @@ class AttentionBase(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None, position_ids: Tensor,
         past_key_values: Cache | None, **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The heads' outputs (B, T, H E) of q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), and the weights if the kernel gives them."""
+        """Return heads' outputs (B, T, H E) for q (B, H, T, D), k (B, K, T, D), v (B, K, T, E), and weights if the kernel gives them."""
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
@@ -321,7 +321,7 @@ class Attention(AttentionBase):
         self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
 
     def forward(self, x: Tensor, other_values: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The output (B, T, C), the weights if the kernel gives them, and the new tokens' values, (B, K, T, D)."""
+        """The output (B, T, C), weights if the kernel gives them, and the new tokens' values (B, K, T, D), with `other_values` mixed in."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
@@ -411,7 +411,7 @@ BLOCKS = {"attention": Block, "gau": GatedBlock}
 
 
 class LmPreTrainedModel(PreTrainedModel):
-    """Attributes of a model class that transformers, and vLLM's backend for transformers' models, read."""
+    """Base class with the attributes of a model that transformers, and vLLM's backend for transformers' models, read."""
 
     config_class = LmConfig
     base_model_prefix = "model"
@@ -456,8 +456,8 @@ class LmModel(LmPreTrainedModel):
         """Hidden states (B, T, C) of tokens (B, T), after the last norm.
 
         Args:
-            attention_mask: (B, S), 0 for padding; or the masks by type of layer, which generation makes for a cache of fixed size.
-            position_ids: (1, T) or (B, T), 0-based in each document; None: as `attention_mask` and the cache say.
+            attention_mask: (B, S), 0 for padding; or a mask for each type of layer, which generation makes for a cache of fixed size.
+            position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -506,7 +506,7 @@ class LmModel(LmPreTrainedModel):
         )
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of RoPE's angles, (B, 1, T, rotated / 2), from angles in float64."""
+        """cos and sin of RoPE's angles, (B, 1, T, rotated / 2), fp32, computed in float64; None: the model has no RoPE."""
         if self.config.rope_frequencies is None:
             return None
         frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=positions.device)
@@ -516,7 +516,7 @@ class LmModel(LmPreTrainedModel):
 
 
 class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The decoder with its head: a language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
 
@@ -532,7 +532,7 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Logits (B, T, V), and the loss of `labels` (B, T), which are shifted here."""
+        """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token."""
         output = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept_positions])

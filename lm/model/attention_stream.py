@@ -22,7 +22,7 @@ BLOCK_WEIGHTS = 2**24  # attention weights held at a time, and as many scores
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Scores and weights of some queries of a layer, for the keys up to the last of these queries."""
+    """Scores and weights of some queries of a layer, over the keys from the sequence's start to the last of these queries."""
 
     layer: int  # from 0
     normalizer: Normalizer  # the normalizer of the layer
@@ -34,7 +34,7 @@ class AttentionBlock:
 
     @cached_property
     def weights(self) -> Tensor:
-        """(B, H, T, S), the normalized scores, made when they are first read; 0 for keys that a query does not see."""
+        """Attention weights (B, H, T, S), the normalized scores, computed when first read; 0 for keys that a query does not see."""
         with without_autocast(self.scores.device):
             return self.normalizer.normalize(self.scores, self.layout)
 
@@ -65,9 +65,9 @@ def attention_blocks(
     block = block or block_size([decoder], batch)
     x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
-        captured: list[AttentionInputs] = []
-        x = module(x, replace(context, layer_inputs=captured))
-        layer_inputs = captured.pop()
+        captured_inputs: list[AttentionInputs] = []
+        x = module(x, replace(context, layer_inputs=captured_inputs))
+        layer_inputs = captured_inputs.pop()
         for block_queries in indices.split(block):
             n_keys = int(block_queries.max()) + 1  # no query sees a later key
             block_layout = context.layout.select(block_queries, n_keys)
@@ -76,16 +76,16 @@ def attention_blocks(
         del layer_inputs, scores  # before the next layer's are computed
 
 
-def in_lockstep(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
-    """The attention of several decoders on one batch: a tuple for each layer and group of queries, with one `AttentionBlock` per decoder.
+def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
+    """Yield the attention of several decoders on a batch: for each layer and group of queries a tuple with an `AttentionBlock` per decoder.
 
-    Raises ValueError: decoders of different numbers of layers.
+    Raises ValueError: the decoders have different numbers of layers.
     """
     block = block_size(decoders, batch)
     return zip(*(attention_blocks(decoder, batch, block=block) for decoder in decoders), strict=True)
 
 
 def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
-    """The number of queries at a time that `BLOCK_WEIGHTS` allows."""
+    """The number of queries, at least 1, whose weights on a batch are at most `BLOCK_WEIGHTS` in each decoder."""
     n_head = max(normalizer.layer.n_head for decoder in decoders for normalizer in decoder.normalizers())
     return max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))

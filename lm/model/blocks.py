@@ -28,14 +28,14 @@ class Linear(nn.Linear):
     """`torch.nn.Linear` whose parameters are not initialised: `Decoder.initialise` sets them, or they are loaded."""
 
     def reset_parameters(self) -> None:
-        """Set nothing."""
+        """Leave the parameters uninitialised."""
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding` whose matrix is not initialised, as in `Linear`."""
+    """`torch.nn.Embedding` whose matrix is not initialised: `Decoder.initialise` sets it, or it is loaded."""
 
     def reset_parameters(self) -> None:
-        """Set nothing."""
+        """Leave the parameters uninitialised."""
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        r = _reciprocal_root(x, eps)
+        r = _reciprocal_rms(x, eps)
         scaled = x * r
         ctx.save_for_backward(x, weight, r, scaled if ctx.needs_input_grad[1] else None)
         return scaled * weight
@@ -62,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
         return dscaled.mul_(r).add_(x * factor), dweight, None
 
 
-def _reciprocal_root(x: Tensor, eps: float) -> Tensor:
+def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean x^2 + eps) of each row of x (..., C): (..., 1)."""
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
@@ -70,7 +70,7 @@ def _reciprocal_root(x: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` of the last dimension, faster on CPUs: there torch has no kernel for it, and differentiates it step by step.
 
-    Outputs and gradients equal torch's bit for bit. Where x is read elsewhere, too, its gradients are summed in another order.
+    Outputs and gradients equal torch's bit for bit. If x has several uses, autograd adds their gradients in another order.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         if torch.is_grad_enabled():
             return _RMSNorm.apply(x, self.weight, self.eps)
-        return torch.mul(x, _reciprocal_root(x, self.eps), out=torch.empty(x.shape, dtype=x.dtype)).mul_(self.weight)
+        return torch.mul(x, _reciprocal_rms(x, self.eps), out=torch.empty(x.shape, dtype=x.dtype)).mul_(self.weight)
 
 
 def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
@@ -91,7 +91,7 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
 class HeadNorm(RMSNorm):
     """RMSNorm of each head's queries, keys or outputs, in the gain's dtype.
 
-    Under autocast queries and keys come in bf16. They are rounded to bf16 again only after RoPE and the normalizer have changed them.
+    Under autocast queries and keys arrive in bf16. They return to bf16 only after RoPE and the normalizer have changed them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,18 +101,18 @@ class HeadNorm(RMSNorm):
 
 @dataclass
 class DecodingCache:
-    """State that each layer keeps of the tokens seen so far, for decoding: keys and values, or another state of its normalizer."""
+    """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer keeps instead."""
 
     length: int  # tokens the document will have in all: the n of the policy `sample`
     seen: int = 0  # tokens so far
     states: dict[nn.Module, object] = field(default_factory=dict)  # by attention module
 
     def fork(self, copies: int) -> "DecodingCache":
-        """An independent copy, with each sequence `copies` times."""
+        """Return an independent copy that contains each sequence `copies` times."""
         return replace(self, states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states))
 
     def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
-        """An independent copy with some of the sequences, by index or where a mask (B,) is true."""
+        """Return an independent copy with some of the sequences: their indices, or a mask (B,) that is true for them."""
         return replace(self, states=tree_map_only(Tensor, lambda x: x[sequences], self.states))
 
 
@@ -156,9 +156,9 @@ class AttentionBase(nn.Module):
         )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """The heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E), computed from x (B, T, C).
+        """Return the heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input. T: number of new tokens; those from the index `context.first` on are queries.
+        x: the layer's input (B, T, C). T: number of new tokens; tokens from the index `context.first` on are queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -183,7 +183,7 @@ class Attention(AttentionBase):
     """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
 
     H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer has two heads for
-    each head of the model: one has the first half of its queries and keys, one the second half, and both have all of its values.
+    each head of the model. The first takes the first half of each query and key, the second the other half; both take the whole values.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -201,7 +201,7 @@ class Attention(AttentionBase):
         self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
     def values(self, x: Tensor) -> Tensor:
-        """The layer's own values (B, K, T, E) of its input x (B, T, C)."""
+        """The values (B, K, T, E) that this layer projects from its input x (B, T, C)."""
         n_rows = self.fused["qkv"]["v"]
         bias = None if self.qkv.bias is None else self.qkv.bias[-n_rows:]
         return F.linear(x, self.qkv.weight[-n_rows:], bias).unflatten(-1, (self.head_counts[2], -1)).transpose(1, 2)
@@ -225,7 +225,7 @@ class Attention(AttentionBase):
 
 
 class MapDifference(nn.Module):
-    """Differential attention, arXiv 2410.05258: RMSNorm of each head's first output minus lambda times its second, times 1 - lambda_0.
+    """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of the outputs o1, o2 of each head's two maps.
 
     lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
     """
@@ -240,7 +240,7 @@ class MapDifference(nn.Module):
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """outputs: (B, T, H, 2, D) of each head's two maps; returns (B, T, H, D) in the same dtype."""
+        """Return the differences (B, T, H, D) of the outputs (B, T, H, 2, D) of each head's two maps, in the same dtype."""
         a, b, c, d = self.lambdas.float().chunk(4)
         factor = (a * b).sum().exp() - (c * d).sum().exp() + self.initial_lambda
         first_output, second_output = outputs.to(self.norm.weight.dtype).unbind(-2)

@@ -37,22 +37,22 @@ class Head(Linear):
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap tanh(logits / softcap); None: the logits."""
+    """Return softcap tanh(logits / softcap), or with softcap None the logits unchanged."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of tokens whose logits are held at a time."""
+    """The number of tokens in a chunk, whose logits are held at a time."""
     return max(64, CHUNK_LOGITS[device_type] // vocab_size)
 
 
 def cached_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of tokens whose logits' exponentials are computed together."""
+    """The number of a chunk's tokens whose logits' exponentials are computed at a time."""
     return max(1, CACHED_LOGITS[device_type] // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The total of two terms, the summed negative log-likelihood and the z-loss, and both terms as one tensor (2,).
+    """The total of two terms, the summed negative log-likelihood and the z-loss, and the two terms as one tensor (2,).
 
     The forward pass computes gradients, too: it has each chunk's logits at hand, so none are kept or computed twice. The backward pass only
     multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first would equal the total. torch.compile would
@@ -64,21 +64,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float | None, z_loss: float
     ) -> tuple[Tensor, Tensor]:
         terms = hidden.new_zeros(2, dtype=torch.float32)
-        train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        needs_grads = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         vocab_size, device_type = weight.size(0), weight.device.type
-        matrix, size, rows = weight.to(dtype), chunk_tokens(vocab_size, device_type), cached_tokens(vocab_size, device_type)
-        grad_hidden = torch.empty_like(hidden) if train else None  # filled in place, as in `_over_logits`
+        matrix, chunk_size, rows = weight.to(dtype), chunk_tokens(vocab_size, device_type), cached_tokens(vocab_size, device_type)
+        grad_hidden = torch.empty_like(hidden) if needs_grads else None  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for number, (h, y) in enumerate(zip(hidden.split(size), targets.unsqueeze(1).split(size), strict=True)):
+        for number, (h, y) in enumerate(zip(hidden.split(chunk_size), targets.unsqueeze(1).split(chunk_size), strict=True)):
             h_low = h.to(dtype)
             logits = h_low @ matrix.t()  # (n, V), which `_chunk_sums` overwrites with their gradient
-            terms += sum(_chunk_sums(*part, softcap, z_loss, train) for part in zip(logits.split(rows), y.split(rows), strict=True))
-            if train:
-                grad_hidden[number * size :][:size] = logits @ matrix
+            terms += sum(_chunk_sums(*part, softcap, z_loss, needs_grads) for part in zip(logits.split(rows), y.split(rows), strict=True))
+            if needs_grads:
+                grad_hidden[number * chunk_size :][:chunk_size] = logits @ matrix
                 if grad_weight is not None:
                     grad_weight += logits.t() @ h_low
             del logits  # before the next chunk's are computed
-        if train:
+        if needs_grads:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(terms)
         return terms[0] + terms[1], terms
@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, train: bool) -> Tensor:
+def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool) -> Tensor:
     """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the logits are overwritten with the
     gradient of the two sums' total.
 
@@ -113,7 +113,7 @@ def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: fl
     nll = ((largest_logit - logits.gather(1, y) + log_rest) * target_mask).sum()
     log_z = largest_logit + log_rest if z_loss else None
     terms = torch.stack((nll, z_loss * (log_z.square() * target_mask).sum() if z_loss else torch.zeros_like(nll)))
-    if not train:
+    if not needs_grads:
         return terms
     del logits
     if z_loss:
@@ -126,7 +126,7 @@ def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: fl
 
 
 def _rough_tanh(x: Tensor, scale: float) -> Tensor:
-    """tanh(x / scale) of fp32, within 3e-7, as twice a logistic function less one: a quarter of tanh's time on a CPU."""
+    """tanh(x / scale) of fp32 to within 3e-7, as 2 sigmoid(2 x / scale) - 1, which takes a quarter of tanh's time on a CPU."""
     return (x * (2 / scale)).sigmoid_().mul_(2).sub_(1)
 
 
@@ -135,7 +135,7 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0
     (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
 
     hidden: (N, C); head: C to V; targets: (N,) int64. The matrix product runs in the autocast
-    dtype if autocast is on, softmax and sum in fp32. Targets that are `IGNORED` count nothing. Holds `CHUNK_LOGITS` logits, not N x V.
+    dtype if autocast is on, softmax and sum in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
@@ -150,7 +150,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as well.
     """
 
-    def chunk(a: Tensor, b: Tensor) -> Tensor:
+    def chunk_kl(a: Tensor, b: Tensor) -> Tensor:
         log_p = soft_capped(a.float() @ p_matrix, p_head.softcap).log_softmax(-1)
         log_q = soft_capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -160,7 +160,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
-            divergences[number * size :][:size] = checkpoint(chunk, a, b, use_reentrant=False)  # in place, as `_over_logits`
+            divergences[number * size :][:size] = checkpoint(chunk_kl, a, b, use_reentrant=False)  # in place, as `_map_logits`
     return divergences
 
 
@@ -171,23 +171,23 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     hidden: (N, C); head: C to V; targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
-    return _over_logits(nll, torch.float32, hidden, head, targets)
+    return _map_logits(nll, torch.float32, hidden, head, targets)
 
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
     """The token with the largest logit at each hidden state, (N,) int64; precision and memory are those of `token_nll`."""
-    return _over_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
+    return _map_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 
 
-def _over_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
-    """f(logits, *tensors), (N,) of `dtype`, computed for n tokens at a time: logits (n, V) fp32, under autocast, too; tensors: (N,) each.
+def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
+    """Return f(logits, *tensors) for all N tokens, (N,) `dtype`, from n tokens at a time: logits (n, V), fp32 even under autocast.
 
-    Results are written in place: a tensor allocated between the logits of two chunks may keep glibc from reusing the logits' memory.
+    tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
     """
-    results, size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight.size(0), hidden.device.type)
+    results, chunk_size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight.size(0), hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
-        for result, h, *part in zip(*(x.split(size) for x in (results, hidden, *tensors)), strict=True):
+        for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):
             result.copy_(f(soft_capped(h.float() @ matrix, head.softcap), *part))
     return results

@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
         self.embedding = Embedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
-        self.position = Embedding(seq_len, config.n_embd) if config.position.has_last else None
+        self.position = Embedding(seq_len, config.n_embd) if config.position.has_last_position else None
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
@@ -64,17 +64,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Draw matrices from N(0, init_std^2), and set biases to 0; of normalizers draw only `hidden` matrices, from N(0, 1 / inputs).
+        """Draw matrices from N(0, init_std^2), and set biases to 0; in normalizers draw only `hidden` matrices, from N(0, 1 / inputs).
 
         Standard deviations are init_std / sqrt(2 n_layer) or 0 (`out_init`) in projections into the residual stream, init_std sqrt(n_embd)
-        in value embeddings. With `model.transfer` all of these are multiplied by `initial_scale`, and the last norm's gain is 1/m, with m
-        the width over the base model's. normalizers_only: draw only the normalizers' `hidden` matrices.
+        in value embeddings. With `model.transfer` the three are multiplied by `initial_scale`, and the last norm's gain is 1/m, where m
+        is width / base model's width. normalizers_only: draw only the normalizers' `hidden` matrices.
         """
         for name, parameter in self.named_parameters():
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
-            if not is_random or (is_normalizer(name) and not name.endswith(".hidden.weight")):
+            if not is_random or (is_normalizer_parameter(name) and not name.endswith(".hidden.weight")):
                 continue
-            if is_normalizer(name):
+            if is_normalizer_parameter(name):
                 std = parameter.size(1) ** -0.5
             elif normalizers_only:
                 continue
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         if normalizers_only:
             return
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer(name):
+            if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer_parameter(name):
                 module.bias.zero_()
         self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         return x, ForwardContext(layout, rotation, logit_factor, cache, self._other_values(tokens, x))
 
     def _other_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """A function of a layer's index that gives the values (B, K, T, E) to mix with the layer's own; None: no value residual.
+        """Return a function from a layer's index to the values (B, K, T, E) mixed with the layer's own values; None: no value residual.
 
         x: the first layer's input.
         """
@@ -167,20 +167,20 @@ class Decoder(nn.Module):
         self.run_block = torch.compile(_run_block, dynamic=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all of them."""
+        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all logits at once."""
         return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
-        """Sum of the losses (nats, fp32 scalar) of a batch's targets."""
+        """The sum of the negative log-likelihoods of a batch's targets (nats, fp32 scalar)."""
         return self.training_loss(batch)[0]
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The quantity that training minimises on a batch, and the loss and the z-loss in it, as `lm.model.cross_entropy.training_loss`."""
+        """Return a batch's training objective, and its terms, loss and z-loss, as (2,): `lm.model.cross_entropy.training_loss`."""
         first = batch.first if self.run_block is _run_block else 0  # a compiled block would be compiled anew for each `first`
         return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss)
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of a batch's tokens, as `forward`."""
+        """Hidden states (B, T - first, C) of a batch's tokens, after the last norm (see `forward`)."""
         return self(batch.tokens, batch_layout(batch), first=first)
 
 
@@ -189,20 +189,20 @@ def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
 
 
 def batch_layout(batch: Batch) -> AttentionLayout:
-    """The layout of a batch: one document a sequence, or documents that don't see each other."""
+    """The attention layout of a batch: each sequence is one document, or several documents that don't see each other."""
     if batch.positions is None:
         return AttentionLayout.full(batch.tokens.size(1), batch.tokens.device)
     return AttentionLayout.from_positions(batch.positions)
 
 
-def is_normalizer(parameter: str) -> bool:
-    """True for the name of a normalizer's parameter."""
+def is_normalizer_parameter(parameter: str) -> bool:
+    """Whether `parameter` is the name of a normalizer's parameter."""
     return ".normalizer." in parameter
 
 
 def group_of(name: str, parameter: Tensor) -> str:
     """The group of `optim.groups` that a decoder's parameter is in."""
-    if is_normalizer(name):
+    if is_normalizer_parameter(name):
         return "normalizer"
     if name.startswith(("embedding.", "value_embedding.", "position.")):
         return "embedding"
@@ -212,13 +212,13 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
-    """The rows of each projection in each fused matrix, by the matrix's name: {"q": rows, "k": rows, "v": rows} of `attention.qkv.weight`.
+    """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k": rows, "v": rows}.
 
-    For optimizers that treat projections apart. A module's `fused` is {name of a linear layer: {projection: its number of rows}}, in order.
+    Optimizers use them to treat projections separately. A module's `fused` is {linear layer: {projection: number of rows}}, in row order.
     """
-    rows = {}
+    matrix_rows = {}
     for name, module in decoder.named_modules():
         for layer, sizes in getattr(module, "fused", {}).items():
-            ends = accumulate(sizes.values())
-            rows[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, ends, strict=True)}
-    return rows
+            row_ends = accumulate(sizes.values())
+            matrix_rows[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, row_ends, strict=True)}
+    return matrix_rows

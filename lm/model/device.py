@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def bf16(self) -> bool:
-        """True if precision is bf16-mixed, else it is 32."""
+        """True if the precision is bf16-mixed, false if it is 32."""
         return self.precision.value != "32"
 
     @property
@@ -67,7 +67,7 @@ def visible_gpus() -> tuple[str, ...]:
     return (mig_names or tuple(names[:n_gpus])) if n_gpus else ()
 
 
-def gpus_of(config: Config) -> int:
+def count_gpus(config: Config) -> int:
     """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks a device that is asked for."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
@@ -87,27 +87,27 @@ def gpus_of(config: Config) -> int:
 
 def resolve_device(config: Config) -> tuple[str, str]:
     """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine lacks a device that is asked for."""
-    return ("gpu", torch.cuda.get_device_name(0)) if gpus_of(config) else ("cpu", "cpu")
+    return ("gpu", torch.cuda.get_device_name(0)) if count_gpus(config) else ("cpu", "cpu")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Bytes of memory at the peak up to now: of tensors on a GPU, of the whole process on the CPU."""
+    """Peak memory so far, in bytes: that of tensors on a GPU, or that of the whole process on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
 def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
-    """`32` or `bf16-mixed`. `auto` takes the resumed run's precision, else bf16 where the device has it natively."""
+    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` takes the resumed run's, else bf16 if the device has it natively."""
     if config.trainer.precision != "auto":
         return ResolvedSetting(str(config.trainer.precision), "")
     if "precision" in old_facts:
         return ResolvedSetting(old_facts["precision"], "as the run was started")
-    hardware = has_native_bf16(accelerator)
+    hardware = native_bf16_hardware(accelerator)
     return ResolvedSetting("bf16-mixed", f"auto: {hardware}") if hardware else ResolvedSetting("32", "auto: no native bf16 here")
 
 
 @cache
-def has_native_bf16(accelerator: str) -> str:
-    """The hardware here that computes in bf16, in words; empty if there is none (emulation is slower than fp32)."""
+def native_bf16_hardware(accelerator: str) -> str:
+    """Describe this machine's hardware that computes in bf16; empty if it has none (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
     units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
@@ -117,15 +117,15 @@ def has_native_bf16(accelerator: str) -> str:
 def resolve_compile(
     config: Config, flops: float, accelerator: str, old_facts: dict[str, Plain], runs: int = 1, seconds: float | None = None
 ) -> ResolvedSetting:
-    """Whether to compile, `true` or `false`. `auto` takes the resumed run's choice, else compiles if there is a C++ compiler and it pays.
+    """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible and if it saves time.
 
-    On a CPU, `auto` compiles no run that trains on tasks alone: only eager steps leave out the queries before the first answer.
+    On a CPU, `auto` compiles no run that trains on tasks alone: eager steps skip queries before the first answer, compiled steps can't.
 
     Args:
         flops: the FLOPs of the whole run.
         old_facts: the environment.json of the resumed run.
         runs: the number of runs that share the compiled code, which the first of them makes.
-        seconds: measured seconds of the whole run without compilation, which then decide; None: FLOPs decide.
+        seconds: measured seconds of the whole run without compilation, which decide instead of FLOPs; None: not measured.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
@@ -155,7 +155,7 @@ def resolve_compile(
 def use_compile_cache() -> None:
     """Cache the code that torch.compile makes in `compiled_code_folder`, unless TORCHINDUCTOR_CACHE_DIR names a folder.
 
-    If that folder can't be written, torch's own default stays. Files there are safe with several processes at once.
+    If `compiled_code_folder` can't be written, torch's default folder stays. Several processes can safely use the cache at once.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
@@ -172,7 +172,7 @@ OUT_OF_TIME = "took longer than its max_seconds"
 
 
 class OutOfTime(RunError):
-    """A measurement took longer than it may (`max_seconds`)."""
+    """A measurement took longer than its time limit (`max_seconds`)."""
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,15 @@ class Device:
         return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:
-        """Raises OutOfTime after the deadline. Call it between batches, within `all_reduce_sum`."""
+        """Raise OutOfTime if the deadline has passed. Call this between batches, within `all_reduce_sum`."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime(OUT_OF_TIME)
 
 
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
-    """The sum over ranks of the tensors that `compute` gives, on the CPU. All ranks call it.
+    """Return the sum over ranks of the tensors that `compute` returns, on the CPU. All ranks must call this function.
 
-    If `compute` fails on a rank, that rank raises the error and the others OutOfTime if it is that, else RunError: none is left waiting.
+    If `compute` fails on a rank, this rank raises its error. The other ranks raise OutOfTime if the error is OutOfTime, else RunError.
     """
     if device.world == 1:
         return compute().cpu()
@@ -224,8 +224,8 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
     return total.cpu()
 
 
-def random_state_kept() -> AbstractContextManager:
-    """A context that restores torch's random state when it ends, on the CPU and on the GPU that this process uses."""
+def preserved_random_state() -> AbstractContextManager:
+    """Return a context that restores torch's random state when it ends, on the CPU and on the GPU that this process uses."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
@@ -234,7 +234,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
     """A context with `models` in evaluation mode and without gradients; when it ends, modes and torch's random state are as before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
-        with random_state_kept(), torch.no_grad():
+        with preserved_random_state(), torch.no_grad():
             for model in models:
                 model.eval()
             yield

@@ -34,7 +34,7 @@ def rope_rotation(
 def frequencies(
     head_size: int, rope: Rope, scaling: RopeScaling, train_length: int, length: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Radians per token of each rotated pair, (rotated / 2,) float64."""
+    """RoPE's frequencies after rescaling: radians per token of each rotated pair, (rotated / 2,) float64."""
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
     s = scaling.s(train_length, length)
     radians = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)

@@ -11,9 +11,9 @@ from lm.config.load import check_steps
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
-from lm.model.decoder import Decoder, is_normalizer
+from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.plugins import PLUGINS, is_version
-from lm.schema import Plain, build, key, own_problems, section
+from lm.schema import Plain, build, cross_key_problems, key, section
 
 
 @dataclass
@@ -40,11 +40,11 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """The spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: no spec, or one with a plugin not allowed."""
+        """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: invalid data, or a plugin not allowed."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = [Problem(name, None, "is missing") for name in sorted(names - plain.keys())] if isinstance(plain, Mapping) else []
         spec = build(cls, plain, "", problems)
-        if problems := problems or own_problems(spec):
+        if problems := problems or cross_key_problems(spec):
             raise ConfigError(problems)
         return spec
 
@@ -58,7 +58,7 @@ class ModelSpec:
         ]
 
     def decoder(self) -> Decoder:
-        """A decoder whose parameters are not set, for weights to be loaded into."""
+        """Return a decoder whose parameters are not initialised, so that weights can be loaded into it."""
         return Decoder(self.model, self.vocab_size, self.seq_len, seed=None)
 
 
@@ -67,7 +67,7 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     total = sum(p.numel() for p in decoder.parameters())
     tables = decoder.embedding, decoder.value_embedding, decoder.head, decoder.position
     embedding = {p for m in tables if m is not None for p in m.parameters()}
-    normalizer = sum(p.numel() for name, p in decoder.named_parameters() if is_normalizer(name))
+    normalizer = sum(p.numel() for name, p in decoder.named_parameters() if is_normalizer_parameter(name))
     return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
 
 
@@ -85,8 +85,8 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
     return 6 * matrix_entries + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
 
 
-def steps_of(config: Config, vocab_size: int) -> int:
-    """Optimizer steps of a run: as given, or as many as `tokens_per_parameter` takes, rounded up.
+def count_steps(config: Config, vocab_size: int) -> int:
+    """Optimizer steps of a run: `max_steps`, or the number that `tokens_per_parameter` requires, rounded up.
 
     All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train equally long.
     """
@@ -106,7 +106,7 @@ def with_steps(config: Config, vocab_size: int) -> Config:
     """
     if config.trainer.max_steps:
         return config
-    sized_config = replace(config, trainer=replace(config.trainer, max_steps=steps_of(config, vocab_size), tokens_per_parameter=None))
+    sized_config = replace(config, trainer=replace(config.trainer, max_steps=count_steps(config, vocab_size), tokens_per_parameter=None))
     if problems := [*check_steps(sized_config)]:
         raise ConfigError(problems)
     return sized_config

@@ -17,32 +17,32 @@ from lm.data.batches import IGNORED, Batch
 from lm.errors import ConfigError, RunError
 from lm.model.blocks import AttentionBase
 from lm.model.cross_entropy import token_kl
-from lm.model.decoder import Decoder, is_normalizer
-from lm.model.device import random_state_kept
+from lm.model.decoder import Decoder, is_normalizer_parameter
+from lm.model.device import preserved_random_state
 
 FIT_EPOCHS, FIT_LR = 8, 0.02
 
 
 @torch.no_grad()
-def swapped(old: Decoder, normalizer: Options) -> Decoder:
+def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
-    The new normalizer has the values that its `init_from` sets, else its initial values for the old decoder's training length.
+    The new normalizer's parameters have the values that its `init_from` sets, else initial values for the old decoder's training length.
 
     normalizer: the new normalizer's options (`lm.attention.options`).
 
-    Raises RunError: with the two normalizers a decoder's other parameters differ; the error names some of these.
+    Raises RunError: the two decoders' parameters outside the normalizers differ in name or shape; the error names some of these.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
     old_shapes, new_shapes = (
-        {name: p.shape for name, p in decoder.named_parameters() if not is_normalizer(name)} for decoder in (old, new)
+        {name: p.shape for name, p in decoder.named_parameters() if not is_normalizer_parameter(name)} for decoder in (old, new)
     )
     names = [name for name in {**old_shapes, **new_shapes} if old_shapes.get(name) != new_shapes.get(name)]
     if names:
         before, after = (decoder.config.normalizer.label() for decoder in (old, new))
         raise RunError(f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)")
     new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
-    new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer(name)}, strict=False)
+    new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}, strict=False)
     for new_normalizer, old_normalizer in zip(new.normalizers(), old.normalizers(), strict=True):
         new_normalizer.init_from(old_normalizer)
     return new.train(old.training)
@@ -69,10 +69,10 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
 def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
     """Train the parameters of the normalizers of `new`, and no others, to minimise KL(old || new) of next-token distributions.
 
-    Adam from their present values, in fp32, over `batches`; these values are kept if the result
-    is no better. Returns the mean KL (nats) over all batches before and after.
+    Adam starts at the present values and runs in fp32 over `batches`. If the mean KL is not lower afterwards, the present values are
+    restored. Returns the mean KL (nats) over all batches before and after.
     """
-    parameters = {name: p for name, p in new.named_parameters() if is_normalizer(name)}
+    parameters = {name: p for name, p in new.named_parameters() if is_normalizer_parameter(name)}
     initial_values = {name: p.detach().clone() for name, p in parameters.items()}
     new.eval().requires_grad_(False)
     for parameter in parameters.values():
@@ -103,18 +103,18 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
     return initial_kl, min(initial_kl, final_kl)
 
 
-def applicable(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """The inference settings whose options this decoder's normalizer has; a setting may be meant for the normalizer of another phase."""
+def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
+    """The inference settings whose normalizer options this decoder's normalizer has; others may be for another phase's normalizer."""
     return [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     """A copy of `decoder` with the inference setting, in the same mode (training or evaluation), that shares its parameters.
 
-    Raises ConfigError: options that no normalizer has or that training fixed; or RoPE's temperature, where scores don't scale with queries.
+    Raises ConfigError: an option that no normalizer has or that training fixed; YaRN's temperature where scores don't scale with queries.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
-    if problems := problems + setting.undone_temperature([decoder.config.normalizer], "inference"):
+    if problems := problems + setting.unused_temperature([decoder.config.normalizer], "inference"):
         raise ConfigError(problems)
     inference_decoder = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
     inference_decoder.rope_scaling, inference_decoder.config = setting.rope, replace(decoder.config, normalizer=normalizer)
@@ -125,8 +125,8 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
 
 
 def _with_options(normalizer: Normalizer, options: Options) -> Normalizer:
-    """A new normalizer with `options` that shares the parameters of `normalizer`."""
-    with random_state_kept():  # initial values may be drawn
+    """Return a new normalizer with `options` that shares the parameters and buffers of `normalizer`."""
+    with preserved_random_state():  # initial values may be drawn
         new_normalizer = make_normalizer(options, normalizer.layer)
     for name, tensor in (*normalizer.named_parameters(), *normalizer.named_buffers()):
         owner, _, leaf = name.rpartition(".")

@@ -1,10 +1,10 @@
 """Learning rates that transfer over width and depth (`model.transfer`), from a base model with 1/m of the width and 1/l of the depth.
 
-Initial values, learning rates and epsilons differ from the base model's such that the learning rate that was tuned there serves here.
+Initial values, learning rates and epsilons are scaled such that a learning rate tuned on the base model also serves this model.
 
 Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with alpha = 1, for the
 depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here the factor is in
-the weights instead: in the gain of the last norm, and in the projections into the residual stream, whose initial values, learning rate and
+the weights instead: in the gain of the last norm, and in the projections into the residual stream. Their initial values, learning rate and
 gradients change with it. AdamW's steps are the same either way, also where gradients are clipped: their norm is computed as if the factors
 were in the forward pass (`gradients_to_norm`). Only training has to know the factors: evaluations, swaps and exports see weights like any
 other. docs/recipes.md has the table and where each entry comes from.
@@ -23,8 +23,8 @@ INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the project
 
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
-    """Tensors whose total norm is the gradient norm of a decoder or block with the papers' factors in the forward pass: each gradient, or
-    its norm times such a factor. Without `model.transfer`, the gradients; parameters without a gradient are left out."""
+    """Tensors whose total norm is a decoder's or block's gradient norm, computed as if 1/m and 1/l were factors in the forward pass.
+    Each is a gradient, or a gradient's norm times 1/m or 1/l. Parameters without a gradient are left out."""
     width, depth = config.size_multipliers
 
     def gradient_or_norm(name: str, gradient: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors on the learning rate and the epsilon that a parameter has in the base model.
+    """Factors on the base model's learning rate and epsilon for one parameter.
 
-    The factor on the epsilon is the factor on the parameter's gradient.
+    The factor on the epsilon is the factor by which the parameter's gradient differs from the base model's.
     """
 
     lr: float = 1.0
@@ -48,8 +48,8 @@ class Scaling:
 def initial_scale(config: ModelConfig, name: str) -> float:
     """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1 without it.
 
-    A hidden matrix has the base model's standard deviation times m^-1/2, a projection into the residual stream times m^-1/2 / l. Of this
-    1/l, l^-1/2 comes from 1 / sqrt(2 n_layer), which all models have; the rest is in this factor.
+    A hidden matrix has the base model's standard deviation times m^-1/2, a projection into the residual stream times m^-1/2 / l. The
+    factor returned has l^-1/2 of this 1/l; the other l^-1/2 comes from 1 / sqrt(2 n_layer), which all models have.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):
@@ -80,7 +80,7 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
 
 
 def _input_matrices(normalizer: Normalizer) -> list[str]:
-    """Names of a normalizer's matrices that read the layer's input: their input dimension grows with the model's width."""
+    """Names of a normalizer's matrices that read the layer's input, and whose input dimension therefore grows with the model's width."""
     wider_layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
     with torch.device("meta"):
         wider_parameters = dict(make_normalizer(normalizer.options, wider_layer).named_parameters())

@@ -19,8 +19,8 @@ from lm.runs.record import RunRecord
 from lm.schema import yaml_scalar
 from lm.statistics.intervals import FEWEST_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
 
-_ABSENT = "-"  # stands for the value of a key that a run does not have
-_NORMALIZER = ("model.normalizer.", "phases", "swap.")  # prefixes of the keys in which a comparison of normalizers may differ
+_MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
+_NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")  # prefixes of the keys in which a comparison of normalizers may differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class ArmRuns:
 
 @dataclass(frozen=True)
 class Line:
-    """The name that series of several runs share: these series are one line of a picture, and one row of a table."""
+    """The name of a series, by which runs are compared: each name has its own panels in a picture, and its own differences."""
 
     metric: str
     subject: str  # task or source, with its options where another task has the same name
@@ -47,14 +47,14 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The series of all runs that share a title and a shape: a table and a picture of the report."""
+    """All runs' series of one title (`Shown.title`) and shape of axis: reports show them in one table and, over an axis, one picture."""
 
     title: str
     series: dict[tuple[RunRecord, Line], Series]  # in the order of the runs' files
 
     @property
     def example_series(self) -> Series:
-        """Any series of the section, from which to read what all its series share."""
+        """Any series of the section, from which callers read what all series of the section share."""
         return next(iter(self.series.values()))
 
     @cached_property
@@ -70,16 +70,16 @@ class Section:
         return self.example_series.shape
 
     def example(self, metric: str) -> Series:
-        """A series of a metric: one with samples, if there is one."""
+        """A series of the metric, with samples if any series of the metric has samples."""
         return max((series for series in self.series.values() if series.metric == metric), key=lambda series: len(series.samples))
 
     @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Places on the axes of all series, (start, stop) by label: ascending by `stop`; for bins by `stop` over the training length."""
-        entries = [(series, *item) for series in self.series.values() for item in series.places.items()]
-        order = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in entries}
-        places = {label: place for _, label, place in entries}
-        return {label: places[label] for label in sorted(places, key=order.get)}
+        """Points or ranges of all series (`Series.places`): (start, stop) by label, sorted by stop; ranges by stop / training length."""
+        places_of_series = [(series, *item) for series in self.series.values() for item in series.places.items()]
+        sort_keys = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in places_of_series}
+        places = {label: place for _, label, place in places_of_series}
+        return {label: places[label] for label in sorted(places, key=sort_keys.get)}
 
     @property
     def seq_lens(self) -> list[int]:
@@ -90,37 +90,37 @@ class Section:
         return [series for (owner, _), series in self.series.items() if owner is run]
 
     def by_seed(self, arm: ArmRuns, line: Line) -> dict[tuple[int, ...], Series]:
-        """The series of a line, by the seeds of the arm's runs that have such a series."""
+        """The series named `line` of the arm's runs, by the seeds of each run; runs without such a series are left out."""
         return {run.seeds: self.series[run, line] for run in arm.runs if (run, line) in self.series}
 
     def sha256(self, run: RunRecord) -> str | None:
-        """The sha256 of the sequences that a run was measured on; None: it was not measured.
+        """The sha256 of the sequences on which the run's series in the section were measured; None: the run has no series with samples.
 
-        For several sets of sequences it is the sha256 of a list with the sha256 of each set.
+        For several sets of sequences: the sha256 of a list with the sha256 of each set.
         """
-        sums = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
-        return sums[0] if len(sums) == 1 else hashlib.sha256(", ".join(sums).encode()).hexdigest() if sums else None
+        hashes = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256(", ".join(hashes).encode()).hexdigest() if hashes else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """Number of tokens, as text, that a run had seen when its series in the section were measured; None if it has no such series."""
+        """Number of tokens, as text, that the run had seen when its series in the section were measured; None: there are no such series."""
         run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
 
     def comparable_series(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
-        """The series of a line of an arm that have a mean at a place; [] if the runs were measured on different sequences there."""
+        """The arm's series named `line` that cover `place`, a label in `places`; [] if they were measured there on different sequences."""
         run_series = [series for series in self.by_seed(arm, line).values() if place in series.places]
         return run_series if len(identities(run_series, place)) < 2 else []
 
     def mean(self, arm: ArmRuns, line: Line, place: str) -> float | None:
-        """The mean over the arm's runs at a place; None if no run has one, or if the runs were measured on different sequences."""
+        """The mean at `place` of the arm's `comparable_series`; None if there are no such series."""
         run_series = self.comparable_series(arm, line, place)
         return float(np.mean([series.mean_at(place) for series in run_series])) if run_series else None
 
     def interval(self, arm: ArmRuns, line: Line, place: str) -> Interval | None:
-        """The interval of the mean at a place: the series' interval for one run, Student's t over seeds for several runs.
+        """The interval of the mean at `place`: for one run the interval of its series, for several runs Student's t interval over seeds.
 
-        Where the runs have Wilson intervals, it contains all of these. None: no finite mean, or series without intervals.
+        For Wilson intervals of several runs it contains every run's interval, too. None: the mean is not finite, or has no interval.
         """
         run_series, mean = self.comparable_series(arm, line, place), self.mean(arm, line, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
@@ -138,7 +138,7 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """Everything that a report shows, as plain data. With one arm there are no differences."""
+    """The content of a report: arms with their runs, measured series, and differences to the baseline (none if there is one arm)."""
 
     names: tuple[str, ...]  # names of the arms that pictures give a colour, the baseline first
     arms: tuple[ArmRuns, ...]  # the arms that have runs
@@ -160,27 +160,27 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
-        """Name and value of a reference level for series in a unit, such as the unigram cross-entropy; None: there is no level."""
+        """Name and value of a finite reference level of series in `unit`, such as the unigram cross-entropy; None: there is none."""
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
         return next(((name, level) for series in unit_series for name, level in series.references.items() if np.isfinite(level)), None)
 
 
 def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
-    """Whether all runs agree on a value (None: some runs don't record it), and the value as text, by arm if arms differ."""
-    by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in arms]
-    distinct_values = set().union(*by_arm)
-    words = [", ".join(values) for values in by_arm]
-    recorded_values = distinct_values - {show(None)}
-    agreement = False if len(recorded_values) > 1 else None if recorded_values != distinct_values else True
-    if len(set(words)) == 1:
-        return agreement, words[0]
-    return agreement, "; ".join(f"{arm.label}: {word}" for arm, word in zip(arms, words, strict=True))
+    """Whether `value` is equal for all runs (None: some runs don't record it, all others agree), and its text, by arm if arms differ."""
+    texts_by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in arms]
+    distinct_texts = set().union(*texts_by_arm)
+    arm_texts = [", ".join(texts) for texts in texts_by_arm]
+    recorded_texts = distinct_texts - {show(None)}
+    agreement = False if len(recorded_texts) > 1 else None if recorded_texts != distinct_texts else True
+    if len(set(arm_texts)) == 1:
+        return agreement, arm_texts[0]
+    return agreement, "; ".join(f"{arm.label}: {text}" for arm, text in zip(arms, arm_texts, strict=True))
 
 
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
-    """Group runs into arms and compare them with `baseline`: the label of an arm, else the name of one of its runs, else its normalizer.
+    """Group runs into arms and compare the arms with the baseline arm; `baseline` is its label, else a run's name, else its normalizer.
 
-    Raises RunError: there are no runs, no such baseline, or several arms of that name.
+    Raises RunError: there are no runs, or `baseline` matches no arm or several arms.
     """
     records = [record.reporting for record in {record.folder.resolve(): record for record in records}.values()]
     if not records:
@@ -198,8 +198,8 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
 
 
 def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunComparison:
-    """The comparison of arms that have runs with the baseline, the first of `names`; no differences if the baseline has no runs."""
-    sections = _sections_of(arms)
+    """Compare `arms`, which have runs, with the baseline, the first of the arm labels `names`. A baseline without runs: no differences."""
+    sections = _make_sections(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     mixed_arms = dict.fromkeys(
         (arm, section.example_series.shown.measured_on)
@@ -210,7 +210,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     missing_notes += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in mixed_arms]
     diff = _config_diff(arms)
     differences = [
-        _difference_of(arm, arms[0], section, line)
+        _compare_arms(arm, arms[0], section, line)
         for arm in (arms[1:] if arms[0].label == names[0] else ())
         for section in sections
         for line in section.lines
@@ -220,8 +220,8 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
 
 
-def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], diff: Mapping[str, tuple[str, ...]]) -> list[str]:
-    keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
+def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], config_diff: Mapping[str, tuple[str, ...]]) -> list[str]:
+    keys = [key for key in config_diff if is_learned(key) and not key.startswith(_NORMALIZER_PREFIXES)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
     agreement, tokens = shared_value(arms, lambda run: run.tokens_before)
     warnings += [f"They started from weights that had seen different numbers of tokens: {tokens}."] if agreement is False else []
@@ -250,7 +250,7 @@ def _arms(records: list[RunRecord]) -> list[ArmRuns]:
     labels = [arm_label(group[0]) for group in runs]
     if len(set(labels)) < len(labels):
         diff = _config_diff([ArmRuns("", group) for group in runs])
-        keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER)]
+        keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER_PREFIXES)]
         keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
         def values(run: RunRecord) -> list[str]:
@@ -281,35 +281,35 @@ def arm_label(run: RunRecord) -> str:
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
-    """Configuration keys in which arms differ, with the value in each arm.
+    """Map each configuration key in which arms differ to its values in each arm, as text.
 
     Null (off) equals a missing key: an older run without a key does not differ from a newer run that leaves it off.
     """
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
-    words = {key: [[printable(yaml_scalar(run.flat.get(key, _ABSENT))) for run in arm.runs] for arm in arms] for key in keys}
-    lines = {key: tuple(", ".join(dict.fromkeys(values)) for values in by_arm) for key, by_arm in words.items()}
-    return {key: values for key, values in lines.items() if len({_ABSENT if value == "null" else value for value in values}) > 1}
+    run_texts = {key: [[printable(yaml_scalar(run.flat.get(key, _MISSING_VALUE))) for run in arm.runs] for arm in arms] for key in keys}
+    arm_texts = {key: tuple(", ".join(dict.fromkeys(values)) for values in texts_by_arm) for key, texts_by_arm in run_texts.items()}
+    return {key: values for key, values in arm_texts.items() if len({_MISSING_VALUE if value == "null" else value for value in values}) > 1}
 
 
 # ---------------------------------------------------------------- sections
 
 
-def _sections_of(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
-    """The sections of everything that the runs measured: single numbers first, then series over bins, then series over points."""
-    pairs = [(run, series) for arm in arms for run in arm.runs for series in run.series]
-    names = series_names(series for _, series in pairs)
+def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
+    """The runs' series, grouped into sections: single numbers first, then series over bins, then series over points."""
+    run_series = [(run, series) for arm in arms for run in arm.runs for series in run.series]
+    subjects = series_names(series for _, series in run_series)
     titles: dict[tuple[str, Shape], dict[tuple[RunRecord, Line], Series]] = {}
-    for run, series in pairs:
-        titles.setdefault((series.shown.title, series.shape), {})[run, Line(series.metric, names[series], series.setting)] = series
-    by_title = [Section(title, series) for (title, _), series in titles.items()]
-    return tuple(sorted(by_title, key=lambda section: get_args(Shape).index(section.shape)))
+    for run, series in run_series:
+        titles.setdefault((series.shown.title, series.shape), {})[run, Line(series.metric, subjects[series], series.setting)] = series
+    sections = [Section(title, series) for (title, _), series in titles.items()]
+    return tuple(sorted(sections, key=lambda section: get_args(Shape).index(section.shape)))
 
 
 def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
-    """Pairs (data fingerprint, sha256 of the sequences) that series with samples were measured on, at a place, or at any place if None."""
+    """Pairs (data fingerprint, sha256 of the sequences) of series with samples; a `place` selects the sequences measured at this place."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
-    return {(series.data_fingerprint, sample.sha256) for series, parts in samples for sample in parts}
+    return {(series.data_fingerprint, sample.sha256) for series, series_samples in samples for sample in series_samples}
 
 
 # ---------------------------------------------------------------- differences
@@ -317,7 +317,7 @@ def identities(series_list: Iterable[Series], place: str | None = None) -> set[t
 
 @dataclass(frozen=True)
 class Difference:
-    """Arm minus baseline: an interval and how it was made, or the reason why there is none."""
+    """The difference, arm minus baseline, of one series: an interval and how it was computed, or the reason why there is no interval."""
 
     arm: str
     section: Section
@@ -325,13 +325,13 @@ class Difference:
     place: str  # label of the place, such as `4x-8x`; empty: the series is a single number
     subject: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the series
-    note: str  # how the interval was made, or why there is none
+    note: str  # how the interval was computed, or why there is no interval
 
 
 def mean_interval(differences: list[Units]) -> Interval | None:
-    """The mean of paired differences, one `Units` a seed, with its interval: Student's t over seeds, or for one seed over documents.
+    """The mean of paired differences with its interval: Student's t over seeds, or for one seed over documents.
 
-    None: one seed, and fewer than `FEWEST_DOCUMENTS` documents.
+    `differences` has one `Units` for each seed. Returns None for one seed with fewer than `FEWEST_DOCUMENTS` documents.
     """
     if len(differences) > 1:
         return over_seeds(np.array([units.mean for units in differences])).interval()
@@ -340,7 +340,7 @@ def mean_interval(differences: list[Units]) -> Interval | None:
 
 
 def shown_interval(interval: Interval | None, series: Series) -> Interval | None:
-    """An interval of differences as reports show it: None without spread, and clipped to -1 and 1 for fractions."""
+    """The interval of a difference as reports show it: None if it is not `bounded`; for fractions its ends are clipped to [-1, 1]."""
     if interval is None or not interval.bounded:
         return None
     limit = 1.0 if series.unit == "fraction" else np.inf
@@ -348,32 +348,32 @@ def shown_interval(interval: Interval | None, series: Series) -> Interval | None
 
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:
-    """A run's seed as text, and after it the seeds of the weights that it started from, if they differ."""
+    """The last of a run's seeds as text, followed by the earlier seeds (`RunRecord.seeds`), newest first: `3 after 1`."""
     earlier_seeds = " after ".join(map(str, reversed(seeds[:-1])))
     return f"{seeds[-1]} after {earlier_seeds}" if earlier_seeds else str(seeds[-1])
 
 
-def _difference_of(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
-    """The difference of two arms in a line, at the farthest place that both arms have (without such a place, that either has)."""
+def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
+    """The difference of `arm` to `base` in series `line`, at the last place that both arms (or, if none, either arm) were measured at."""
     by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, line).items() if series.samples} for runs in (arm, base)]
     arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in by_seeds)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
     by_seeds = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in by_seeds]
     example = next(series for by_seed in by_seeds for series in by_seed.values())
-    place_words = ""
+    place_text = ""
     if example.axis is not None:
         start, stop = example.units(*example.places[place]).place
-        place_words = f" {example.axis.before} {f'{number(start)}-{number(stop)}' if example.bins else place}"
-    words = ", ".join(filter(None, (line.metric, line.subject))) + place_words + (line.setting and f", {line.setting}")
+        place_text = f" {example.axis.before} {f'{number(start)}-{number(stop)}' if example.bins else place}"
+    subject = ", ".join(filter(None, (line.metric, line.subject))) + place_text + (line.setting and f", {line.setting}")
     units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in by_seeds]
-    interval, note = _difference([arm.label, base.label], units)
+    interval, note = _difference_and_note([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
-    return Difference(arm.label, section, line, place, words, shown_interval(interval, example), note)
+    return Difference(arm.label, section, line, place, subject, shown_interval(interval, example), note)
 
 
-def _difference(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
-    """The interval of the difference of arm and baseline, whose `units` are by seed, and words on how it was made or why it is None."""
+def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
+    """The interval, or None, of arm minus baseline, and a note on how it was computed or why it is None; `units`: of both arms, by seed."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
     for label, side_units in zip(labels, (arm_units, base_units), strict=True):
         if not side_units:

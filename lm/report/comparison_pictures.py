@@ -22,16 +22,16 @@ from lm.schema import Plain
 from lm.statistics.intervals import Interval, interval_of
 
 PARAMETERS = "normalizer/"  # prefix of the logged names of normalizers' parameters
-GRADIENTS = "train/grad_norm"
-FIRST_POSITION = 16  # position at which a picture by position begins
-MOST_LINES = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
+GRAD_NORM = "train/grad_norm"
+FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
+MOST_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
 LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
 MOST_POINTS = 250  # most points of a curve in a picture
-SETTLED = 0.1  # fraction of training after which values count for the ends of the y axis
-_NAME = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
-_LENGTH = re.compile(r"logit_scale/n(\d+)")
-_TITLES = {
-    GRADIENTS: "Gradient norm before clipping",
+SETTLED_AFTER = 0.1  # fraction of training after which values count for the ends of the y axis
+_LAYER_METRIC = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
+_LOGIT_SCALE_METRIC = re.compile(r"logit_scale/n(\d+)")
+_QUANTITY_TITLES = {
+    GRAD_NORM: "Gradient norm before clipping",
     "largest_score": "Largest score",
     "logit_scale/slope": "Logit scale: a of a ln n + b",
     "logit_scale/intercept": "Logit scale: b of a ln n + b",
@@ -39,7 +39,7 @@ _TITLES = {
 
 
 class DrawnRun(NamedTuple):
-    """A run on a page and in pictures of training. Its `state` is finished, unfinished or diverged."""
+    """A run as a page and pictures of training show it. `state` is finished, unfinished or diverged."""
 
     arm: str
     seed: int
@@ -49,17 +49,17 @@ class DrawnRun(NamedTuple):
 
 
 def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
-    """The runs of a comparison, all of which count as finished."""
+    """Return the comparison's runs for drawing, each with the state `finished`."""
     arm_runs = ((arm.label, run) for arm in comparison.arms for run in arm.runs)
     return [DrawnRun(arm, run.seeds[-1], "finished", run, f"{printable(run.name)} ({arm})") for arm, run in arm_runs]
 
 
 def overview(comparison: RunComparison) -> Picture:
-    """One picture of everything that has an axis: losses while training, then each section."""
+    """Join the pictures of losses while training and of each section with an axis into one picture."""
     candidates = [curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)]
     candidates += [along_axis(comparison, section) for section in comparison.sections if section.shape != "number"]
     pictures = [picture for picture in candidates if picture]
-    arms = [f"{arm.label} ({_seeds(len(arm.runs))})" for arm in comparison.arms]
+    arms = [f"{arm.label} ({_seed_count(len(arm.runs))})" for arm in comparison.arms]
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
         panels = [panel for panel in panels if panel]
@@ -68,7 +68,7 @@ def overview(comparison: RunComparison) -> Picture:
     return Picture(panels or [Panel("While training", "tokens seen", "loss", [])], arms, " ".join(picture.caption for picture in pictures))
 
 
-def _seeds(count: int) -> str:
+def _seed_count(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
 
 
@@ -83,8 +83,8 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         titles: titles of the metrics by their names in the log.
         comparison: comparison of the finished runs, which gives the reference level; None: no comparison.
     """
-    curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve(run, name)).tokens)] for name in titles}
-    most_tokens = max((curve.tokens[-1] for by_run in curves_by_name.values() for _, curve in by_run), default=1)
+    curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)] for name in titles}
+    most_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
     unit, x_label = token_unit(most_tokens)
     swap_tokens = {
         step * (run.record.flat.get("optim.batch_tokens") or 0) + run.record.tokens_before
@@ -93,35 +93,35 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     }
     level = comparison and comparison.level("nats per token")
     panels, single_titles, clip_notes = [], [], []
-    for name, by_run in curves_by_name.items():
-        longest = max((len(curve.tokens) for _, curve in by_run), default=0)
+    for name, run_curves in curves_by_name.items():
+        longest = max((len(curve.tokens) for _, curve in run_curves), default=0)
         if longest < 2 and name != "train/loss":
             single_titles += [titles[name]] if longest else []
             continue
         traces, settled_values, in_nats = [], [], name in LOSSES
-        for run, curve in by_run:
+        for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
             losses, stride = pd.Series(curve.loss).where(np.isfinite(curve.loss)), max(1, len(curve.tokens) // MOST_POINTS)
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
-            number, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
-            traces.append(Trace(number, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
-            first = run.record.tokens_before
-            settled_values += y[(curve.tokens - first > SETTLED * (most_tokens - first)) & np.isfinite(y)].tolist()
+            arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
+            traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
+            start = run.record.tokens_before
+            settled_values += y[(curve.tokens - start > SETTLED_AFTER * (most_tokens - start)) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
-                traces.append(Trace(number, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
-        for number, arm in enumerate(names) if name != "train/loss" else ():
-            arm_curves = [curve for run, curve in by_run if run.arm == arm and run.state == "finished"]
+                traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
+        for arm_index, arm in enumerate(names) if name != "train/loss" else ():
+            arm_curves = [curve for run, curve in run_curves if run.arm == arm and run.state == "finished"]
             if len({curve.tokens.tobytes() for curve in arm_curves}) == 1:
                 mean = np.mean([curve.loss for curve in arm_curves], axis=0)
-                traces.append(Trace(number, f"{arm}, mean of {_seeds(len(arm_curves))}", arm_curves[0].tokens / unit, mean, "mean"))
+                traces.append(Trace(arm_index, f"{arm}, mean of {_seed_count(len(arm_curves))}", arm_curves[0].tokens / unit, mean, "mean"))
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
         top = min(high, max(1.08 * level[1], 1.3 * low)) if level and in_nats else high
         clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
-        pad = 0.06 * (top - low) or 0.1
+        y_padding = 0.06 * (top - low) or 0.1
         levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and in_nats and low < level[1] < top else {}
-        marks = {tokens / unit: "normalizer swapped" * (place == 0) for place, tokens in enumerate(sorted(swap_tokens))}
+        marks = {tokens / unit: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
         label = "nats per token" if in_nats else name
-        panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - pad, top + pad), marks=marks, levels=levels))
+        panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - y_padding, top + y_padding), marks=marks, levels=levels))
     if not any(panel.traces for panel in panels):
         return None
     several_seeds = max(Counter(run.arm for run in runs).values()) > 1
@@ -135,25 +135,25 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
 
 
-def _curve(run: DrawnRun, name: str) -> Curve:
-    """The curve of a logged metric by all tokens that the weights have seen, including tokens of the runs that they come from."""
+def _curve_by_tokens_seen(run: DrawnRun, name: str) -> Curve:
+    """The curve of a logged metric by tokens seen, which include the tokens that the run's initial weights had seen."""
     curve = run.record.curve(name)
     return replace(curve, tokens=curve.tokens + run.record.tokens_before)
 
 
 # ---------------------------------------------------------------- sections
 
-WILSON = (
+WILSON_NOTE = (
     "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
 )
 DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point, not adjusted."
-BySeed = Mapping[tuple[int, ...], Series]
+SeriesBySeeds = Mapping[tuple[int, ...], Series]
 
 
 def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
-    """A picture of a section over its axis: a row for each line, with its values and its paired differences to the baseline.
+    """A picture of a section over its axis: for each series name, a panel of values and a panel of paired differences to the baseline.
 
-    None: the section has a single place and no reference level, so that its table says as much.
+    None: the section has a single point or range and no reference level, so that a picture shows no more than its table.
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
@@ -164,7 +164,7 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
     for line in section.lines:
         series_by_arm = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
         line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        values = [trace for arm in comparison.arms for trace in _arm_traces(_values(section, arm, line), arm.label, names)]
+        values = [trace for arm in comparison.arms for trace in _arm_traces(_value_traces(section, arm, line), arm.label, names)]
         differences = []
         for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
             differences += _arm_traces(differences_along(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
@@ -180,77 +180,77 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
         panels.append(replace(_axis_panel(section, title, line.metric, values), y_range=y_range, levels=levels))
         difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", differences)
         panels.append(replace(difference_panel, zero_line=True) if differences else None)
-    sentences += [f"Intervals are {WILSON}."] if any(series.interval == "wilson" for series in section.series.values()) else []
+    sentences += [f"Intervals are {WILSON_NOTE}."] if any(series.interval == "wilson" for series in section.series.values()) else []
     sentences += [f"Dotted, if any: {first_series.shown.levels}."] if first_series.shown.levels else []
-    sentences += [f"From position {FIRST_POSITION}."] if first_series.bins else []
+    sentences += [f"From position {FIRST_DRAWN_POSITION}."] if first_series.bins else []
     return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
 
 
 def _arm_traces(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
-    """Copies of the traces, with the arm's number (which decides the colour) and with the arm's name in their labels."""
+    """Copy the traces with the index of `arm` in `names`, which decides their colour, and with the arm's name before their labels."""
     return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
 
 
-def _values(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
-    """Traces of a line of an arm along the axis, where all runs of the arm have values.
+def _value_traces(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
+    """Traces of an arm's series named `line`, over the points or bins at which all runs of the arm have values.
 
-    Points have intervals; bins have them only if the arm has a single run. Series that are controls (`Series.control`) have none.
+    Points have intervals; bins have intervals only if the arm has a single run. Control series (`Series.control`) have no intervals.
     """
     by_seed, intervals = section.by_seed(arm, line), []
     run_series = [*by_seed.values()]
-    places = _places(run_series)
+    places = _shared_places(run_series)
     if section.shape == "points" and run_series and not run_series[0].control:
         intervals = [section.interval(arm, line, number(x)) for x in places]
     elif len(run_series) == 1 and not run_series[0].control:
         edges = [*run_series[0].axis.values]
         intervals = [interval_of(run_series[0], edges.index(start)) for start, _ in places.values()]
-    return _traces(by_seed, {x: [series.mean_within(*ends) for series in run_series] for x, ends in places.items()}, intervals)
+    return _seed_traces(by_seed, {x: [series.mean_within(*place) for series in run_series] for x, place in places.items()}, intervals)
 
 
-def differences_along(arm_series: BySeed, base_series: BySeed) -> list[Trace]:
-    """Traces of paired differences, arm minus baseline, of runs of equal seeds: sequence by sequence.
+def differences_along(arm_series: SeriesBySeeds, base_series: SeriesBySeeds) -> list[Trace]:
+    """Traces of differences, arm minus baseline, between runs of equal seeds, paired by sequence.
 
-    Only places count at which all runs were measured on the same sequences; [] without such places. Intervals are Student's t over seeds,
-    point by point, or over documents if there is one seed. A point whose differences have no spread has no interval.
+    They cover the points or bins at which all runs were measured on the same sequences; [] if there are none. Intervals are Student's t
+    over seeds, point by point, or over documents if there is one seed. A point whose differences have no spread has no interval.
     """
     shared_seeds = [seeds for seeds in arm_series if seeds in base_series]
     paired_series = [by_seed[seeds] for seeds in shared_seeds for by_seed in (arm_series, base_series)]
-    places = _places(paired_series) if all(series.samples for series in paired_series) else {}
+    places = _shared_places(paired_series) if all(series.samples for series in paired_series) else {}
     by_x = {x: [series.units(*place) for series in paired_series] for x, place in places.items()}
     by_x = {x: run_units for x, run_units in by_x.items() if len({units.identity for units in run_units}) == 1}
     differences_by_x = {x: [a.minus(b) for a, b in zip(run_units[::2], run_units[1::2], strict=True)] for x, run_units in by_x.items()}
     intervals = [mean_interval(differences) for differences in differences_by_x.values()]
-    drawn_intervals = [shown_interval(interval, paired_series[0]) for interval in intervals] if all(intervals) else []
-    return _traces(shared_seeds, {x: [units.mean for units in differences] for x, differences in differences_by_x.items()}, drawn_intervals)
+    bands = [shown_interval(interval, paired_series[0]) for interval in intervals] if all(intervals) else []
+    return _seed_traces(shared_seeds, {x: [units.mean for units in differences] for x, differences in differences_by_x.items()}, bands)
 
 
-def _traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], intervals: Sequence[Interval | None]) -> list[Trace]:
-    """Traces of each seed and of the mean over seeds. The caller fills in the arm's number and name.
+def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], bands: Sequence[Interval | None]) -> list[Trace]:
+    """A trace of each seed, and a trace of the mean over seeds. The caller sets the traces' arm.
 
-    values: by x, the values of all runs in the order of `seeds`; intervals: of the mean at each x, or empty.
+    `values`: by x, the values of all runs in the order of `seeds`. `bands`: the interval of the mean at each x; empty: no intervals.
     """
     if not values:
         return []
-    x, rows, ends, coverage = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
-    mean = rows.mean(0)
-    if any(intervals):
-        ends = np.array([(interval or Interval(y, y, y)).picture_values() for interval, y in zip(intervals, mean, strict=True)]).T[1:]
-        coverage = next(interval.coverage for interval in intervals if interval)
-    lines = [Trace(0, f"seed {run_seeds[-1]}", x, row, "seed") for run_seeds, row in zip(seeds, rows, strict=True)]
-    return [*lines, Trace(0, f"mean of {_seeds(len(rows))}", x, mean, "mean", *ends, coverage=coverage)]
+    x, seed_values, bounds, coverage = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
+    mean = seed_values.mean(0)
+    if any(bands):
+        bounds = np.array([(interval or Interval(y, y, y)).picture_values() for interval, y in zip(bands, mean, strict=True)]).T[1:]
+        coverage = next(interval.coverage for interval in bands if interval)
+    seed_traces = [Trace(0, f"seed {run_seeds[-1]}", x, y_values, "seed") for run_seeds, y_values in zip(seeds, seed_values, strict=True)]
+    return [*seed_traces, Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, coverage=coverage)]
 
 
-def _places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
-    """Places (start, stop) where all series have values, by the x at which to draw them: common points, or bins between common edges."""
+def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
+    """Points, or bins between edges, that all series share: (start, stop) by the x at which the value is drawn."""
     shared_x = reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list]) if series_list else np.empty(0)
     if not series_list or not series_list[0].bins:
         return {x: (x, x) for x in shared_x.tolist()}
-    shared_x = shared_x[shared_x >= min(FIRST_POSITION, shared_x[-2:].min())]
+    shared_x = shared_x[shared_x >= min(FIRST_DRAWN_POSITION, shared_x[-2:].min())]
     return {float(np.sqrt(start * stop)): (start, stop) for start, stop in pairwise(shared_x.tolist())}
 
 
 def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
-    """A panel of traces over the section's axis."""
+    """A panel of traces over the section's axis, with marks at training lengths. `quantity` labels the y axis."""
     example, x = section.example_series, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
     octaves = [2**power for power in range(31) if x.min() <= 2**power <= x.max()]
     ticks = plain_ticks(octaves if example.bins else sorted(set(x.tolist())))
@@ -260,129 +260,129 @@ def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Tr
 
 
 def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace]) -> tuple[tuple[float, float] | None, str]:
-    """The range of the y axis, which ends somewhat above the metric's reference level, and a note on arms with values beyond it.
+    """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values above the range.
 
-    The range is None, and the note empty, without finite values, without a level, and where higher is better.
+    The range is None and the note empty if no value is finite, there is no reference level, or higher is better.
     """
     level, training_length = comparison.level(section.example_series.unit), max(section.seq_lens, default=0)
-    arrays = [(trace.arm, array) for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
-    arrays = [(arm, array[np.isfinite(array)]) for arm, array in arrays]
-    values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
+    values_by_arm = [(trace.arm, array) for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
+    values_by_arm = [(arm, array[np.isfinite(array)]) for arm, array in values_by_arm]
+    values = np.concatenate([np.empty(0), *(array for _, array in values_by_arm)])
     if not len(values) or level is None or section.example_series.better == "higher":
         return None, ""
     training_values = np.concatenate([trace.y[trace.x <= training_length] for trace in traces])
     low = values.min()
     top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))), low + 1e-3)
-    pad = 0.06 * (top - low)
-    peaks = dict.fromkeys(sorted({arm for arm, _ in arrays}), low)
-    for arm, array in arrays:
+    padding = 0.06 * (top - low)
+    peaks = dict.fromkeys(sorted({arm for arm, _ in values_by_arm}), low)
+    for arm, array in values_by_arm:
         peaks[arm] = max(peaks[arm], array.max(initial=low))
-    words = [f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + pad]
-    return (low - pad, top + pad), f"Leaving the picture: {'; '.join(words)}." if words else ""
+    arm_texts = [f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding]
+    return (low - padding, top + padding), f"Leaving the picture: {'; '.join(arm_texts)}." if arm_texts else ""
 
 
 def maps(comparison: RunComparison) -> list[Picture]:
-    """Pictures of fractions over two axes, such as accuracy by needle depth and length: a map for each arm, of the mean over its seeds."""
-    groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
+    """Pictures of heat maps of fractions, such as accuracy by needle depth and length; each map shows an arm's mean over seeds."""
+    series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
     pairs = ((arm, series) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for series in evaluation.series)
     for arm, series in pairs:
         if series.shape == "points" and series.unit == "fraction" and not series.shown and not series.control:
-            groups[series.kind, series.metric, series.setting][arm.label][series.what].append(series)
+            series_groups[series.kind, series.metric, series.setting][arm.label][series.what].append(series)
     pictures = []
-    for (kind, metric, setting), by_arm in groups.items():
+    for (kind, metric, setting), by_arm in series_groups.items():
         aligned_arms = {arm: rows for arm, rows in by_arm.items() if len({series.axis.values for series in chain(*rows.values())}) == 1}
-        if aligned_arms and max(map(len, by_arm.values())) > MOST_LINES:
+        if aligned_arms and max(map(len, by_arm.values())) > MOST_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
             panels = [_fraction_map(arm, rows) for arm, rows in aligned_arms.items()]
             pictures.append(Picture(panels, comparison.names, caption, columns=3))
     return pictures
 
 
-def _fraction_map(title: str, rows: Mapping[str, Sequence[Series]]) -> Map:
-    """A map of fractions: a row for each task, with the mean over the task's series; all series have the same points."""
-    example, *_ = next(iter(rows.values()))
-    values = np.array([np.mean([series.means for series in series_list], axis=0) for series_list in rows.values()], dtype=float)
+def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> Map:
+    """A heat map of an arm: a row for each task, with the mean over the task's series (runs). All series have the same points."""
+    example, *_ = next(iter(series_by_task.values()))
+    values = np.array([np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()], dtype=float)
     top = 1.0 if example.interval == "wilson" else float(np.nanmax(values))
-    return Map(title, example.axis.label, list(plain_ticks(example.axis.values).values()), list(rows), values, top)
+    return Map(arm, example.axis.label, list(plain_ticks(example.axis.values).values()), list(series_by_task), values, top)
 
 
 # ---------------------------------------------------------------- what is logged by layer and head
 
 
-def layer_curves(lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """Curves by (quantity, layer), such as (`largest_score`, 0), and then by head; the head of a quantity without heads is empty."""
-    names = dict.fromkeys(name for line in lines for name in line)
+def layer_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
+    """Curves by (quantity, layer), such as (`largest_score`, 0), then by head, such as `head3`; '' for a quantity without heads."""
+    names = dict.fromkeys(name for log_line in log_lines for name in log_line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
-    for match in sorted(filter(None, map(_NAME.fullmatch, names)), key=lambda match: (_order(match[1]), int(match[2]))):
-        curves.setdefault((match[1], int(match[2])), {})[match[3] or ""] = logged_curve(lines, match[0])
+    for match in sorted(filter(None, map(_LAYER_METRIC.fullmatch, names)), key=lambda match: (_sort_key(match[1]), int(match[2]))):
+        curves.setdefault((match[1], int(match[2])), {})[match[3] or ""] = logged_curve(log_lines, match[0])
     return curves
 
 
-def _order(quantity: str) -> list[tuple[bool, int, str]]:
-    """The sort key of a quantity: its name, in which numbers are compared as numbers."""
+def _sort_key(quantity: str) -> list[tuple[bool, int, str]]:
+    """A key to sort names of quantities, in which whole numbers are compared by value: `n256` comes before `n1024`."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", quantity)]
 
 
 def title(quantity: str) -> str:
-    if match := _LENGTH.fullmatch(quantity):
+    if match := _LOGIT_SCALE_METRIC.fullmatch(quantity):
         return f"Logit scale of a query that sees {int(match[1]):,} keys"
-    return _TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAMETERS)} of the normalizer")
+    return _QUANTITY_TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAMETERS)} of the normalizer")
 
 
 def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
-    """Pictures, by name, of quantities that runs log by layer and head: the normalizers' parameters, and the quantities of `log.dynamics`.
+    """Pictures of quantities logged by layer, by name: `normalizer-parameters`, and `dynamics` for the quantities of `log.dynamics`.
 
-    Each arm has a colour, and a thick median over its lines; with a single run, each layer has a colour. Gradient norms, of which some are
-    many times larger than others, have a logarithmic axis. Curves of more than `MOST_POINTS` points are thinned: neighbouring points are
-    drawn as one.
+    Each arm has a colour, and a thick line for the median of its thin lines; with a single run, each layer has a colour. Gradient norms,
+    of which some are many times larger than others, have a logarithmic axis. Curves have at most `MOST_POINTS` points, for which
+    neighbouring points are merged.
     """
     captions = {
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
-    entries = [(run, *place, by_head) for run in runs for place, by_head in layer_curves(run.record.logged).items()]
+    entries = [(run, *key, by_head) for run in runs for key, by_head in layer_curves(run.record.logged).items()]
     last_tokens = (head.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for head in by_head.values())
     unit, label = token_unit(max(last_tokens, default=1))
     if len(runs) == 1:
         names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
     traces: dict[str, list[Trace]] = {}
     for run, quantity, layer, by_head in entries:
-        number, words = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
+        colour_index, label_start = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
         single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
-        for head, group in (single_heads if quantity.startswith(PARAMETERS) else {"": [*by_head.values()]}).items():
-            x = (group[0].tokens + run.record.tokens_before) / unit
-            points = _points(quantity, x, np.stack([member.loss for member in group], axis=1))
-            traces.setdefault(quantity, []).append(Trace(number, f"{words}{head and '/'}{head}", *points, "seed"))
-    medians = {quantity: _medians(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
+        for head, head_curves in (single_heads if quantity.startswith(PARAMETERS) else {"": [*by_head.values()]}).items():
+            x = (head_curves[0].tokens + run.record.tokens_before) / unit
+            points = _merge_points(quantity, x, np.stack([head_curve.loss for head_curve in head_curves], axis=1))
+            traces.setdefault(quantity, []).append(Trace(colour_index, f"{label_start}{head and '/'}{head}", *points, "seed"))
+    medians = {quantity: _median_traces(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
     traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
     pictures = {}
     for name, caption in captions.items():
         caption += " Thick: the median of an arm's lines." * any(medians.values())
         drawn_quantities = [
-            quantity for quantity in sorted(traces, key=_order) if quantity.startswith(PARAMETERS) == (name == "normalizer-parameters")
+            quantity for quantity in sorted(traces, key=_sort_key) if quantity.startswith(PARAMETERS) == (name == "normalizer-parameters")
         ]
-        panels = [Panel(title(quantity), label, quantity, traces[quantity], log_y=quantity == GRADIENTS) for quantity in drawn_quantities]
+        panels = [Panel(title(quantity), label, quantity, traces[quantity], log_y=quantity == GRAD_NORM) for quantity in drawn_quantities]
         pictures |= {name: Picture(panels, names, caption)} if panels else {}
     return pictures
 
 
-def _medians(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
-    """The median trace of each arm with several traces, if all of these are at the same tokens."""
+def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:
+    """The median trace of each arm that has several traces, all with the same x (tokens seen)."""
     by_arm = {name: [trace for trace in traces if trace.arm == arm] for arm, name in enumerate(names)}
     return [
-        Trace(lines[0].arm, f"{name}, median", lines[0].x, np.median([line.y for line in lines], axis=0), "mean")
-        for name, lines in by_arm.items()
-        if len(lines) > 1 and len({line.x.tobytes() for line in lines}) == 1
+        Trace(arm_traces[0].arm, f"{name}, median", arm_traces[0].x, np.median([trace.y for trace in arm_traces], axis=0), "mean")
+        for name, arm_traces in by_arm.items()
+        if len(arm_traces) > 1 and len({trace.x.tobytes() for trace in arm_traces}) == 1
     ]
 
 
-def _points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MOST_POINTS` points (x, y) of values (points, heads): each is the median of a group of neighbouring points over all heads.
+def _merge_points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbouring points into at most `MOST_POINTS` points and return their x and y; `values` is (points, heads).
 
-    Of the largest score and the gradient norm, which have spikes, each point is the largest value of its group.
+    Each y is the median of a group's values over all heads; for the largest score and the gradient norm, which have spikes, the largest.
     """
     group_size = -(-len(x) // MOST_POINTS)
     groups = np.split(np.arange(len(x)), range(group_size, len(x), group_size))
-    reduction = np.max if quantity in ("largest_score", GRADIENTS) else np.median
+    reduction = np.max if quantity in ("largest_score", GRAD_NORM) else np.median
     with np.errstate(invalid="ignore"):
         return np.array([x[group].mean() for group in groups]), np.array([reduction(values[group]) for group in groups])

@@ -14,34 +14,34 @@ from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, seeds_shown, shared_value
 from lm.report.tables import Column, Filled, Table, digits, four_digits, from_lines, print_tables, printable, show
 from lm.runs.folder import peak_memory, training_seconds
-from lm.runs.record import RunRecord, differing, starts
+from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
-BETTER = {"lower": "below zero", "higher": "above zero", "none": ""}  # words for differences that are improvements, by better direction
-REPORTING = (
+BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
+REPORTING_NOTE = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
 OWN_SEEDS = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
-SAME = {True: "yes", False: "NO", None: "unknown"}  # words for whether all runs agree
-Span = tuple[datetime, datetime]
+AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # words for whether all runs agree
+TimeSpan = tuple[datetime, datetime]
 
 
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
-    """The table of each section: a row for each task, inference setting and arm, a column for each metric and place. A table of the
-    differences to the baseline that have an interval follows, if there are any."""
-    tables, differences = [_table(comparison, section) for section in comparison.sections], _difference_table(comparison)
+    """One table for each section: a row for each task, inference setting and arm, a column for each metric at each point or range.
+    A table of differences to the baseline follows if any difference has an interval."""
+    tables, differences = [_section_table(comparison, section) for section in comparison.sections], _difference_table(comparison)
     return (*tables, differences) if differences.rows else tuple(tables)
 
 
-def _table(comparison: RunComparison, section: Section) -> Table:
+def _section_table(comparison: RunComparison, section: Section) -> Table:
     runs_by_row: dict[tuple[ArmRuns, Line], list[RunRecord]] = {}  # by arm and line without metric: the runs that have one of the metrics
     for line, arm in product(dict.fromkeys(replace(line, metric="") for line in section.lines), comparison.arms):
         metric_lines = [replace(line, metric=metric) for metric in section.metrics]
         if row_runs := [run for run in arm.runs if any((run, metric_line) in section.series for metric_line in metric_lines)]:
             runs_by_row[arm, line] = row_runs
     rows, runs, is_number = list(runs_by_row), list(runs_by_row.values()), section.shape == "number"
-    by_metric = [[(arm, replace(line, metric=metric)) for arm, line in rows] for metric in section.metrics]
+    rows_by_metric = [[(arm, replace(line, metric=metric)) for arm, line in rows] for metric in section.metrics]
     labels = {
         "arm": [arm.label for arm, _ in rows],
         "task": [line.subject for _, line in rows],
@@ -51,9 +51,9 @@ def _table(comparison: RunComparison, section: Section) -> Table:
     columns += [(Column("seeds"), [str(len(row_runs)) for row_runs in runs])]
     if is_number:
         for name, value in (("params", lambda run: run.environment_entry("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
-            columns.append((Column(name, "M"), [_mean_of([value(run) for run in row_runs], 1e6) for row_runs in runs]))
-    columns += [column for rows in by_metric for column in _means(comparison, section, rows)]
-    for rows in by_metric if is_number else ():
+            columns.append((Column(name, "M"), [_mean_text([value(run) for run in row_runs], 1e6) for row_runs in runs]))
+    columns += [column for rows in rows_by_metric for column in _mean_columns(comparison, section, rows)]
+    for rows in rows_by_metric if is_number else ():
         example = section.example(rows[0][1].metric)
         for name in example.references:
             levels = [
@@ -64,8 +64,8 @@ def _table(comparison: RunComparison, section: Section) -> Table:
     return Table(title, _unit(section.example_series.unit), tuple(columns))
 
 
-def _mean_of(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
-    """The mean of the values that are not None, in a unit, with four digits or with `decimals`; None if there are no values."""
+def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
+    """The mean of the values that are not None, divided by `unit`, as text with four digits or with `decimals`; None: no values."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -73,18 +73,18 @@ def _mean_of(values: Sequence[float | None], unit: float = 1.0, decimals: int | 
     return four_digits(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
-def _means(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
-    """A column of means for each place, with intervals at points. Single numbers of several seeds have a column for their spread, too."""
+def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
+    """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also have their spread."""
     example = section.example(rows[0][1].metric)
     unit, points, lengths = _unit(example.unit), section.shape == "points", section.seq_lens
-    columns = {}
+    cells_by_name = {}
     for place, (start, _) in section.places.items():
         name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
         name = name if points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
-        columns[name] = [(section.interval(*row, place) if points else None) or digits(section.mean(*row, place)) for row in rows]
-    coverages = dict.fromkeys(cell.coverage for cells in columns.values() for cell in cells if isinstance(cell, Interval))
-    fields = {"unit": _with_interval(unit, " or over ".join(coverages)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
-    means = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in columns.items()]
+        cells_by_name[name] = [(section.interval(*row, place) if points else None) or digits(section.mean(*row, place)) for row in rows]
+    coverages = dict.fromkeys(cell.coverage for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
+    fields = {"unit": _interval_unit(unit, " or over ".join(coverages)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
+    means = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         values = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in values]
@@ -96,13 +96,13 @@ def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
 
 
-def _with_interval(unit: str, coverage: str) -> str:
-    """The words for a column's heading: the unit, then `95% interval over` and the `coverage` of the intervals in the column."""
+def _interval_unit(unit: str, coverage: str) -> str:
+    """The unit in the heading of a column with intervals: `unit, 95% interval over coverage`; without `over` if `coverage` is empty."""
     return f"{unit}, 95% interval" + (f" over {coverage}" if coverage else "")
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """The differences to the baseline that have an interval, with a column for each `coverage` of the intervals."""
+    """A table of the differences to the baseline that have an interval, with a column for each `Interval.coverage`."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.line.metric) for difference in differences]
@@ -110,12 +110,12 @@ def _difference_table(comparison: RunComparison) -> Table:
         "arm": [difference.arm for difference in differences],
         "metric": [difference.subject for difference in differences],
         "measured in": [_unit(series.unit) for series in examples],
-        "better": [BETTER[series.better] for series in examples],
+        "better": [BETTER_SIDE[series.better] for series in examples],
     }
     columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
     for coverage in dict.fromkeys(interval.coverage for interval in intervals):
         cells = [interval if interval.coverage == coverage else None for interval in intervals]
-        columns.append((Column("difference", _with_interval("", coverage).removeprefix(", "), "difference"), cells))
+        columns.append((Column("difference", _interval_unit("", coverage).removeprefix(", "), "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 
 
@@ -125,10 +125,10 @@ def print_comparison(comparison: RunComparison, console: Console | None = None) 
 
 
 def notes(comparison: RunComparison) -> list[str]:
-    """Notes on what differs besides the normalizer, on how differences were made or why there are none, and on what runs lack."""
+    """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on what runs lack."""
     lines = [comparison.warning] if comparison.warning else []
     has_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
-    lines += [REPORTING] if has_text else []
+    lines += [REPORTING_NOTE] if has_text else []
     lines += [OWN_SEEDS] if comparison.differences and _differs_in_seeds(comparison) else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
@@ -143,7 +143,7 @@ def notes(comparison: RunComparison) -> list[str]:
 
 
 def _differs_in_seeds(comparison: RunComparison) -> bool:
-    """Whether arms that have a line in common were measured on it with different seeds."""
+    """Whether, for any series name (`Line`), the arms with this series have it for different seeds."""
     lines = ((section, line) for section in comparison.sections for line in section.lines)
     return any(len({tuple(section.by_seed(arm, line)) for arm in comparison.arms} - {()}) > 1 for section, line in lines)
 
@@ -152,24 +152,24 @@ def _differs_in_seeds(comparison: RunComparison) -> bool:
 
 
 def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
-    """The mean costs of a run, by arm. `concurrent_runs`: all runs that may have been under way at the same time."""
+    """A table of the mean costs of a run, one row an arm. `concurrent_runs`: all runs that may have been under way at the same time."""
     spans = {run.folder: _training_span(run) for run in concurrent_runs}
     on_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
-    memory = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
-    costs = [[_costs(run, spans, memory) for run in arm.runs] for arm in arms]
+    memory_unit = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
+    costs = [[_costs(run, spans, memory_unit) for run in arm.runs] for arm in arms]
     columns: list[Filled] = [
         (Column("arm", kind="label"), [arm.label for arm in arms]),
         (Column("runs"), [str(len(arm.runs)) for arm in arms]),
     ]
     for name, unit in costs[0][0]:
-        cells = [_mean_of([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None) for by_run in costs]
+        cells = [_mean_text([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None) for by_run in costs]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [", ".join(dict.fromkeys(show(run.setting("device")) for run in arm.runs)) for arm in arms]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
-def _costs(run: RunRecord, spans: Mapping[Path, Span | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
-    """The costs of a run, by name and unit; None where the run folder does not record a cost."""
+def _costs(run: RunRecord, spans: Mapping[Path, TimeSpan | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
+    """A run's costs by (name, unit), None where the run folder does not record a cost. `spans`: training times, by run folder."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # the run's own, as the seconds are
     tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
@@ -191,8 +191,8 @@ def _costs(run: RunRecord, spans: Mapping[Path, Span | None], memory_unit: str) 
     }
 
 
-def _training_span(run: RunRecord) -> Span | None:
-    """Start and end of training after the last start of a run; None if the run folder does not record them."""
+def _training_span(run: RunRecord) -> TimeSpan | None:
+    """Start and end of a run's training since it was last started or resumed; None if the run folder does not record them."""
     run_starts = starts(run.environment)
     seconds = training_seconds(run.logged, run_starts[-1]["step"]) if run_starts else None
     if not seconds or not run_starts[-1].get("time"):
@@ -206,9 +206,9 @@ def _training_span(run: RunRecord) -> Span | None:
 
 @dataclass(frozen=True)
 class Fact:
-    """A setting or measurement of all runs: its value, by arm if arms differ, and whether it is the same in all runs.
+    """A setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
 
-    `agrees` is None if a run doesn't record it. A fact is a `condition` of a fair comparison, or describes how runs were measured.
+    `agrees` is None if it is unknown whether runs agree. `condition`: a fair comparison needs agreement; else the fact only describes.
     """
 
     name: str
@@ -218,7 +218,7 @@ class Fact:
 
 
 def run_facts(comparison: RunComparison) -> list[Fact]:
-    """Facts on the settings of all runs and on how they were measured: conditions of a fair comparison first."""
+    """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair comparison."""
     arms, sections = comparison.arms, {section.example_series.shown.measured_on: section for section in comparison.sections}
 
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
@@ -239,11 +239,15 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return " / ".join(show(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
 
     def tasks(run: RunRecord) -> str | None:
-        return "; ".join(_pairs(entry) for entry in run.config["data"].get("tasks") or []) or None
+        return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
     same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
     seeds = {tuple(run.seeds for run in arm.runs) for arm in arms}
-    unequal = [f"{printable(run.name)}: {'; '.join(differences)}" for run in comparison.runs if (differences := differing(run.environment))]
+    unequal = [
+        f"{printable(run.name)}: {'; '.join(differences)}"
+        for run in comparison.runs
+        if (differences := differing_settings(run.environment))
+    ]
     settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
@@ -262,74 +266,74 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         Fact("code", None if same_code and "uncommitted" in code else same_code, code),
     ]
     other_facts = [
-        *(Fact(f"normalizer: {arm.label}", None, _normalizer(arm.runs[0])) for arm in arms),
+        *(Fact(f"normalizer: {arm.label}", None, _normalizer_text(arm.runs[0])) for arm in arms),
         fact("training length (tokens)", lambda run: run.flat["data.seq_len"]),
-        *(fact(name, partial(_amount, section)) for name, section in sections.items()),
+        *(fact(name, partial(_sequences_text, section)) for name, section in sections.items()),
         Fact("inference settings", None, ", ".join(settings) or "none"),
         fact("data", corpus),
         *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
         fact("steps: evaluated / planned", steps),
         fact("parameters: total / non-embedding / normalizer", parameters),
         fact("torch.compile", lambda run: run.setting("compile")),
-        fact("versions", lambda run: _pairs(run.environment.get("versions"))),
+        fact("versions", lambda run: _settings_text(run.environment.get("versions"))),
     ]
     return conditions + [replace(fact, condition=False) for fact in other_facts]
 
 
 def facts_table(comparison: RunComparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms a column says whether the conditions of a fair comparison hold."""
-    lines = []
+    rows = []
     for fact in run_facts(comparison):
-        agreement = {"same in all runs": SAME[fact.agrees] if fact.condition else ""} if len(comparison.arms) > 1 else {}
-        lines.append({"what": fact.name} | agreement | {"value": fact.value})
-    return from_lines("Runs and environment", lines, {"value": "words"})
+        agreement = {"same in all runs": AGREEMENT_TEXTS[fact.agrees] if fact.condition else ""} if len(comparison.arms) > 1 else {}
+        rows.append({"what": fact.name} | agreement | {"value": fact.value})
+    return from_lines("Runs and environment", rows, {"value": "words"})
 
 
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
     """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for each arm."""
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
-    words = zip(*(comparison.config_diff[key] for key in keys), strict=True) if keys else [()] * len(comparison.arms)
-    columns = [(Column(arm.label, kind="words"), [*cells]) for arm, cells in zip(comparison.arms, words, strict=True)]
+    values_by_arm = zip(*(comparison.config_diff[key] for key in keys), strict=True) if keys else [()] * len(comparison.arms)
+    columns = [(Column(arm.label, kind="words"), [*cells]) for arm, cells in zip(comparison.arms, values_by_arm, strict=True)]
     return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
 
 
-def _amount(section: Section, run: RunRecord) -> str | None:
-    """Number and length of the sequences that a run was measured on, task by task."""
+def _sequences_text(section: Section, run: RunRecord) -> str | None:
+    """Number and length of the sequences on which a section measured the run, as text by task; None if the series do not say it."""
     amounts = [
         (line.subject, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount
     ]
-    return "; ".join(": ".join(filter(None, pair)) for pair in dict.fromkeys(amounts)) or None
+    return "; ".join(": ".join(filter(None, subject_and_amount)) for subject_and_amount in dict.fromkeys(amounts)) or None
 
 
 def corpus(run: RunRecord) -> str | None:
-    """The source of a run's text, and the recorded amounts of its text or tasks."""
+    """The source of a run's text (left out for symbolic tasks) and the recorded amounts of its data, as text; None: nothing is recorded."""
     counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # without the machine's folder
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
-    return _pairs({**source, **counts})
+    return _settings_text({**source, **counts})
 
 
-def _pairs(block: Plain) -> str | None:
-    return ", ".join(f"{key} {show(value)}" for key, value in flatten(block).items()) if block else None
+def _settings_text(settings: Plain) -> str | None:
+    return ", ".join(f"{key} {show(value)}" for key, value in flatten(settings).items()) if settings else None
 
 
-def _normalizer(run: RunRecord) -> str:
-    """Formula, source and options of a run's normalizer and the meaning of its n, phase by phase."""
+def _normalizer_text(run: RunRecord) -> str:
+    """Text on the normalizer of each training phase of a run: formula, source, options and the meaning of n."""
     phases = []
     for step, options in run.phases:
         entry, normalizer, n = catalogue.ENTRIES.get(options["name"]), catalogue.read(options), str(options.get("n", ""))
         formula = (normalizer.formula() if normalizer else str(options["name"])) + (f" ({entry.source})" if entry else "")
-        option_words = ", ".join(f"{key}={_option(value)}" for key, value in options.items() if key not in ("name", "n"))
-        meaning = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document"}
-        count_words = f"n = {meaning.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
-        phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, option_words, count_words))))
+        option_text = ", ".join(f"{key}={_option_text(value)}" for key, value in options.items() if key not in ("name", "n"))
+        n_meanings = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document"}
+        n_text = f"n = {n_meanings.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
+        phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, option_text, n_text))))
     return "; then ".join(phases)
 
 
-def _option(value: Plain) -> str:
-    """The value of an option as text. Normalizers in it, such as a normalizer for each layer, stand as their names with their options."""
+def _option_text(value: Plain) -> str:
+    """The value of a normalizer's option as text. A normalizer within the value is written as its name with its options in parentheses."""
     if isinstance(value, list):
-        return ", ".join(map(_option, value))
+        return ", ".join(map(_option_text, value))
     if not isinstance(value, dict):
         return show(value)
-    options = ", ".join(f"{key}={_option(option)}" for key, option in value.items() if key != "name")
+    options = ", ".join(f"{key}={_option_text(option)}" for key, option in value.items() if key != "name")
     return " ".join(filter(None, (str(value.get("name", "")), options and f"({options})")))

@@ -17,12 +17,12 @@ NO_SPREAD = "no interval: all agree"
 MOST_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 MOST_NUMBERS = 24  # most numbers without an interval of a model in a table; of more, the ends of curves are printed
 
-Cells = dict[tuple[tuple[int, str, str], Column], str]  # texts by row (number of the evaluation, inference setting, place) and column
+CellTexts = dict[tuple[tuple[int, str, str], Column], str]  # texts by row (number of the evaluation, inference setting, place) and column
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """One evaluation of one checkpoint of a run. `cached`: the numbers had been measured before, with the same weights and options."""
+    """One evaluation of one checkpoint of a run. `cached`: read from the run folder, not measured anew."""
 
     folder: Path
     evaluation: Evaluation
@@ -35,7 +35,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Row:
-    """One number of an evaluation."""
+    """One mean or reference level of an evaluation."""
 
     setting: str  # inference setting; empty: the evaluation has none
     where: str  # task and place in words: positions, lengths, depths ...; empty: the whole evaluation
@@ -47,44 +47,44 @@ class Row:
 
 
 def rows_of(all_series: Iterable[Series]) -> list[Row]:
-    """Rows of the means of all series, with intervals and reference levels. Series over bins give means by place and of the whole axis."""
+    """Rows of all series' means and reference levels. Series over bins have a row for each range (`Series.places`) and for all bins."""
     return [row for series, name in series_names(all_series).items() for row in _rows(series, name)]
 
 
 def _rows(series: Series, name: str) -> Iterator[Row]:
     for place, (start, stop) in series.places.items():
-        place_text = ", ".join(filter(None, (name, _place(series, start, stop))))
+        place_text = ", ".join(filter(None, (name, _place_text(series, start, stop))))
         interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
-        ends = (interval.low, interval.high, interval.coverage) if interval else (None, None, TOO_FEW * _has_intervals(series))
+        bounds = (interval.low, interval.high, interval.coverage) if interval else (None, None, TOO_FEW * _has_intervals(series))
         if interval and math.isfinite(interval.mean) and not interval.bounded:
-            ends = None, None, NO_SPREAD
-        yield Row(series.setting, place_text, series.metric, series.mean_at(place), *ends)
+            bounds = None, None, NO_SPREAD
+        yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds)
         yield from (Row(series.setting, place_text, f"{series.metric}: {level}", value) for level, value in series.references.items())
     if series.bins:
         yield Row(series.setting, name, series.metric, series.overall_mean)
 
 
 def _has_intervals(series: Series) -> bool:
-    """Whether means of a series have intervals where there are enough units."""
+    """Whether the means of a series have intervals, given enough documents; means over bins are printed without intervals."""
     return series.interval != "none" and not series.bins
 
 
-def _place(series: Series, start: float, stop: float) -> str:
+def _place_text(series: Series, start: float, stop: float) -> str:
     if series.axis is None:
         return ""
-    value = f"{number(start)}-{number(stop)}" if series.bins else number(start)
-    return f"{value} {series.axis.unit}" if series.axis.unit else f"{series.axis.name} {value}"
+    value_text = f"{number(start)}-{number(stop)}" if series.bins else number(start)
+    return f"{value_text} {series.axis.unit}" if series.axis.unit else f"{series.axis.name} {value_text}"
 
 
 def logged(evaluation: Evaluation) -> dict[str, float]:
-    """The means of an evaluation that are logged among a run's metrics, by their names in the log."""
+    """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
     return {name: value for series in evaluation.series for name, value in series.scores.items()}
 
 
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
-    """Print tables for each kind of evaluation: of many metrics only the overall means, of long curves only the first and the last value.
+    """Print tables for each kind of evaluation: for many metrics only the overall means, for long curves only the first and last values.
 
-    Runs with different data fingerprints are not comparable. `output`: the file or folder that holds all numbers.
+    Runs with different data fingerprints are not comparable. `output`: the file or folder with all numbers, which the text names.
     """
     folders = {result.folder for result in results}
     several_runs, has_namesakes = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
@@ -96,27 +96,27 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         title = kind if several_runs else f"{kind}, {kind_results[0].folder.resolve().name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):
-            rows = [(number, row) for number, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
+            rows = [(model, row) for model, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
             tables, curves = {}, []
             if len(metrics) > MOST_COLUMNS:
-                means = [(Column(f"{models[number]} {row.setting}".strip()), row) for number, row in rows if not row.where]
+                means = [(Column(f"{models[model]} {row.setting}".strip()), row) for model, row in rows if not row.where]
                 tables["metric"] = {((0, "", row.metric), column): digits(row.value) for column, row in means}
                 omitted_count += len(rows) - len(means)
                 rows = []
-            elif max(Counter(number for number, row in rows if row.low is None).values(), default=0) > MOST_NUMBERS:
+            elif max(Counter(model for model, row in rows if row.low is None).values(), default=0) > MOST_NUMBERS:
                 selections = ((series for series in result.evaluation.series if series.metric in metrics) for result in kind_results)
-                named_series = [(number, *pair) for number, series in enumerate(selections) for pair in series_names(series).items()]
-                rows = [(number, row) for number, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
+                named_series = [(model, *pair) for model, series in enumerate(selections) for pair in series_names(series).items()]
+                rows = [(model, row) for model, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
                 curves = [entry for entry in named_series if not _has_intervals(entry[1])]
             tables["measured at"] = _interval_cells(rows)
             tables["curve"] = cells = {}
             for model_number, curve, name in curves:
-                finite_places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
-                ends = [digits(curve.mean_at(place)) + f" ({_place(curve, *curve.places[place])})" * bool(place) for place in finite_places]
+                places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
+                values = [digits(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place) for place in places]
                 row = model_number, curve.setting, ", ".join(filter(None, (curve.metric, name)))
-                cells[row, Column("first value (at)")] = ends[0] if ends else ""
-                cells[row, Column("last value (at)")] = ends[-1] if len(ends) > 1 else ""
-                omitted_count += len(curve.places) - min(2, len(finite_places))
+                cells[row, Column("first value (at)")] = values[0] if values else ""
+                cells[row, Column("last value (at)")] = values[-1] if len(values) > 1 else ""
+                omitted_count += len(curve.places) - min(2, len(places))
             print_tables(*(_table(title, models if head != "metric" else [""], head, cells) for head, cells in tables.items() if cells))
         if omitted_count:
             destination = output or "in a table with -o table.csv"
@@ -125,8 +125,8 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         print("Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and checkpoints.")
 
 
-def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> Table:
-    """The table of `cells`. Label columns that are all empty are left out, and a model is named in the first of its rows only."""
+def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) -> Table:
+    """The table of `cells`, without label columns that are all empty. A model's name stands in the first of its rows only."""
     rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
     numbers, settings, places = (list(labels) for labels in zip(*rows, strict=True))
     names = ["" if index and model_number == numbers[index - 1] else models[model_number] for index, model_number in enumerate(numbers)]
@@ -136,21 +136,21 @@ def _table(title: str, models: list[str], place_heading: str, cells: Cells) -> T
     return Table(title, "", (*filled, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
 
 
-def _interval_cells(rows: list[tuple[int, Row]]) -> Cells:
-    """Cells with a row for each place of an evaluation, and a column for each metric with its interval; `rows`: (evaluation index, row)."""
+def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
+    """Cells of means with intervals: rows by evaluation, setting and place, columns by metric; `indexed_rows`: (evaluation index, row)."""
     coverages: dict[str, str] = {}
-    for _, row in rows:
+    for _, row in indexed_rows:
         coverages[row.metric] = coverages.get(row.metric) or row.over * (row.low is not None)
     cells = {}
-    for model_number, row in rows:
-        ends = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
+    for model_number, row in indexed_rows:
+        bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
         coverage = coverages[row.metric]
-        cells[(model_number, row.setting, row.where), Column(row.metric, coverage and f"95% over {coverage}")] = digits(row.value) + ends
+        cells[(model_number, row.setting, row.where), Column(row.metric, coverage and f"95% over {coverage}")] = digits(row.value) + bounds
     return cells
 
 
 def _metric_groups(rows: Iterable[Row]) -> list[list[str]]:
-    """Groups of metrics for one table each: the metrics of a group were measured at the same places."""
+    """Group metrics into tables: metrics measured at the same place under the same inference setting share a table."""
     by_place: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         by_place.setdefault((row.setting, row.where), []).append(row.metric)
@@ -164,7 +164,7 @@ def _metric_groups(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
-    """All numbers as the content of the file `path`: CSV or JSON by its suffix, one row or object a number."""
+    """The content of the result file `path`, CSV or JSON by the suffix, with a row or object for each number."""
     labelled_rows = [
         ({"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}, result.rows) for result in results
     ]

@@ -9,18 +9,18 @@ import numpy as np
 import pandas as pd
 
 from lm.errors import RunError
-from lm.files import expanded
+from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, Series, evaluation_files, evaluation_in, selects
+from lm.runs.evaluations import Evaluation, Series, evaluation_files, load_evaluation, selection_mask
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, divergence, read_run
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
-MEASURED = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
-COLUMNS = (*RUN_COLUMNS, *MEASURED, "part", "weight", "value")
-LOG = "log"  # the column `kind` of numbers that were logged while training
+MEASURED_COLUMNS = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
+COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
+LOGGED_KIND = "log"  # the column `kind` of numbers that were logged while training
 
-Lines = dict[str, object]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
+RowBlock = dict[str, object]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
@@ -51,49 +51,49 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         raise RunError(f"{other[0]!r}: must be the path of a folder, not {type(other[0]).__name__}; several are several arguments")
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
-    runs = [run for folder in folders for run in _run_folders(expanded(folder))]
-    return frame(block for run in dict.fromkeys(runs) for block in _blocks(read_run(run), history))
+    runs = [run for folder in folders for run in _run_folders(expand_home(folder))]
+    return frame(block for run in dict.fromkeys(runs) for block in _run_blocks(read_run(run), history))
 
 
-def frame(blocks: Iterable[Lines]) -> pd.DataFrame:
-    """The data frame with `COLUMNS` that blocks of rows make."""
+def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
+    """Join blocks of rows into a data frame with `COLUMNS`; NaN where a block lacks a column."""
     columns: dict[str, list[np.ndarray]] = {name: [np.array([], object)] for name in COLUMNS}
     for block in blocks:
-        for name, parts in columns.items():
+        for name, arrays in columns.items():
             value = math.nan if block.get(name) is None else block[name]
-            parts.append(value if isinstance(value, np.ndarray) else np.full(len(np.asarray(block["value"])), value, object))
-    return pd.DataFrame({name: np.concatenate(parts[1:] or parts) for name, parts in columns.items()}).infer_objects()
+            arrays.append(value if isinstance(value, np.ndarray) else np.full(len(np.asarray(block["value"])), value, object))
+    return pd.DataFrame({name: np.concatenate(arrays[1:] or arrays) for name, arrays in columns.items()}).infer_objects()
 
 
-def evaluation_blocks(evaluation: Evaluation, run: Lines) -> Iterator[Lines]:
-    """The rows of an evaluation: a block for each sample of each series. `run` holds the columns that all these rows share."""
+def evaluation_blocks(evaluation: Evaluation, run: RowBlock) -> Iterator[RowBlock]:
+    """Yield the rows of an evaluation: blocks for each of its series. `run` holds the run's columns, which all of these rows share."""
     shared_columns = run | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     for series in evaluation.series:
         yield from (shared_columns | block for block in _series_blocks(series))
 
 
-def _series_blocks(series: Series) -> Iterator[Lines]:
-    """The blocks of a series: for each sample the values of all its units, column by column. A series without samples gives its means."""
+def _series_blocks(series: Series) -> Iterator[RowBlock]:
+    """Yield a block of rows for each sample of a series: a value for each column and unit. Without samples: one block with the means."""
     description = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
-    places = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
-    starts, ends = (places[:-1], places[1:]) if series.bins else (places, np.full(len(places), math.nan))
+    axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
+    starts, ends = (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
     if not series.samples:
         yield description | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
     first_column = 0
     for sample in series.samples:
-        units, width = sample.values.shape
-        is_selecting = selects(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(units, bool)
+        units, column_count = sample.values.shape
+        is_selecting = selection_mask(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(units, bool)
         unit_columns = {"sample": np.arange(units), "group": sample.groups, "weight": sample.weights.astype(float)}
         unit_columns["part"] = np.where(is_selecting, "selects", "reports").astype(object)
-        axis_columns = {"x": starts[first_column : first_column + width], "until": ends[first_column : first_column + width]}
-        lines = {name: np.tile(values, width) for name, values in unit_columns.items()}
-        lines |= {name: np.repeat(values, units) for name, values in axis_columns.items()}
-        yield description | lines | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
-        first_column += width
+        axis_columns = {"x": starts[first_column : first_column + column_count], "until": ends[first_column : first_column + column_count]}
+        row_columns = {name: np.tile(values, column_count) for name, values in unit_columns.items()}
+        row_columns |= {name: np.repeat(values, units) for name, values in axis_columns.items()}
+        yield description | row_columns | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
+        first_column += column_count
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    """The folder itself if it is a run folder, else the run folders below it. Raises RunError if there are none."""
+    """Return [folder] for a run folder, else the run folders below `folder`. Raises RunError if there are none."""
     if (folder / CONFIG).is_file():
         return [folder]
     parents = (path.parent for path in folder.glob(f"**/{CONFIG}"))
@@ -103,7 +103,7 @@ def _run_folders(folder: Path) -> list[Path]:
     return run_folders
 
 
-def run_columns(record: RunRecord) -> Lines:
+def run_columns(record: RunRecord) -> RowBlock:
     experiment, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
     experiment = experiment if isinstance(experiment, dict) else {}
     last_step = max((evaluation.step for evaluation in record.evaluations), default=-1)
@@ -126,17 +126,17 @@ def run_columns(record: RunRecord) -> Lines:
     }
 
 
-def _blocks(record: RunRecord, history: bool) -> Iterator[Lines]:
+def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
     run = run_columns(record)
     evaluations = list(record.evaluations)
     if history:
         files = sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])
-        evaluations = [evaluation for _, path in files if (evaluation := evaluation_in(path))]
+        evaluations = [evaluation for _, path in files if (evaluation := load_evaluation(path))]
     for evaluation in evaluations:
         yield from evaluation_blocks(evaluation, run)
-    for line in record.logged if history else ():
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
-        if numbers and "tokens" in line:
+    for log_line in record.logged if history else ():
+        numbers = {name: value for name, value in log_line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
+        if numbers and "tokens" in log_line:
             names = np.array([*numbers], dtype=object)
-            shared_columns = {"step": line["step"], "tokens": line["tokens"], "kind": LOG, "part": ""}
+            shared_columns = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": LOGGED_KIND, "part": ""}
             yield run | shared_columns | {"metric": names, "value": np.array([*numbers.values()], float)}

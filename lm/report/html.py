@@ -21,7 +21,7 @@ from lm.report.pictures import COLOURS, DARK, GREY, GRID, INK, PAPER, Picture, d
 from lm.report.tables import Table, show, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
 
-COST = (
+COST_NOTE = (
     "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one device and with as many "
     "concurrent runs: how many of the runs on this page were under way at a time is known from their starts, what else the machine did is "
     "not. FLOPs are computed, not measured."
@@ -35,7 +35,7 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A block of a section: text, a list of texts, a table or a picture. `name` is the name of its files; empty: it has no files."""
+    """A block of a page section: text, texts, a table or a picture. `name`: name of the block's files without suffix; empty: no files."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
@@ -58,7 +58,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict on an arm (at one of the `sizes`, if the experiment has several) as a card of the page shows it."""
+    """The content of a card on the page: the verdict on an arm, at one model size if the experiment has several `sizes`."""
 
     arm: str
     verdict: str
@@ -76,7 +76,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class PagePart:
-    """A comparison or an experiment on the page. `margin` says in words what is shaded in the pictures of its answers."""
+    """A comparison or an experiment on the page. `margin`: a note that explains the shaded region in the drawings of its answers."""
 
     name: str
     sections: list[PageSection]
@@ -86,11 +86,11 @@ class PagePart:
 
 
 def page(parts: list[PagePart]) -> str:
-    """The page as text. It loads no other files, all its text is escaped, and its only script sorts tables."""
+    """The HTML text of the page. The page loads no other files, all its text is escaped, and its only script sorts tables."""
     template, script = (files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    names = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {f"arm-{number}": colour for number, colour in enumerate(COLOURS)}
-    light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in names.items()) for theme in (str, DARK.get))
+    colours = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {f"arm-{number}": colour for number, colour in enumerate(COLOURS)}
+    light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in colours.items()) for theme in (str, DARK.get))
     return environment.from_string(template).render(
         parts=parts,
         inline=inline,
@@ -105,7 +105,7 @@ def page(parts: list[PagePart]) -> str:
 
 
 def inline(picture: Picture) -> Markup:
-    """The SVG of a picture as a part of a page: without the file header and the colour rules, which the page has already."""
+    """The SVG of a picture for embedding in the page, without the file header, and without the colour rules, which the page has once."""
     return Markup(re.sub(r"^.*?(?=<svg )|<style>@media.*?</style>", "", picture.svg, flags=re.DOTALL))
 
 
@@ -119,13 +119,13 @@ def run_sections(
     suffix: str = "",
     is_omitted: Callable[[str], bool] = lambda key: False,
 ) -> list[PageSection]:
-    """The sections on runs that were compared: measurements, costs, and what differs or does not.
+    """The page's sections on compared runs: measurements, costs, and what the runs share or differ in.
 
     Args:
         concurrent_runs: all runs that may have been under way at the same time.
-        prefix: beginning of the names of the sections' files; None: they have no files, and pictures over an axis stand elsewhere.
-        suffix: words after the sections' titles.
-        is_omitted: tells whether a configuration key is left out.
+        prefix: beginning of the names of the sections' files; None: no files and no pictures over an axis.
+        suffix: text appended to each section's title.
+        is_omitted: whether to leave out a configuration key that arms differ in.
     """
     titles = ("Measured at the end", "Cost", "What differs, and what does not")
     measured_section, cost_section, shared_section = (PageSection(f"{title}{suffix}", prefix) for title in titles)
@@ -140,21 +140,21 @@ def run_sections(
         measured_section.add("table", table, "measured-differences")
     measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
-    cost_section.add("note", COST)
+    cost_section.add("note", COST_NOTE)
     shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration")
     shared_section.add("table", facts_table(comparison), "environment")
     return [measured_section, cost_section, shared_section]
 
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
-    """A run's name with its command, and its configuration."""
+    """Two texts: a run's label with the command that started the run, and the run's configuration as YAML."""
     return f"{run.label}: {show(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
 
 
 def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
     """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture that has a name.
 
-    Tables are files of CSV and LaTeX, pictures files of SVG and of CSV with their numbers.
+    Tables are written as CSV and as LaTeX, pictures as SVG and, with their numbers, as CSV.
     """
     contents: dict[Path, bytes] = {}
     for block in (block for part in parts for section in part.sections for block in section.blocks if block.name):

@@ -26,9 +26,9 @@ from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 MOST_CELLS = 40  # most rows or columns of a map with gaps between cells; larger maps are drawn as one image
-MOST_CHARACTERS = 56  # most characters of all category labels below a panel together; with more, the labels are slanted
-MOST_KEYS = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
-SETTINGS = {
+MOST_LABEL_CHARACTERS = 56  # most characters of all category labels below a panel together; with more, the labels are slanted
+MOST_LEGEND_ENTRIES = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
+PLOT_SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
     "text.parse_math": False,
@@ -60,7 +60,7 @@ _WIDTH, _HEIGHT = 6.4, 4.3  # size of a panel in inches
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One arm, or one of its seeds, in a panel."""
+    """The points of one arm, or of one of the arm's seeds, in a panel, and how they are drawn."""
 
     arm: int  # number of the trace's colour and marker; -1: a grey line, such as theory to compare with
     label: str  # arm and seed of the trace, such as `ssmax, seed 3`
@@ -103,7 +103,7 @@ class Panel:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more arms have a mean than there are colours, so that means are drawn alone."""
+        """Whether more arms have a mean than there are colours; if so, their means are drawn without seeds and without intervals."""
         return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
 
 
@@ -135,7 +135,7 @@ class Map:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Panels side by side, with the names of the arms above them. The arms of maps are named in the maps' titles."""
+    """Panels and maps in a grid. The names of arms stand above all panels; a map's arm is named in the map's title."""
 
     panels: Sequence[Panel | Map | None]  # panels and maps row by row; None: an empty place
     arms: Sequence[str]
@@ -148,7 +148,7 @@ class Picture:
 
     @property
     def shown_arms(self) -> list[int]:
-        """Numbers of the arms that are drawn and named above all panels."""
+        """Indices of the arms that are named above all panels: arms with points and outside panels' legends."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
         return sorted({trace.arm for trace in traces if not trace.in_legend and trace.arm >= 0})
 
@@ -158,31 +158,31 @@ class Picture:
 
     @property
     def crowd_note(self) -> str:
-        """Words for what crowded panels leave out; empty: no panel is crowded."""
+        """A note on what crowded panels leave out (`Panel.is_crowded`); empty: no panel is crowded."""
         is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
         return " Of so many arms means alone are drawn; seeds and intervals are in the CSV." * is_crowded
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """A picture of each panel, so that a page puts as many side by side as its width allows; a picture with maps stays whole."""
+        """One picture for each panel, so that a page can arrange them by its width; a picture with maps is not divided."""
         if self.has_maps:
             return [self]
         single_panels = [panel and replace(self, panels=[panel], columns=1, names_arms=False) for panel in self.panels]
         return single_panels if len(single_panels) > 1 else [replace(self, names_arms=False)]
 
     def sign(self, arm: int) -> str:
-        """The marker of an arm as a character."""
+        """A character that shows the marker of an arm, for text next to the picture."""
         return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(colour_and_marker(arm)["marker"])]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of rows and columns."""
+        """Number of rows and number of columns of panels."""
         columns = min(self.columns, len(self.panels))
         return -(-len(self.panels) // columns), columns
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in inches, without legends."""
+        """Width and height of the picture in inches, without its legends."""
         rows, columns = self.grid
         maps = [] if self.panel_size else [panel for panel in self.panels if isinstance(panel, Map)]
         if not maps:
@@ -193,17 +193,17 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        """An SVG file, with colours for light and for dark pages."""
+        """The picture as the text of an SVG file, with colours for light and for dark pages."""
         return re.sub(r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _render(self, "svg"), count=1)
 
     @cached_property
     def png(self) -> bytes:
-        """A PNG file of 160 pixels an inch."""
+        """The picture as a PNG file, with 160 pixels per inch."""
         return _render(self, "png")
 
     @cached_property
     def csv(self) -> str:
-        """A CSV file with a line for each point: its panel, arm or seed, kind, x, y and the ends of its interval."""
+        """The picture's numbers as CSV text, one line a point or map cell: panel, label, kind, x, y and the ends of the interval."""
         columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
         for panel in filter(None, self.panels):
             if isinstance(panel, Map):
@@ -218,7 +218,7 @@ class Picture:
         return csv_text([dict(zip(columns, line, strict=False)) for line in lines], columns)
 
     def file(self, suffix: str) -> bytes:
-        """The picture as a file with this suffix: .svg, .png or .csv. Raises RunError for any other suffix."""
+        """The content of the picture's file in the format of `suffix`: .svg, .png or .csv. Raises RunError for any other suffix."""
         if suffix not in (".svg", ".png", ".csv"):
             raise RunError(f"can't draw a picture as {suffix or 'a file without a suffix'}: choose .svg, .png or .csv")
         content = getattr(self, suffix[1:])
@@ -232,39 +232,39 @@ def dark_style() -> str:
 
 
 def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
-    """The picture as a file, with the same bytes whenever and wherever it is drawn."""
+    """Draw the picture and return the content of its SVG or PNG file, which is the same whenever and wherever it is drawn."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
     shown_arms = picture.shown_arms if picture.names_arms else []
     font = min(11.0, 2.4 * width / columns)
-    with matplotlib.rc_context(SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
+    with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout
-        maps = {}
-        for place, panel in enumerate(picture.panels):
+        maps_by_scale = {}
+        for index, panel in enumerate(picture.panels):
             if panel is None:
                 continue
-            axes = figure.add_subplot(rows, columns, place + 1)
+            axes = figure.add_subplot(rows, columns, index + 1)
             if isinstance(panel, Map):
-                mesh = _map(axes, panel, (width / columns, height / rows))
+                mesh = _draw_map(axes, panel, (width / columns, height / rows))
                 if not panel.shows_values:
-                    maps.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(axes)
+                    maps_by_scale.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(axes)
             else:
-                _panel(axes, panel)
-            if "y" in picture.shared and place % columns:
+                _draw_panel(axes, panel)
+            if "y" in picture.shared and index % columns:
                 axes.set(ylabel="", yticklabels=[])
-            if "x" in picture.shared and any(picture.panels[place + columns : place + columns + 1]):
+            if "x" in picture.shared and any(picture.panels[index + columns : index + columns + 1]):
                 axes.set(xlabel="", xticklabels=[])
-        for (scale, *_, unit), (mesh, map_axes) in maps.items():
+        for (scale, *_, unit), (mesh, map_axes) in maps_by_scale.items():
             tick_format = {} if scale == "linear" else {"format": "{x:g}"}
             figure.colorbar(mesh, ax=map_axes, label=unit, **tick_format, aspect=20 * max(1, len(map_axes) // columns), pad=0.02)
-        keys = max((_legend_lines(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
-        height += 0.1 * rows * (keys + 2) if keys > MOST_KEYS else 0
+        legend_entries = max((_legend_entry_count(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
+        height += 0.1 * rows * (legend_entries + 2) if legend_entries > MOST_LEGEND_ENTRIES else 0
         legend_rows = 0
         if shown_arms:
             styles = {arm: colour_and_marker(arm) | {"linestyle": DASHES[arm // len(COLOURS) % len(DASHES)]} for arm in shown_arms}
             handles = [Line2D([], [], linewidth=2.4, **style, label=arms[arm]) for arm, style in styles.items()]
-            keys_per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown_arms) + 6))))
-            legend_rows = -(-len(handles) // keys_per_row)
-            figure.legend(handles=handles, loc="upper center", ncols=keys_per_row, fontsize=12)
+            entries_per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown_arms) + 6))))
+            legend_rows = -(-len(handles) // entries_per_row)
+            figure.legend(handles=handles, loc="upper center", ncols=entries_per_row, fontsize=12)
         height += 0.28 * legend_rows
         figure.set_size_inches(width, height)
         figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
@@ -274,7 +274,7 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
         return file.getvalue()
 
 
-def _panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel) -> None:
     if panel.log:
         axes.set_xscale("log", base=panel.log)
     if panel.log_y:
@@ -287,50 +287,50 @@ def _panel(axes: Axes, panel: Panel) -> None:
         axes.axhspan(-panel.margin, panel.margin, color=SHADE, zorder=0)
     if panel.zero_line:
         axes.axhline(0, color=GREY, linewidth=1)
-    lines = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
+    lines_by_arm = Counter(trace.arm for trace in panel.traces if trace.kind in ("seed", "mean"))
     averaged_arms = {trace.arm for trace in panel.traces if trace.kind == "mean"} if panel.is_crowded else ()
     for trace in (trace for trace in panel.traces if trace.kind != "seed" or trace.arm not in averaged_arms):
-        _trace(axes, trace, is_alone=lines[trace.arm] == 1, has_band=not panel.is_crowded)
+        _draw_trace(axes, trace, is_alone=lines_by_arm[trace.arm] == 1, has_band=not panel.is_crowded)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_title(_wrapped(panel.title), pad=20 if panel.marks else 6)  # room for the words at the top of vertical lines
+    axes.set_title(_wrap_title(panel.title), pad=20 if panel.marks else 6)  # room for the words at the top of vertical lines
     if panel.x_range:
         axes.set_xlim(*panel.x_range)
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     if panel.ticks:
         labels, is_categorical = list(panel.ticks.values()), [*panel.ticks] == [*range(len(panel.ticks))]
-        is_tight = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MOST_CHARACTERS
-        axes.set_xticks(list(panel.ticks), labels, **({"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}))
+        labels_overlap = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MOST_LABEL_CHARACTERS
+        axes.set_xticks(list(panel.ticks), labels, **({"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if labels_overlap else {}))
         axes.minorticks_off()
         if is_categorical:  # categories keep half a unit from the ends of the axis
             axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
-    for place, (x, text) in enumerate(sorted(panel.marks.items())):
+    for index, (x, text) in enumerate(sorted(panel.marks.items())):
         axes.axvline(x, color=GREY, linewidth=1)
         axis_fraction = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
-        alignment = "left" if axis_fraction < 0.2 or place else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
+        alignment = "left" if axis_fraction < 0.2 or index else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
         note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=alignment, va="bottom")
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
         note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
     if not any(len(trace.x) for trace in panel.traces):
         axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", va="center", color=GREY)
-    if _legend_lines(panel) > MOST_KEYS:
+    if _legend_entry_count(panel) > MOST_LEGEND_ENTRIES:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
-    elif _legend_lines(panel):
+    elif _legend_entry_count(panel):
         axes.legend(loc="best", fontsize=9)
 
 
-def _legend_lines(panel: Panel) -> int:
+def _legend_entry_count(panel: Panel) -> int:
     return sum(trace.in_legend for trace in panel.traces)
 
 
-def _trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
-    """Draw a trace. `is_alone`: its arm has no other line, so that a seed is as thick as a mean; `has_band`: a mean has its interval."""
+def _draw_trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
+    """Draw a trace. `is_alone`: its arm has no other line, so a seed is drawn as thick as a mean. `has_band`: a mean has its interval."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
-    points = style | {"linestyle": "none"}
+    point_style = style | {"linestyle": "none"}
     match trace.kind:
         case "seed":
             line_style = {"marker": ""} | ({} if is_alone else {"linewidth": 0.8, "alpha": 0.5})
@@ -341,40 +341,40 @@ def _trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
             line_style = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
             axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | line_style)
         case "dots":
-            look = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
-            axes.plot(trace.x, trace.y, alpha=0.55, **look, **points)
+            marker_style = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
+            axes.plot(trace.x, trace.y, alpha=0.55, **marker_style, **point_style)
         case "interval":
-            reach = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
-            axes.errorbar(trace.x, trace.y, yerr=reach, markersize=8, capsize=5, zorder=3, **points)
+            interval_lengths = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
+            axes.errorbar(trace.x, trace.y, yerr=interval_lengths, markersize=8, capsize=5, zorder=3, **point_style)
         case "diverged":
             heights = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # crosses of several arms at one x must not overlap
-            look = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
-            axes.plot(trace.x, heights, "x", color=style["color"], **look)
+            marker_style = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
+            axes.plot(trace.x, heights, "x", color=style["color"], **marker_style)
 
 
-def _map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
-    """Draw a map; `size` is the width and height in inches of the space for it."""
+def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
+    """Draw a heat map and return its mesh of cells. `size`: width and height in inches of the space for the map."""
     rows, columns = panel.values.shape
     norm, colormap = panel.colours
     edges, is_large = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
     values = np.clip(panel.values, norm.vmin, norm.vmax)
-    look = {"rasterized": True} if is_large else {"edgecolors": PAPER, "linewidth": 1}
-    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colormap, **look)
+    cell_style = {"rasterized": True} if is_large else {"edgecolors": PAPER, "linewidth": 1}
+    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colormap, **cell_style)
     axes.invert_yaxis()
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(panel.values) if panel.shows_values else ():
         text, colour = f"{value:.2f}" if np.isfinite(value) else "-", "#010101" if value > 0.6 * panel.top else "#fefefe"
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour if np.isfinite(value) else GREY)
-    ticks = [{place: label for place, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]
+    ticks = [{index: label for index, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]
     fonts = [min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels))) for inches, labels in zip(size, ticks, strict=True)]
     rotation = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
     axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **rotation)
     axes.set_yticks(list(ticks[1]), list(ticks[1].values()), fontsize=fonts[1])
-    axes.set(title=_wrapped(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set(title=_wrap_title(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
     return mesh
 
 
-def _wrapped(title: str) -> str:
+def _wrap_title(title: str) -> str:
     return "\n".join(textwrap.fill(line, 56) for line in title.split("\n"))
 
 
@@ -382,36 +382,36 @@ def _wrapped(title: str) -> str:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of a line by its number: both cycle, and no two of 49 lines agree in both. Line -1 is grey without a marker."""
+    """Colour and marker of trace `number` (`Trace.arm`). Both repeat, but traces 0 to 48 differ in one or both; -1 is grey, unmarked."""
     if number < 0:
         return {"color": GREY, "marker": ""}
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
 
 
 def dashes_and_width(number: int) -> Style:
-    """Dashes and width (points) of a line by its number: no two of 14 lines agree in both."""
+    """Dash pattern and width (points) of line `number`. Both repeat, but lines 0 to 13 differ in one or both."""
     return {"linestyle": DASHES[number % 7], "linewidth": (1.8, 1.0)[number // 7 % 2]}
 
 
 def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[float, str]]:
-    """Base and ticks of an axis for ascending `values`: powers of 2, as for tokens and keys, or powers of 10 if values lie below 1."""
+    """Base and ticks (labels by value) of an axis for ascending `values`: powers of 2, or powers of 10 if values lie below 1."""
     base = 2 if values[0] >= 1 else 10
     ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := float(base) ** power) < values[-1] * base]
     return base, {tick: number(tick) for tick in ticks}
 
 
 def token_unit(count: float) -> tuple[float, str]:
-    """The unit in which to draw up to `count` tokens, and the label of the axis."""
+    """The unit of an axis of up to `count` tokens, and the label of the axis: 1e6 and `tokens seen (millions)`."""
     unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if count >= size), (1, ""))
     return unit, f"tokens seen ({word})" if word else "tokens seen"
 
 
 def note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int) -> None:
-    """Write small grey words, `offset` points away from `place` (x, y) in the coordinates of `transform`."""
+    """Write small grey text, shifted by `offset` (points) from `place`, (x, y) in the coordinates of `transform`."""
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
     axes.annotate(text, place, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options)
 
 
 def plain_ticks(values: Sequence[float]) -> dict[float, str]:
-    """Ticks at values, in plain numbers: from 10,000 in units of 1024, as `16k`."""
+    """Axis labels by value: plain numbers below 10,000, and multiples of 1024 from there on, as `16k`."""
     return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

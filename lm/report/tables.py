@@ -45,17 +45,17 @@ class Column:
         return with_unit(self.name, self.unit)
 
     def text(self, value: float) -> str:
-        """The mean or an end of an interval as text, with a sign if the column has differences."""
+        """Format a mean, or an end of an interval, as text; with a sign in columns of differences."""
         return signed(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def cell_text(self, cell: Cell) -> str:
-        """The cell as text: an interval as `mean [low, high]`."""
+        """The cell as text: an interval as `mean [low, high]`, None as `-`."""
         if isinstance(cell, Interval):
             return f"{self.text(cell.mean)} {self.ends(cell)}"
         return "-" if cell is None else cell
 
     def ends(self, cell: Interval) -> str:
-        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` if it is not `bounded`."""
+        """The ends of an interval as `[low, high]`, or `NO_INTERVAL` if the interval is not `bounded`."""
         if not cell.bounded:
             return NO_INTERVAL
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
@@ -66,7 +66,7 @@ Filled = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 @dataclass(frozen=True)
 class Table:
-    """Columns with their cells, row by row. Columns of labels come first, the arm before all others."""
+    """A table as columns, each with its cells in the order of rows. Label columns come first, the arm's before all others."""
 
     title: str
     unit: str  # unit of most columns
@@ -139,7 +139,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """All tables as one CSV, one number a line: its labels, its value, the ends of its interval and what the interval covers."""
+    """All tables as one CSV text, a line for each cell: its row's labels, its value, and the ends and `coverage` of its interval."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -147,32 +147,32 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             row_key = {column.name: cell for column, cell in row if column.kind == "label"}
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
-                    is_plain = not isinstance(cell, Interval)
-                    values = [cell] if is_plain else [*(column.text(value) for value in cell.as_list()), cell.coverage]
+                    is_text = not isinstance(cell, Interval)
+                    values = [cell] if is_text else [*(column.text(value) for value in cell.as_list()), cell.coverage]
                     lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
     return csv_text(lines, ("table", *labels, *numbers))
 
 
 def from_lines(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
-    """A table with a row for each of `lines`, maps of cells by column name. Columns without a kind in `kinds` are labels."""
+    """A table with a row for each of `lines`, which map column names to cells. Columns without a kind in `kinds` are labels."""
     columns = [Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)]
     return Table(title, "", tuple((column, [line.get(column.name, "") for line in lines]) for column in columns))
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
-    """`lines`, maps of values by column name, as CSV: first `columns`, then all other columns that the lines have.
+    """CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the lines' other columns.
 
-    An interval (a list) takes three columns, a map one for each key. `intervals` names the values that have three columns even if null.
+    A list [value, low, high] takes three columns, a map one for each key. Values named in `intervals` take three columns even if null.
     """
     text = io.StringIO()
-    cells = [dict(cell for name, value in line.items() for cell in _in_columns(name, value, intervals)) for line in lines]
+    cells = [dict(cell for name, value in line.items() for cell in _csv_columns(name, value, intervals)) for line in lines]
     writer = csv.DictWriter(text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n")
     writer.writeheader()
     writer.writerows(cells)
     return text.getvalue()
 
 
-def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple[str, Plain]]:
+def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple[str, Plain]]:
     if isinstance(value, dict):
         return [(f"{name} {key}", item) for key, item in value.items()]
     if isinstance(value, list) or (value is None and name in intervals):
@@ -181,38 +181,38 @@ def _in_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tuple
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """The content of the file `path`, CSV or JSON by its suffix: `lines`, maps of values by column name. JSON has null for NaN, inf."""
+    """The content of the file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON: null for NaN, inf."""
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
-    """LaTeX with a booktabs tabular for each table. Units stand in a second line of the heading."""
+    """LaTeX text with a booktabs tabular for each table, whose headings have the units on a second line."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
-        names, units = ([getattr(column, name).translate(_TEX) for column in table.columns] for name in ("name", "unit"))
+        names, units = ([getattr(column, name).translate(_ESCAPES) for column in table.columns] for name in ("name", "unit"))
         units = [unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units]  # a line for each part of a unit
-        lines = [f"% {table.title.translate(_TEX)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
+        lines = [f"% {table.title.translate(_ESCAPES)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
         lines += [" & ".join(_tex_cell(*pair) for pair in row) + " \\\\" for row in table.rows]
         blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
     return "\n\n".join(blocks) + "\n"
 
 
-_WORDS = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
-_TEX = str.maketrans({letter: f"\\text{word}{{}}" for letter, word in _WORDS.items()} | {letter: f"\\{letter}" for letter in "&%$#_{}"})
+_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
+_ESCAPES = str.maketrans({letter: f"\\text{word}{{}}" for letter, word in _NAMES.items()} | {letter: f"\\{letter}" for letter in "&%$#_{}"})
 
 
 def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval) and cell.bounded:
         mean, low, high = (f"${column.text(value)}$" for value in cell.as_list())
         return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "mean" else f"{mean} [{low}, {high}]"
-    return column.cell_text(cell).translate(_TEX)
+    return column.cell_text(cell).translate(_ESCAPES)
 
 
 # ---------------------------------------------------------------- terminal
 
-MOST_MEANS = 2  # columns of means that are printed with their intervals; more columns show the means only
-NARROW = 10  # least width, in characters, at which headings are wrapped
+MOST_MEANS_WITH_INTERVALS = 2  # columns of means that are printed with their intervals; more columns show the means only
+LEAST_WRAP_WIDTH = 10  # least width, in characters, at which headings are wrapped
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
@@ -226,13 +226,13 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
 
 
 def grid(table: Table) -> RichTable:
-    """The table as a terminal shows it. A unit that most columns have stands only in the title."""
+    """The table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title only."""
     title = with_unit(table.title, table.unit)
     rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    is_brief = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS
+    omits_intervals = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS_WITH_INTERVALS
     columns = []
     for column, cells in table.contents:
-        is_mean_only = is_brief and column.kind == "mean"
+        is_mean_only = omits_intervals and column.kind == "mean"
         columns.append(
             [column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell) for cell in cells]
         )
@@ -240,7 +240,7 @@ def grid(table: Table) -> RichTable:
         if column.kind in ("label", "words"):
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
-            width = max(NARROW, *map(len, columns[-1]), 0)
+            width = max(LEAST_WRAP_WIDTH, *map(len, columns[-1]), 0)
             name, *coverage = heading.partition(" over ")  # what an interval covers stays on one line
             wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(coverage).replace(" ", "\n", 1)
             rich_table.add_column(escape(wrapped_heading), justify="right")

@@ -31,7 +31,7 @@ Shape = Literal["number", "bins", "points"]
 class Axis:
     """The axis of a series, such as positions or sequence lengths.
 
-    `values` ascend: points, one for each column of the series; or edges of `bins`, whole numbers from 0, one more than there are columns.
+    `values` ascend: one point for each column of the series. With `bins`: the edges of the columns' ranges, integers from 0.
     """
 
     name: str  # such as `position in the sequence`
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a report shows a series; series that share a `title` and a shape share a table and a picture."""
+    """Title and texts with which a report shows a series; series of equal `title` and shape share a table and a picture."""
 
     title: str
     measured_on: str  # a plural noun for the sequences of the measurement, such as `validation sequences`
@@ -59,7 +59,7 @@ class Shown:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A metric's values by unit (sequence, document, trial) on one set of sequences; samples of equal `sha256` can be paired by unit."""
+    """A metric's values by unit (sequence, document or trial) on one set of sequences. Samples of equal `sha256` can be paired by unit."""
 
     sha256: str  # hash of the sequences
     values: np.ndarray  # (units, columns); NaN where not finite
@@ -67,18 +67,18 @@ class Sample:
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as sequences of one document
 
     def part(self, mask: np.ndarray) -> "Sample":
-        """The sample of the units where `mask`, (units,) bool, is true, with a hash of its own."""
+        """The units where `mask`, (units,) bool, is true, as a sample; its hash depends on the mask, too."""
         if mask.all():
             return self
         sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
         return Sample(sha256, self.values[mask], self.weights[mask], self.groups[mask])
 
 
-def selects(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (units,) bool, of the units of held-out text that select checkpoints and learning rates; results come from the other units.
+def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
+    """Mask, (units,) bool, of held-out units on which checkpoints and learning rates are selected; reports use the other units.
 
-    `documents`, (units,), has the label of each unit's document. A hash of this label and of the data's `fingerprint` decides. About a
-    third of the documents select.
+    `documents`, (units,): label of each unit's document. A hash of label and data `fingerprint` assigns each document; about a third are
+    selecting documents, the others reporting documents.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
@@ -86,12 +86,12 @@ def selects(fingerprint: str, documents: np.ndarray) -> np.ndarray:
 
 
 class NoDocuments(RunError):
-    """Raised where no held-out document is left to select learning rates on, or to report on."""
+    """Raised if no held-out document is selecting, or none is reporting (`selection_mask`), where such a document is needed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The values of a series at one place of its axis, by unit (such as a sequence). `Units` of equal `identity` can be paired."""
+    """A series' values by unit (such as a sequence) at a point or over a range of its axis. `Units` of equal `identity` can be paired."""
 
     # values, weights, groups: (units,); the groups are labels of documents
     values: np.ndarray
@@ -104,7 +104,7 @@ class Units:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """The hashes of the data and of the sequences that were measured."""
+        """Fingerprint of the data, and hash of the measured sequences."""
         return self.fingerprint, self.sha256
 
     @property
@@ -112,22 +112,22 @@ class Units:
         return float(np.average(self.values, weights=self.weights))
 
     def minus(self, baseline: "Units") -> "Units":
-        """The units with the values of `baseline`, the same units of another run, subtracted."""
+        """Differences by unit: these values minus the values of `baseline`, another run on the same units."""
         return replace(self, values=self.values - baseline.values)
 
     def part(self, selection: bool) -> "Units":
-        """The units of the selecting documents (`selects`), or of the reporting documents; all units if they are not of held-out text.
+        """The units of selecting documents (`selection_mask`) if `selection`, else of the others; all units if none is held-out text.
 
-        A sequence counts for the document that it begins in.
+        A sequence belongs to the document in which it begins.
 
         Raises NoDocuments: no unit is left.
         """
         if not self.fingerprint:
             return self
-        mask = selects(self.fingerprint, self.groups) == selection
+        mask = selection_mask(self.fingerprint, self.groups) == selection
         if not mask.any():
-            use = "choose learning rates" if selection else "report"
-            raise NoDocuments(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {use} on: hold out more text")
+            purpose = "choose learning rates" if selection else "report"
+            raise NoDocuments(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {purpose} on: hold out more text")
         return replace(self, values=self.values[mask], weights=self.weights[mask], groups=self.groups[mask])
 
 
@@ -135,8 +135,8 @@ class Units:
 class Series:
     """One metric of one evaluation under one inference setting, over the columns of an axis.
 
-    A series without `samples` has means alone: no interval, no differences. The columns of its samples, one sample after the other, are
-    the columns of the axis. There is one sample for all columns, or one for each column where each point has sequences of its own.
+    Without `samples` only means are known: no interval, no differences. One sample holds all columns of the axis; or, where each point
+    was measured on different sequences, there is one sample a column, in the order of the axis.
     """
 
     kind: str  # kind of evaluation
@@ -159,7 +159,7 @@ class Series:
     shown: Shown | None = None  # how reports show the series; None: no report shows it
 
     def __post_init__(self):
-        """Raises ValueError if the fields contradict each other."""
+        """Check that the fields are consistent; raises ValueError otherwise."""
         columns = 1 if self.axis is None else len(self.axis.values) - self.axis.bins
         edges = np.array(self.axis.values if self.axis else [0.0])
         _require(columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
@@ -190,16 +190,16 @@ class Series:
         """The shape of the axis: a single number, ranges or points."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
-    def column(self, number: int) -> tuple[Sample, np.ndarray]:
-        """The sample that holds a column, and the column's values, (units,)."""
+    def column(self, index: int) -> tuple[Sample, np.ndarray]:
+        """The sample that holds column `index`, and the values of this column, (units,)."""
         for sample in self.samples:
-            if number < sample.values.shape[1]:
-                return sample, sample.values[:, number]
-            number -= sample.values.shape[1]
+            if index < sample.values.shape[1]:
+                return sample, sample.values[:, index]
+            index -= sample.values.shape[1]
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit at a point `start`; for bins, means over the bins from `start` to `stop`. None without samples or columns."""
+        """Values by unit at the point `start`; for bins, unit means over `start` to `stop`. None without samples or such columns."""
         columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
@@ -209,17 +209,17 @@ class Series:
         return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
 
     def _columns(self, start: float, stop: float) -> tuple[np.ndarray, np.ndarray]:
-        """The indices of the columns of a point `start`, or of the bins from `start` to `stop`, and their widths, 1 for a point."""
-        places = np.array(self.axis.values if self.axis else [0.0], dtype=float)
-        columns = np.flatnonzero((places[:-1] >= start) & (places[1:] <= stop) if self.bins else places == start)
-        return columns, np.diff(places)[columns] if self.bins else np.ones(len(columns))
+        """Column indices and column widths: the bins from `start` to `stop`; without bins, the column at point `start`, of width 1."""
+        axis_values = np.array(self.axis.values if self.axis else [0.0], dtype=float)
+        columns = np.flatnonzero((axis_values[:-1] >= start) & (axis_values[1:] <= stop) if self.bins else axis_values == start)
+        return columns, np.diff(axis_values)[columns] if self.bins else np.ones(len(columns))
 
     def logged_units(self, metric: str) -> Units | None:
-        """The values of the column logged as `metric`, one for each sequence or other unit; for bins, means over all bins."""
+        """Values by unit (such as a sequence) of the column that is logged as `metric`; for bins, each unit's mean over all bins."""
         if self.bins or self.axis is None:
             return self.units(0, self.axis.values[-1] if self.axis else 0)
-        x = self.axis.values[self.logged.index(metric)]
-        return self.units(x, x)
+        point = self.axis.values[self.logged.index(metric)]
+        return self.units(point, point)
 
     @property
     def overall_mean(self) -> float | None:
@@ -228,7 +228,7 @@ class Series:
 
     @property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Places on the axis, (start, stop) by label: its points; for bins, within 1x, 1x-2x, 2x-4x ... of the training length."""
+        """Points or ranges for reports, (start, stop) by label. For bins: within 1x, 1x-2x, 2x-4x ... of the training length."""
         if self.axis is None:
             return {"": (0, 0)}
         if not self.bins:
@@ -237,34 +237,34 @@ class Series:
         stops = [min(self.seq_len, length)]
         while stops[-1] < length:
             stops.append(min(stops[-1] * 2, length))
-        times = [stop / self.seq_len for stop in stops]
-        labels = [f"within {times[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(times))]
+        length_factors = [stop / self.seq_len for stop in stops]
+        labels = [f"within {length_factors[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(length_factors))]
         return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
 
     def column_at(self, place: str) -> int:
-        """The column of one of its `places`: the column of a point, or of the first bin in a range."""
+        """The index of the column at `place`, a label in `places`; for a range, of its first bin."""
         start = self.places[place][0]
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 
     def mean_at(self, place: str) -> float:
-        """The mean at one of its `places`."""
+        """The mean at `place`, a label in `places`: at a point, or over a range of bins."""
         start, stop = self.places[place]
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
 
     def mean_within(self, start: float, stop: float) -> float:
-        """The mean at a point `start`; for bins, the mean of the bins between `start` and `stop`, weighted by their widths."""
+        """The mean at the point `start`; for bins, the mean over the bins from `start` to `stop`, weighted by bin width."""
         columns, widths = self._columns(start, stop)
         return float(np.average(self.means[columns], weights=widths))
 
     @property
     def reporting(self) -> "Series":
-        """The series on the reporting documents of held-out text. Without such documents: the means over all of the text, no samples.
+        """The series restricted to reporting documents (`selection_mask`). Without any: means over all held-out text, without samples.
 
-        The `curve` over bins then has the mean of a bin at all places within it. A unit without a value is left out of the mean.
+        In a restricted series, `curve` is constant within a bin, at the bin's mean. Units without a finite value don't enter a mean.
         """
         if not self.data_fingerprint or not self.samples:
             return self
-        samples = [sample.part(~selects(self.data_fingerprint, sample.groups)) for sample in self.samples]
+        samples = [sample.part(~selection_mask(self.data_fingerprint, sample.groups)) for sample in self.samples]
         if not all(len(sample.weights) and sample.weights.sum() for sample in samples):
             return replace(self, samples=(), interval="none")
         averages = [np.ma.average(np.ma.masked_invalid(sample.values), axis=0, weights=sample.weights) for sample in samples]
@@ -278,12 +278,12 @@ class Series:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The means of the series that are logged among a run's metrics, by their names in the log."""
+        """The means that training logs to metrics.jsonl, by metric name (`logged`)."""
         means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """The series as JSON holds it, with null for numbers that are not finite; values by unit and the curve are rounded to 1e-6."""
+        """The series as JSON data, with null for numbers that are not finite; values by unit and the curve are rounded to 1e-6."""
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
@@ -295,32 +295,32 @@ class Series:
         """The series whose `plain()` is `content`. Raises ValueError, TypeError or KeyError where `content` is not of this form."""
         field_names = {spec.name for spec in fields(cls)}
         _require(not set(content) - field_names, f"a series has no {', '.join(sorted(set(content) - field_names))}")
-        parts = typed_fields(cls, content)
-        if parts["axis"]:
-            parts["axis"] = Axis(**typed_fields(Axis, parts["axis"]) | {"values": tuple(parts["axis"]["values"])})
-            np.array(parts["axis"].values, float)  # raises where they are no numbers
+        field_values = typed_fields(cls, content)
+        if field_values["axis"]:
+            field_values["axis"] = Axis(**typed_fields(Axis, field_values["axis"]) | {"values": tuple(field_values["axis"]["values"])})
+            np.array(field_values["axis"].values, float)  # raises where they are no numbers
         samples = (
             Sample(sample["sha256"], *(np.array(sample[name], float) for name in ("values", "weights")), np.array(sample["groups"]))
-            for sample in parts["samples"]
+            for sample in field_values["samples"]
         )
-        parts |= {
-            "shown": parts["shown"] and Shown(**typed_fields(Shown, parts["shown"])),
+        field_values |= {
+            "shown": field_values["shown"] and Shown(**typed_fields(Shown, field_values["shown"])),
             "samples": tuple(samples),
-            "means": np.array(parts["means"], float),  # null becomes NaN
-            "curve": None if parts["curve"] is None else np.array(parts["curve"], float),
-            "references": {name: float("nan") if level is None else float(level) for name, level in parts["references"].items()},
-            "logged": tuple(parts["logged"]),
+            "means": np.array(field_values["means"], float),  # null becomes NaN
+            "curve": None if field_values["curve"] is None else np.array(field_values["curve"], float),
+            "references": {name: float("nan") if level is None else float(level) for name, level in field_values["references"].items()},
+            "logged": tuple(field_values["logged"]),
         }
-        return cls(**parts)
+        return cls(**field_values)
 
 
 def number(value: float) -> str:
-    """A value of an axis as text, thousands separated."""
+    """An axis value as text; integers have thousands separators."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """The name of each series' task or source, with the options that tell it apart from other tasks of that name."""
+    """The name of each series' task or source, with the options that distinguish it from others of the same name."""
     definitions = {member: {"name": member.what} | member.options for member in series}
     distinct_definitions = {str(definition): definition for definition in definitions.values()}
     names = dict(zip(distinct_definitions, task_names(list(distinct_definitions.values())), strict=True))
@@ -331,7 +331,7 @@ _TYPE_WORDS = {str: "a text", int: "an integer", bool: "true or false", dict: "a
 
 
 def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
-    """The fields of a dataclass in `content`. Raises KeyError where a field is missing, ValueError where a field has another type."""
+    """The fields of the dataclass `schema` that `content` holds. Raises KeyError if a field is missing, ValueError for a wrong type."""
     values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
         plain_type = typing.get_origin(spec.type) or spec.type
@@ -383,8 +383,8 @@ def validation_series(
         sample: loss by sequence, (sequences, 1); None: only the means are known.
         level: UNIGRAM, or UNIGRAM_BOUND if `unigram_cross_entropy` is an upper bound.
     """
-    token = "" if bits_per_byte is not None else ", nats per token of the answers"
-    amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{token}"
+    target_note = "" if bits_per_byte is not None else ", nats per token of the answers"
+    amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{target_note}"
     display = Shown("Validation at the training length", "validation sequences", amount)
     common_fields = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": display}
     losses = Series(
@@ -399,34 +399,34 @@ def validation_series(
     return [losses, bits]
 
 
-def selecting(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (sequences,) bool, of the validation sequences that choose the best checkpoint (`selects`); all if no document selects."""
-    selection = selects(fingerprint, documents)
+def checkpoint_selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
+    """Mask, (sequences,) bool: validation sequences that choose the best checkpoint (`selection_mask`); all if no document is selecting."""
+    selection = selection_mask(fingerprint, documents)
     return selection if selection.any() else ~selection
 
 
 def selection_loss(series: Series) -> tuple[float, str]:
-    """The validation loss on the sequences that choose the best checkpoint, nats per token, and the hash of these sequences."""
+    """Validation loss (nats per token) on the sequences on which the best checkpoint is chosen, and the hash of these sequences."""
     (sample,) = series.samples
-    part = sample.part(selecting(series.data_fingerprint, sample.groups))
-    return float(np.average(part.values[:, 0], weights=part.weights)), part.sha256
+    selected_sample = sample.part(checkpoint_selection_mask(series.data_fingerprint, sample.groups))
+    return float(np.average(selected_sample.values[:, 0], weights=selected_sample.weights)), selected_sample.sha256
 
 
 # ---------------------------------------------------------------- evaluations and their files
 
 
-ROOMS = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # packages of the code that measures
+MEASURING_PACKAGES = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # packages that measure
 
 
 @cache
 def measuring_code(package: Path = Path(__file__).parent.parent) -> str:
-    """A digest of the source files that produce an evaluation's numbers; it changes with any of these files."""
-    return sources_sha256([package / room for room in ROOMS])
+    """A digest of all source files that can affect an evaluation's numbers."""
+    return sources_sha256([package / package_name for package_name in MEASURING_PACKAGES])
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """One kind of evaluation of one checkpoint."""
+    """Results of one kind of evaluation on one checkpoint."""
 
     kind: str
     step: int
@@ -442,12 +442,12 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """The evaluation's kind in a sentence, such as `long-context evaluation`."""
+        """The kind of evaluation as a noun for messages, such as `long-context evaluation`."""
         return f"{self.kind.replace('_', '-')} evaluation"
 
     @property
     def reporting(self) -> "Evaluation":
-        """The evaluation on the reporting documents; metrics of which only means over all held-out text are known say so in their names."""
+        """The evaluation on reporting documents. A metric known only as a mean over all held-out text gets a name that says so."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [
@@ -481,9 +481,9 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
 
 
 def read_evaluation(path: Path) -> dict[str, Plain]:
-    """The content of an evaluation's file; a file that an older version wrote holds no sha256 of itself, and no `code`.
+    """The content of an evaluation's file, verified by its sha256; files of older versions have neither sha256 nor `code`.
 
-    Raises RunError: the file is missing, damaged or altered, or holds another kind or step than its name says.
+    Raises RunError: the file is missing, damaged or altered, or its kind or step differs from the file name.
     """
     try:
         content = read_json(path)
@@ -497,8 +497,8 @@ def read_evaluation(path: Path) -> dict[str, Plain]:
     return content
 
 
-def evaluation_in(path: Path) -> Evaluation | None:
-    """The evaluation in a file; None if the file holds no series. Raises RunError if the file is damaged, or an older version wrote it."""
+def load_evaluation(path: Path) -> Evaluation | None:
+    """Read the evaluation in a file; None if it holds no series. Raises RunError if the file is damaged or this version can't read it."""
     content = read_evaluation(path)
     try:
         return Evaluation.from_plain(content) if "series" in content else None
@@ -507,7 +507,7 @@ def evaluation_in(path: Path) -> Evaluation | None:
 
 
 def remedy(path: Path) -> str:
-    """Words on what to do about an evaluation's file that can't be trusted."""
+    """Advice that ends an error message on a damaged evaluation file: restore it, or measure again if the checkpoint exists."""
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
     if not step_path(run / CHECKPOINTS, step).exists():
         return "bring it back: the checkpoint of its step is no longer there to be measured again"
@@ -517,11 +517,11 @@ def remedy(path: Path) -> str:
 def last_evaluations(
     run: Path, config: dict[str, Plain], known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
 ) -> tuple[list[Evaluation], list[str]]:
-    """The last evaluation of each kind that holds series, and words for each evaluation that `config` asks for and that is missing.
+    """The last evaluation of each kind, and a message for each kind that `config` asks for but the run folder lacks.
 
-    known_evaluations: evaluations that have been read already, by their files.
+    known_evaluations: evaluations that have been read already, by file path.
 
-    Raises RunError: a file can't be read. A file that an older version wrote counts as missing.
+    Raises RunError: a file is damaged. A file of an older version that lacks fields counts as missing.
     """
     last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted_kinds(config)
     evaluations, gaps = [], []
@@ -546,7 +546,7 @@ def last_evaluations(
 
 
 def _wanted_kinds(config: dict[str, Plain]) -> set[str]:
-    """The kinds of evaluation that a run's configuration asks for; none where this version can't read the configuration."""
+    """The kinds of evaluation that a run's configuration asks for; empty if this version can't read the configuration."""
     problems = []
     eval_config, data_config = (
         build(schema, config.get(key) or {}, key, problems) for key, schema in (("eval", EvalConfig), ("data", DataConfig))

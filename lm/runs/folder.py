@@ -30,17 +30,17 @@ LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckp
 
 
 def check_fields(content: dict[str, Plain], fields: Mapping[str, object], path: Path, prefix: str = "") -> None:
-    """Check the entries of `content`, which was read from `path`: `fields` maps their names to their types.
+    """Check that `content`, read from the file `path`, has each entry in `fields` (type by name).
 
-    prefix: words before a name in the message, such as `training.` for entries of `training`.
+    prefix: text before the entry's name in error messages, such as `training.` for entries of `training`.
 
     Raises RunError: an entry is missing, of another type, or a negative number.
     """
-    for name, kind in fields.items():
-        value = convert(kind, content.get(name, MISSING))
+    for name, field_type in fields.items():
+        value = convert(field_type, content.get(name, MISSING))
         if value is MISSING or (isinstance(value, int | float) and value < 0):
             text = str(content[name])[:40] if name in content else "missing"
-            raise RunError(f"{path}: its `{prefix}{name}` must be {type_name(kind)}, not {as_written(text)}")
+            raise RunError(f"{path}: its `{prefix}{name}` must be {type_name(field_type)}, not {as_written(text)}")
 
 
 def command_line() -> str:
@@ -49,7 +49,7 @@ def command_line() -> str:
 
 
 def require_run(folder: Path, *files: str) -> None:
-    """Raises RunError if `folder` is not a run folder that holds `files`; the message says what `folder` is, and which command takes it."""
+    """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is, and what to do."""
     if (folder / "modeling_lm.py").is_file():
         raise RunError(f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from")
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
@@ -68,19 +68,19 @@ def require_run(folder: Path, *files: str) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The run's resolved configuration. Raises RunError if `folder` is not a run folder, or the file was cut short."""
+    """The resolved configuration of the run in `folder`. Raises RunError if it is no run folder, or config.yaml is incomplete."""
     require_run(folder, CONFIG)
     path = folder / CONFIG
     try:
-        plain = parse_yaml(path.read_bytes(), path.name)
+        content = parse_yaml(path.read_bytes(), path.name)
         specs = (spec for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default"))
-        missing_names = [spec.name for spec in specs if spec.name not in (plain or {})]
+        missing_names = [spec.name for spec in specs if spec.name not in (content or {})]
         if missing_names:  # a run writes all of these keys, `log` last; older runs wrote no experiment
             expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(
                 f"{path}: cut short: it has no {', '.join(missing_names)}; bring it back, or write what the checkpoint holds: {expression}"
             )
-        return parse(plain)
+        return parse(content)
     except (OSError, ConfigError, TypeError) as error:
         raise RunError(f"{path}: not readable: {one_line(error)}") from None
 
@@ -96,7 +96,7 @@ def step_of(path: Path) -> int:
 
 
 def is_own(run: Path, checkpoint: Path) -> bool:
-    """Whether a checkpoint lies in a run folder's own folder of checkpoints."""
+    """Whether `checkpoint` belongs to `run`: it lies in checkpoints/ of this run folder."""
     return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
 
 
@@ -109,21 +109,21 @@ def steps_saved(folder: Path) -> list[Path]:
 
 
 PEAK_MEMORY = "peak_memory_bytes"  # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
-_WARM_UP = 3  # number of first steps, which are slower than the others
+_WARM_UP_STEPS = 3  # steps after the first one that are not timed either, as they are slower than later steps
 _TAIL_BYTES = 1 << 16  # bytes that `last_logged` reads
 DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The loss, or another logged metric, while training, one point a logged step; a value that was not finite is NaN."""
+    """Training loss, or another metric in `loss`, over the tokens seen, with one point for each logged step; NaN where not finite."""
 
     tokens: np.ndarray  # (points,) tokens seen so far
     loss: np.ndarray  # (points,) nats per token, or the unit of the other metric
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as it was read: the `lines` that are JSON objects with a step, and the numbers (from 1) of all other lines.
+    """A metrics.jsonl as read: the `lines` that are JSON objects with a step, and in `unreadable` the line numbers (from 1) of all others.
 
     `content`: all bytes of the file; None: there is no such file.
     """
@@ -134,15 +134,15 @@ class Log(NamedTuple):
 
 
 def read_metrics(path: Path) -> Log:
-    """Read a log. A killed run may leave a last line that is cut short: such a line is left out."""
+    """Read a metrics.jsonl. An incomplete last line, which a killed run may leave, is ignored."""
     content = path.read_bytes() if path.is_file() else None
     *texts, last = (content or b"").split(b"\n")
-    lines = [*map(_read, texts), *filter(None, [_read(last)])]
+    lines = [*map(_parse_line, texts), *filter(None, [_parse_line(last)])]
     return Log([line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line], content)
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Keep a log's lines up to `step`, where a run is resumed, except a swap's line at this step. Returns notes on unreadable lines."""
+    """Delete log lines that a run resumed at `step` writes anew: later steps, and a swap at `step`. Returns notes on unreadable lines."""
     if not path.exists():
         return []
     lines, unreadable_numbers, _ = read_metrics(path)
@@ -152,9 +152,9 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
 
 
 def log_seal(path: Path) -> dict[str, Plain]:
-    """The number of `bytes` in a log, and their `sha256`, which a checkpoint keeps; the log only grows afterwards.
+    """Size (`bytes`) and `sha256` of the log so far, which a checkpoint records to detect later changes (`lm.runs.same_run.check_log`).
 
-    The log is first synced to the disk, so that no power cut takes lines that a checkpoint counts.
+    The log is first synced to disk, so that a power cut can't lose lines that the checkpoint counts.
     """
     if not path.is_file():
         return EMPTY_LOG
@@ -164,7 +164,7 @@ def log_seal(path: Path) -> dict[str, Plain]:
 
 
 def seal(content: bytes) -> dict[str, Plain]:
-    """The size and the sha256 of a log's content, by which `lm.runs.same_run.check_log` recognizes it."""
+    """Size (`bytes`) and `sha256` of a log's content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -172,43 +172,43 @@ EMPTY_LOG = seal(b"")
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
-    """Seconds spent in the training steps after `after_step`, without evaluations, over all starts; None: the log does not say."""
+    """Seconds spent in training steps after `after_step`, over all starts of the run, evaluations excluded; None: the log lacks times."""
     points = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
     return points[-1][1] - max((seconds for step, seconds in points if step <= after_step), default=0.0) if points else None
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
-    """The highest PEAK_MEMORY in bytes, evaluations while training included; None for a run that did not log it."""
+    """The highest PEAK_MEMORY in the log lines, bytes, evaluations during training included; None if it was not logged."""
     return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
 
 
 def last_logged(path: Path) -> dict[str, Plain]:
-    """The last value of each metric in the last `_TAIL_BYTES` of a log, which may be growing; {} if the log can't be read."""
+    """The last value of each metric in the last `_TAIL_BYTES` of a log that may still grow; {} if the log can't be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read().split(b"\n")  # the first and the last may be cut, and are then no JSON
     except OSError:
         return {}
-    return {name: value for line in filter(None, map(_read, lines)) for name, value in line.items()}
+    return {name: value for line in filter(None, map(_parse_line, lines)) for name, value in line.items()}
 
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
-    """The curve of the metric that was logged as `name`; where a resumed run logged a step twice, the last line counts."""
+    """The curve of the metric logged as `name`. If a resumed run logged a step twice, the later line counts."""
     by_step = {line["step"]: line for line in lines if name in line}
     points = [by_step[step] for step in sorted(by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
 
 
 def step_seconds(path: Path) -> float | None:
-    """Median seconds of a step of a run that logs every step, without the first `_WARM_UP` steps; None before the first step."""
-    ends = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
-    durations = [after - before for before, after in itertools.pairwise(ends)][_WARM_UP:]
-    return statistics.median(durations or [ends[-1] / len(ends)]) if ends else None
+    """Median seconds of a step, without the first 1 + `_WARM_UP_STEPS` steps (mean if no more were logged); None: none was logged."""
+    elapsed_times = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
+    durations = [after - before for before, after in itertools.pairwise(elapsed_times)][_WARM_UP_STEPS:]
+    return statistics.median(durations or [elapsed_times[-1] / len(elapsed_times)]) if elapsed_times else None
 
 
-def _read(text: bytes) -> dict[str, Plain] | None:
-    """The line of a log in `text`; None if it is no JSON object with a step."""
+def _parse_line(text: bytes) -> dict[str, Plain] | None:
+    """Parse one log line; None if `text` is no JSON object with an integer `step`."""
     try:
         line = json.loads(text)
         return line if isinstance(line["step"], int) else None

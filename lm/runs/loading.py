@@ -15,16 +15,16 @@ from torch import Tensor
 from lm.attention.catalogue import ENTRIES, Layers
 from lm.config.data_config import END_OF_TEXT
 from lm.config.load import merge, read_yaml, to_yaml
-from lm.config.tree import Config, function_of
+from lm.config.tree import Config, function_options
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
-from lm.files import expanded, file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed
+from lm.files import expand_home, file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, load_checkpoint, mismatch, tensor_sha256, write_weights
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, check_fields, is_own, require_run, step_of, step_path, steps_saved
-from lm.runs.metadata import METADATA, SEALS, load_metadata
+from lm.runs.metadata import DIGEST_FIELDS, METADATA, load_metadata
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 
@@ -42,13 +42,13 @@ def write_model(
     training: dict[str, Plain] | None = None,
     origin: dict[str, Plain] | None = None,
 ) -> Path:
-    """Write a model to the folder `out`, whole or not at all; returns `out`.
+    """Write a model to the folder `out` atomically; returns `out`. `origin` says where an imported model came from.
 
     Args:
-        signatures: type and shape of each parameter; a tied head is stored once, as the embedding.
-        tensors: the parameters on the CPU, in the order of `signatures`; each is made when it is written.
-        tokenizer: content of its tokenizer.json; None: a model without text.
-        training: metadata of its training; None: the model has no training run.
+        signatures: dtype and shape of each parameter by name; a tied head is stored once, as the embedding.
+        tensors: names and CPU tensors of all parameters, in the order of `signatures`; they are taken one at a time.
+        tokenizer: content of the model's tokenizer.json; None: the model has no text.
+        training: metadata of the training run; None: the model has no training run.
 
     Raises RunError: `out` holds something, or can't be written.
     """
@@ -69,30 +69,30 @@ def write_model(
 # ---------------------------------------------------------------- the shape of weights that a run starts from
 
 
-TRAINED_OTHERWISE = ("normalizer", "dropout", "init_std")  # keys of `model` that the run takes from its own configuration
+NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
 
-Keys = dict[str, Plain]  # keys of a configuration
+ConfigKeys = dict[str, Plain]  # keys of a configuration
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """A run's configuration: the keys of its files, overridden by the shape and tokenizer of the model `init_from`, then by `overrides`.
+    """A run's configuration: `file_keys`, overridden by shape and tokenizer of the model at `init_from`, then by `overrides`.
 
-    Only a model folder without a training run, or a swap of such a model, sets these keys: any other `init_from` changes nothing.
-    The folder's normalizer counts only where files and overrides name neither a normalizer nor phases. (`lm swap` puts another one in.)
+    Shape and tokenizer are taken only from a model folder without a training run, or from a swap of such a model. The model's normalizer
+    is the default if neither `file_keys` nor `overrides` name a normalizer or phases.
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
-    normalizer, shape = _keys_of_untrained(expanded(init_from))
-    base = {} if file_keys.get("phases") or overrides.get("phases") else normalizer
-    return merge(merge(merge(base, file_keys), shape), overrides)
+    normalizer_keys, shape_keys = _untrained_model_keys(expand_home(init_from))
+    default_keys = {} if file_keys.get("phases") or overrides.get("phases") else normalizer_keys
+    return merge(merge(merge(default_keys, file_keys), shape_keys), overrides)
 
 
-def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys]:
-    """The keys that `_taken_keys` gives for a model folder, or for a swap of its model; none if the model has a training run."""
+def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
+    """`_inherited_keys` of a model folder, or of a swap of such a model; two empty dicts if the model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
-        return ({}, {}) if description.get("training") is not None else _taken_keys(folder, spec["model"], spec["seq_len"], spec)
+        return ({}, {}) if description.get("training") is not None else _inherited_keys(folder, spec["model"], spec["seq_len"], spec)
     if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
         return {}, {}
     environment = read_json(folder / ENVIRONMENT)
@@ -100,34 +100,34 @@ def _keys_of_untrained(folder: Path) -> tuple[Keys, Keys]:
         return {}, {}
     config = read_yaml(folder / CONFIG)
     try:
-        return _taken_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
+        return _inherited_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
     except (KeyError, TypeError):
         raise RunError(f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again") from None
 
 
-def _taken_keys(folder: Path, model: Keys, seq_len: int, tokens: Keys) -> tuple[Keys, Keys]:
-    """The keys that a run takes from a model: the normalizer, if lm defines it; and shape, tokenizer, and number of learned positions.
+def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, token_keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
+    """Two sets of keys that a run takes from a model: its normalizer, if lm defines it; and its shape, tokenizer and learned positions.
 
-    A model's `end_tokens`, if it has any, are joined by its start token, which in the run's text ends the document before.
+    If the model has `end_tokens`, its start token is added to them: in the run's text this token also ends the preceding document.
     """
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
     is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
-    shape: Keys = {"model": {name: value for name, value in model.items() if name not in TRAINED_OTHERWISE}, "data": {}}
+    shape_keys: ConfigKeys = {"model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS}, "data": {}}
     if (folder / TOKENIZER).is_file():
-        start, end_tokens = tokens["end_of_text"], tokens.get("end_tokens", [])
+        start, end_tokens = token_keys["end_of_text"], token_keys.get("end_tokens", [])
         end_tokens = [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
-        shape["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
+        shape_keys["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
     if model["position"]["name"] == "learned":
-        shape["data"]["seq_len"] = seq_len
-    return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape
+        shape_keys["data"]["seq_len"] = seq_len
+    return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape_keys
 
 
 # ---------------------------------------------------------------- models read back
 
 
 # The fields of lm.json, with their types.
-FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None, "origin": dict}
+DESCRIPTION_FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None, "origin": dict}
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Loaded:
     @property
     def folder(self) -> Path:
         """The run folder of a checkpoint, or the model folder itself: where tokenizer.json and other files lie."""
-        return _folder(self.path)
+        return _folder_of_files(self.path)
 
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
         """The tokenizer, and the id of the token that starts a document. Raises RunError if the model has no text."""
@@ -157,7 +157,7 @@ class Loaded:
 
     @property
     def end_ids(self) -> list[int]:
-        """The ids of the tokens that end a document, of a model with a tokenizer. Raises RunError: the tokenizer lacks such a token."""
+        """Ids of the tokens that end a document; the model must have a tokenizer. Raises RunError if the tokenizer lacks such a token."""
         ids = {token: self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]}
         if unknown_tokens := [token for token, index in ids.items() if index is None]:
             raise RunError(f"{self.folder}: its tokenizer has no token {unknown_tokens[0]} (end_tokens)")
@@ -165,22 +165,22 @@ class Loaded:
 
     @property
     def stamp(self) -> dict[str, Plain]:
-        """The point in training at which results are measured: `step`, `tokens_seen`, `data_fingerprint`; 0, 0, None without training."""
+        """Fields of an evaluation that locate the weights in training: `step`, `tokens_seen`, `data_fingerprint`; untrained: 0, 0, None."""
         step, tokens = self.metadata.get("step", 0), self.metadata.get("tokens", 0)
         return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
-    """The model at `path`: a run folder (its `last`, `best` or a step's checkpoint), a checkpoint, or a model folder.
+    """Load the model at `path`: a checkpoint, a model folder, or a run folder (at `checkpoint`, which is `last`, `best` or a step).
 
     `lm export` and `save_model` write model folders. Every byte is verified before it is used.
 
-    Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite, or files are of
-    different runs.
+    Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite, or files belong
+    to different runs.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}")
-    path, checkpoint = expanded(path), str(checkpoint)
+    path, checkpoint = expand_home(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     if (path / DESCRIPTION).is_file():
@@ -191,8 +191,8 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
             raise RunError(f"{path}: neither a run folder (it has no {CONFIG}) nor a model folder (no {DESCRIPTION})")
         path = find_checkpoint(path, checkpoint)
     content = load_checkpoint(path)
-    file = _folder(path) / ENVIRONMENT
-    environment = check_environment(file, content["lm"], path) if file.is_file() else {}
+    environment_file = _folder_of_files(path) / ENVIRONMENT
+    environment = check_environment(environment_file, content["lm"], path) if environment_file.is_file() else {}
     config, metadata = _split_config(content["lm"], path)
     spec = ModelSpec.from_training(config, metadata)
     decoder, tokenizer = _build_decoder(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
@@ -203,7 +203,7 @@ def _load_model(path: Path) -> Loaded:
     description = {"origin": {}, **read_sealed(path / DESCRIPTION)}
     if (version := description.get("format")) != MODEL_FORMAT:
         raise RunError(f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again")
-    check_fields(description, FIELDS, path / DESCRIPTION)
+    check_fields(description, DESCRIPTION_FIELDS, path / DESCRIPTION)
     expected_digests, training, origin = description[TENSOR_SHA256], description["training"], description["origin"]
     try:
         spec = ModelSpec.read(description["spec"])
@@ -221,7 +221,7 @@ def _load_model(path: Path) -> Loaded:
         return Loaded(decoder, spec, tokenizer, path, origin=origin)
     check_fields(training, METADATA, path / DESCRIPTION, "training.")
     config, metadata = _split_config(training, path)
-    if function_of(config.model_in(metadata["phase"])) != function_of(spec.model):
+    if function_options(config.model_in(metadata["phase"])) != function_options(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
     return Loaded(decoder, spec, tokenizer, path, config, metadata, origin=origin)
 
@@ -230,7 +230,7 @@ def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[
     config = trained_config(metadata, path)
     if metadata["phase"] >= len(config.plan):
         raise RunError(f"{path}: its `phase` is {metadata['phase']}, its training has {len(config.plan)}")
-    return config, {name: value for name, value in metadata.items() if name != "config" and name not in SEALS}
+    return config, {name: value for name, value in metadata.items() if name != "config" and name not in DIGEST_FIELDS}
 
 
 def _build_decoder(
@@ -253,14 +253,14 @@ def _build_decoder(
         if out_of_memory(error):
             raise
         raise RunError(f"{path}: weights and configuration don't fit: {one_line(error)}") from None
-    return decoder.eval(), _tokenizer(_folder(path) / TOKENIZER, spec.end_of_text, tokenizer_sha256)
+    return decoder.eval(), _read_tokenizer(_folder_of_files(path) / TOKENIZER, spec.end_of_text, tokenizer_sha256)
 
 
-def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
-    """The tokenizer beside the weights, if there is one; `sha256`: hash of the file that they were trained with, or None.
+def _read_tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
+    """Read the tokenizer in `file`; None if the model has none. `sha256`: hash of the tokenizer file used in training, None if not known.
 
     Raises:
-        RunError: the file is another one than the weights were trained with, or is missing.
+        RunError: `file` is missing or differs from the tokenizer file used in training.
         DataError: the tokenizer can't be used.
     """
     if not file.is_file():
@@ -273,9 +273,9 @@ def _tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | 
 
 
 def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
-    """The first tensor that doesn't fit the decoder that `spec` describes, and why; empty if all fit.
+    """A message on the first tensor in `weights` that doesn't fit the decoder described by `spec`; empty if all fit.
 
-    No memory of the claimed size is allocated: shapes are compared on torch's meta device, which stores no numbers.
+    Shapes are compared on torch's meta device, which stores no values, so that huge shapes in a damaged file allocate no memory.
     """
     model, embedding = spec.model, weights.get("embedding.weight")
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
@@ -289,20 +289,20 @@ def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
 
 
 def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raises RunError if one of the weights of the model at `path` is not finite: nothing can be computed with them."""
+    """Check that all weights of the model at `path` are finite; raises RunError otherwise."""
     for name, value in weights.items():
         if not value.isfinite().all():
             raise RunError(f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged")
 
 
-def _folder(path: Path) -> Path:
+def _folder_of_files(path: Path) -> Path:
     return path if path.is_dir() else path.resolve().parent.parent
 
 
 def find_checkpoint(folder: Path, checkpoint: str) -> Path:
-    """The path of a checkpoint that is named `last`, `best`, by its step or by its path.
+    """The path of a checkpoint of the run in `folder`; `checkpoint` is `last`, `best`, a step, or a path.
 
-    Raises RunError: there is no such checkpoint (the message lists the saved steps), or it is of another run.
+    Raises RunError: there is no such checkpoint (the message lists the saved steps), or the checkpoint belongs to another run.
     """
     checkpoints = folder / CHECKPOINTS
     if checkpoint in ("last", "best"):
@@ -310,7 +310,7 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
     elif checkpoint.isdecimal():
         path = step_path(checkpoints, int(checkpoint))
     else:
-        path = expanded(checkpoint)
+        path = expand_home(checkpoint)
     if not path.is_file():
         steps = ", ".join(str(step_of(path)) for path in steps_saved(checkpoints)) or "none"
         raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
@@ -320,19 +320,19 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
-    """Write the model at `source` to the folder `out` without pickle, with the metadata of its training. Returns `out`.
+    """Export the model at `source` as a model folder `out`: safetensors and JSON, with the training run's metadata. Returns `out`.
 
-    Raises RunError: there is no model at `source`, `out` holds something, or can't be written; nothing half-written is left.
+    Raises RunError: there is no model at `source`, or `out` is not empty or can't be written; no incomplete folder is left.
     """
     model = load(source, checkpoint)
     training = {**model.metadata, "config": to_yaml(model.config)} if model.config else None
-    return _write(model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin)
+    return _write_decoder(model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin)
 
 
 def save_model(
     decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
 ) -> Path:
-    """Write a decoder, trained here or elsewhere, to the folder `out` as `lm export` does: for `load`, generation and `HarnessLM`.
+    """Write a decoder, trained by lm or elsewhere, as a model folder that `load`, `lm` commands and `HarnessLM` read. Returns `out`.
 
     Args:
         decoder: the decoder with its weights, on any device.
@@ -344,19 +344,19 @@ def save_model(
             something or can't be written.
         DataError: the tokenizer can't be used, or has no token `end_of_text`.
     """
-    out, tokenizer = expanded(out), expanded(tokenizer) if tokenizer else None
+    out, tokenizer = expand_home(out), expand_home(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
         raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
         raise RunError(f"{tokenizer}: has {tokens} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
     check_finite(decoder.state_dict(), out)
-    return _write(decoder, ModelSpec.from_decoder(decoder, end_of_text), out, tokenizer, None, {})
+    return _write_decoder(decoder, ModelSpec.from_decoder(decoder, end_of_text), out, tokenizer, None, {})
 
 
-def _write(
+def _write_decoder(
     decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None, training: dict[str, Plain] | None, origin: dict[str, Plain]
 ) -> Path:
-    """Write the decoder as a model folder; returns `out`. A tied head is stored once, as the embedding."""
+    """Write a decoder as the model folder `out`, with a tied head stored once, as the embedding. Returns `out`."""
     state = {name: value for name, value in sorted(decoder.state_dict().items()) if name != "head.weight" or not spec.model.tied}
     signatures = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
     tensors = ((name, value.cpu()) for name, value in state.items())

@@ -22,12 +22,12 @@ METADATA = {
     "plugins": dict[str, str],
 }
 SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
-# Entries that `lm.runs.same_run.check_measured` reads: SHA256, and in the metadata the sha256 of weights by step, and of the log.
-SEALS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
+# Entries that `lm.runs.same_run.check_measured` reads: SHA256, and in the metadata digests of the weights by step and of the log.
+DIGEST_FIELDS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
 
 
 def load_metadata(path: Path) -> dict[str, object]:
-    """The checkpoint's metadata: step, phase, configuration ... Raises as `without_tensors`."""
+    """The checkpoint's metadata: step, phase, configuration ... Raises the errors of `without_tensors`."""
     return without_tensors(path)["lm"]
 
 
@@ -39,39 +39,39 @@ def best_step(folder: Path) -> int | None:
 
 
 def without_tensors(path: Path) -> dict[str, object]:
-    """The content of a checkpoint, with stand-ins for tensors, which are neither read nor verified.
+    """The content of a checkpoint with placeholders for its tensors, whose values are neither read nor verified.
 
-    Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the last intact checkpoint beside it.
+    Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint in the folder.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            content = _Metadata(io.BytesIO(archive.read(name))).load()  # `read` checks the CRC
+            member = next(member for member in archive.namelist() if member.endswith("/data.pkl"))
+            content = _MetadataUnpickler(io.BytesIO(archive.read(member))).load()  # `read` checks the CRC
     except Exception as error:  # other files fail in many ways
-        raise unreadable(path, error) from None
+        raise unreadable_error(path, error) from None
     return checked_content(content, path)
 
 
-class _Metadata(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Reads the plain data of a checkpoint. No code that the file names is imported."""
 
     def find_class(self, module: str, name: str) -> type:
-        """The class to use in place of any class that the file names, such as the classes of tensors."""
+        """OrderedDict if the file names it; for any other class that the file names, such as a tensor's, a placeholder class."""
         return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Nothing
 
     def persistent_load(self, storage: object) -> None:
-        """Leave a tensor's values in the file."""
+        """Return None in place of a tensor's storage, which is not read."""
 
 
 class _Nothing:
-    """Stand-in for an object that is not plain data."""
+    """Placeholder for an object that is not plain data, such as a tensor; its constructor ignores all arguments."""
 
     def __new__(cls, *arguments: object) -> "_Nothing":
         return object.__new__(cls)
 
 
 def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
-    """A checkpoint's content, with metadata of this version. Raises RunError if `checkpoint` is anything else."""
+    """Return `checkpoint`, the content of the file at `path`. Raises RunError if it is no checkpoint that this version of lm can read."""
     if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")
     if checkpoint["lm"].get("format") != FORMAT:
@@ -80,16 +80,16 @@ def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
     return checkpoint
 
 
-def unreadable(path: Path, error: Exception) -> RunError:
-    """The error for a file that is no checkpoint, or whose metadata are damaged."""
+def unreadable_error(path: Path, error: Exception) -> RunError:
+    """The RunError for a checkpoint file that can't be read because of `error`; the message says what is wrong and what to do."""
     if isinstance(error, FileNotFoundError):
         return RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME")
     if isinstance(error, zipfile.BadZipFile) and "CRC" in str(error):
-        return RunError(f"{path}: data.pkl was altered (its CRC differs){alternative(path)}")
-    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{alternative(path)}")
+        return RunError(f"{path}: data.pkl was altered (its CRC differs){fallback_hint(path)}")
+    return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{fallback_hint(path)}")
 
 
-def alternative(path: Path) -> str:
-    """Words that name the checkpoint to use instead; empty if there is none."""
-    candidates = [candidate for candidate in steps_saved(path.parent) if not candidate.samefile(path)]
-    return f"; the newest beside it is {candidates[-1]}" if candidates else ""
+def fallback_hint(path: Path) -> str:
+    """The end of an error message on the checkpoint at `path`: names the newest other checkpoint in its folder; empty if there is none."""
+    other_checkpoints = [checkpoint for checkpoint in steps_saved(path.parent) if not checkpoint.samefile(path)]
+    return f"; the newest beside it is {other_checkpoints[-1]}" if other_checkpoints else ""

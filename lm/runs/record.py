@@ -24,11 +24,11 @@ from lm.schema import Plain, convert, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """The settings, as dotted keys, of each start whose steps led to a run's weights; [] for a model without a training run.
+    """The settings (dotted keys) of each start in environment.json that contributed steps to a run's weights; [] without a training run.
 
-    A start is the first launch of a run or a resumption. A start at step s discards the steps after s of earlier starts.
+    A start is the first launch of a run, or a resumption. A start at step s replaces all earlier starts at step s or later.
 
-    Raises ValueError: `starts` is no list of objects with a step.
+    Raises ValueError: the entry `starts` is no list of objects with a step.
     """
     if "starts" not in environment:
         return []
@@ -42,19 +42,19 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """The setting `name` of the starts, such as `32`, or `32, from step 500 bf16-mixed` where they differ; None if no start recorded it."""
+    """The value of setting `name` in a run's starts; where it changed, as text: `32, from step 500 bf16-mixed`. None: not recorded."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
         if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
             changes.append((start["step"], start[name]))
     if len(changes) < 2:
         return changes[0][1] if changes else None
-    labels = [(step, yaml_scalar(value)[:24]) for step, value in changes]  # commits are longer
-    return ", ".join(f"from step {step:,} {text}" if number else text for number, (step, text) in enumerate(labels))
+    step_texts = [(step, yaml_scalar(value)[:24]) for step, value in changes]  # commits are longer
+    return ", ".join(f"from step {step:,} {text}" if number else text for number, (step, text) in enumerate(step_texts))
 
 
-def differing(environment: dict[str, Plain]) -> list[str]:
-    """Settings in which the starts of a run differ, in words; empty if all used the same settings."""
+def differing_settings(environment: dict[str, Plain]) -> list[str]:
+    """A text for each setting that differs between the starts of a run, such as `precision 32, from step 500 bf16-mixed`."""
     entries = starts(environment)
     names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
     differing_names = [name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1]
@@ -84,28 +84,28 @@ def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
-    """The seeds behind a run's weights: the seeds of the run it started from, then its own seed, then the seed of its data.
+    """All seeds that decided a run's weights: the seeds of the run it started from, then its own seed, then `data.seed` if set.
 
     Consecutive equal seeds are listed once.
     """
-    chain = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
+    all_seeds = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
     if isinstance(data_seed := (config.get("data") or {}).get("seed"), int):
-        chain.append(data_seed)
-    return tuple(seed for number, seed in enumerate(chain) if number == 0 or seed != chain[number - 1])
+        all_seeds.append(data_seed)
+    return tuple(seed for number, seed in enumerate(all_seeds) if number == 0 or seed != all_seeds[number - 1])
 
 
 # ---------------------------------------------------------------- how a run came to its end
 
-RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
+LEAST_RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
 
 
 def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
-    """How a run diverged, in words; empty if it didn't.
+    """A text that says how a run diverged; empty if it didn't.
 
-    The run stopped at values that are not finite, or its final loss is not finite. Or nothing that it learned was left at its end: the
-    final loss is above the unigram cross-entropy, and the training loss ended more than `RISE` above its minimum.
+    A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its final loss is
+    above the unigram cross-entropy, and its training loss ended more than `LEAST_RISE` above the minimum.
 
-    final_series: its validation loss at its last step; None: the run has not reached this step.
+    final_series: validation loss at the run's last step; None: the run has not reached this step.
     """
     if reason := next((str(line[DIVERGED]) for line in lines if DIVERGED in line), ""):
         return reason
@@ -113,19 +113,19 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
         return "final val/loss is not finite"
     losses = curve(lines, "train/loss").loss
     losses = losses[np.isfinite(losses)]
-    if not (words := not_learned(final_series)) or not len(losses) or losses[-1] - losses.min() <= RISE:
+    if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= LEAST_RISE:
         return ""
-    return f"{words}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
+    return f"{reason_above_unigram}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
-    """Training tokens of the weights that a run started from, over all runs that trained them; 0 for a run from random weights."""
+    """Number of tokens on which the initial weights of a run were trained, over all earlier runs; 0 for random initial weights."""
     origin = environment.get("started_from") or {}
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
 
-def not_learned(final_series: Series | None) -> str:
-    """Words for a final validation loss above the unigram cross-entropy; empty if the loss is below, or either is not known."""
+def loss_above_unigram(final_series: Series | None) -> str:
+    """A text if the final validation loss exceeds the unigram cross-entropy; empty if it doesn't, or if either value is not known."""
     loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
     level = references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
@@ -139,7 +139,7 @@ _REQUIRED_KEYS = ("model.normalizer.name", "data.seq_len", "seed")
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The content of a run folder; `missing` says in words what the folder lacks."""
+    """The content of a run folder; `missing` has a message for each file or fact that the folder lacks."""
 
     folder: Path
     name: str
@@ -151,12 +151,12 @@ class RunRecord:
 
     @cached_property
     def flat(self) -> dict[str, Plain]:
-        """The configuration as dotted keys, with the values of `arm_definition` where these differ."""
+        """The configuration as dotted keys, overridden by the values of `arm_definition`."""
         return flatten(self.config) | self.arm_definition
 
     @cached_property
     def arm_definition(self) -> dict[str, Plain]:
-        """The settings that decide what the run learns, except its seed: arms differ in them."""
+        """Settings that decide what the run learns, except its seed, as dotted keys; runs of one arm share all of them."""
         return arm_definition(self.config, self.environment)
 
     @property
@@ -167,24 +167,24 @@ class RunRecord:
 
     @property
     def phases(self) -> list[tuple[int, dict[str, Plain]]]:
-        """The step after which each training phase begins, with the phase's normalizer."""
+        """Pairs, one for each training phase: the step after which the phase begins, and the keys of its normalizer."""
         phases = self.config.get("phases") or [{"normalizer": self.config["model"]["normalizer"]}]
-        starts = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases[:-1])]
-        return [(start, phase["normalizer"]) for start, phase in zip(starts, phases, strict=True)]
+        start_steps = [0, *(round(phase["until"] * self.config["trainer"]["max_steps"]) for phase in phases[:-1])]
+        return [(start, phase["normalizer"]) for start, phase in zip(start_steps, phases, strict=True)]
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The run's seed, after the seeds of the runs that its weights come from: runs of two arms are paired by these seeds."""
+        """Seeds of the runs that its initial weights come from, then the run's own seeds. Equal seeds pair runs of two arms."""
         return seeds(self.config, self.environment)
 
     @property
     def series(self) -> list[Series]:
-        """All series of the evaluations that reports show."""
+        """All series of the evaluations whose `Series.shown` is set; reports show only these series."""
         return [series for evaluation in self.evaluations for series in evaluation.series if series.shown]
 
     @property
     def reporting(self) -> "RunRecord":
-        """The record with its evaluations on the reporting documents."""
+        """A copy of the record whose evaluations are restricted to reporting documents (`lm.runs.evaluations.selects`)."""
         return replace(self, evaluations=tuple(evaluation.reporting for evaluation in self.evaluations))
 
     @property
@@ -200,33 +200,33 @@ class RunRecord:
 
     @property
     def tokens_before(self) -> int:
-        """Training tokens of the weights that the run started from, over all runs that trained them; 0 for a run from random weights."""
+        """Number of tokens on which the run's initial weights were trained, over all earlier runs; 0 for random initial weights."""
         return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:
-        """The setting `name` of the run's starts, e.g. `precision`, in words where starts differ; None if environment.json does not say."""
+        """The value of setting `name`, such as `precision`, in the run's starts, as a text where starts differ; None if not recorded."""
         return start_setting(self.environment, name)
 
     @property
     def commits(self) -> str | None:
-        """The git commit of each start, and whether its tree had uncommitted changes."""
+        """A text that lists the git commit of each start, and which had uncommitted changes; None if no start recorded its commit."""
         entries = [start for start in starts(self.environment) if start.get("git_commit")]
-        words = dict.fromkeys(
+        labels = dict.fromkeys(
             f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}" for start in entries
         )
-        return ", then ".join(words) or None
+        return ", then ".join(labels) or None
 
     def environment_entry(self, path: str) -> Plain:
-        """A dotted entry of environment.json, e.g. `parameters.total`; None if there is no such entry."""
+        """The entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such entry."""
         return flatten(self.environment).get(path)
 
 
 def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
-    """The record of a run folder; evaluations and metrics may be absent (`missing` says so).
+    """Read the record of a run folder. Evaluations and metrics may be absent: `missing` then lists them.
 
     Args:
-        log: the metrics of the run, if they have been read (`read_metrics`).
-        known_evaluations: evaluations that have been read already, by their files.
+        log: the run's metrics, if they have been read already; None: `read_metrics` reads them.
+        known_evaluations: evaluations that have been read already, by file path.
 
     Raises RunError: `folder` is not a run folder, or a file in it can't be read.
     """
@@ -234,7 +234,7 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     require_run(folder, CONFIG, ENVIRONMENT)
     config, config_text = _read_config(folder / CONFIG)
     environment = read_json(folder / ENVIRONMENT)
-    gaps = _missing_environment(config, environment, folder / ENVIRONMENT)
+    gaps = _environment_gaps(config, environment, folder / ENVIRONMENT)
     log = log or read_metrics(folder / METRICS)
     lines, unreadable_numbers = log.lines, log.unreadable
     if unreadable_numbers and not lines:
@@ -256,22 +256,22 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     validation_lines = [line for line in lines if "val/loss" in line]
     if validation_lines and not any(evaluation.kind == KIND for evaluation in evaluations):
         last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
-        numbers = (last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
+        validation_values = (last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
         empty_fields = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
         evaluations.insert(
-            0, Evaluation(KIND, last_line["step"], last_line["tokens"], **empty_fields, series=tuple(validation_series(*numbers)))
+            0, Evaluation(KIND, last_line["step"], last_line["tokens"], **empty_fields, series=tuple(validation_series(*validation_values)))
         )
         gaps.append("its validation loss is the last one logged while training, without an interval")
     for evaluation in evaluations[1:]:
-        first = evaluations[0]
+        first_result = evaluations[0]
         # Other kinds, such as a swap, have steps of their own.
-        if evaluation.step != first.step and evaluation.kind in EvalConfig.kind_names():
-            gaps.append(f"the {first.name} is of step {first.step:,}, the {evaluation.name} of step {evaluation.step:,}")
+        if evaluation.step != first_result.step and evaluation.kind in EvalConfig.kind_names():
+            gaps.append(f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step {evaluation.step:,}")
     return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
 
 
 def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
-    """The configuration of a run, and its text. Raises RunError: the file can't be read, or lacks a key."""
+    """Parsed content and text of a run's config.yaml. Raises RunError: the file can't be read, or lacks a required key."""
     try:
         content = path.read_bytes()
         config = parse_yaml(content, path.name)
@@ -287,10 +287,10 @@ def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
     return config, content.decode(errors="replace")
 
 
-def _missing_environment(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """Words for facts that environment.json lacks, and for settings in which starts differ. Raises RunError if the file is malformed."""
+def _environment_gaps(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
+    """Messages on facts that environment.json lacks, and on settings that differ between starts. Raises RunError for a malformed file."""
     try:
-        entries, differences = starts(environment), differing(environment)
+        entries, differences = starts(environment), differing_settings(environment)
         arm_definition(config, environment), seeds(config, environment)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RunError(f"{path}: {one_line(error, None)}") from None

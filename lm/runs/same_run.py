@@ -12,7 +12,7 @@ from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.files import read_json
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
 from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields, seal
-from lm.runs.metadata import SEALS, SHA256, without_tensors
+from lm.runs.metadata import DIGEST_FIELDS, SHA256, without_tensors
 from lm.schema import Plain, to_plain
 
 # Entries of environment.json that a resumed run reads; a model without a training run of its own lacks some.
@@ -26,7 +26,7 @@ ENVIRONMENT_FIELDS = {
     "branched_from": dict,
     "tokenizer_sha256": str,
 }
-NO_SEALS = {"weights_sha256": {}, "log": EMPTY_LOG}  # the seals of a checkpoint that an older version wrote
+DEFAULT_DIGESTS = {"weights_sha256": {}, "log": EMPTY_LOG}  # for checkpoints of older versions, which record neither
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
@@ -40,10 +40,10 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
 def config_problems(
     config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, branches: bool = False
 ) -> list[Problem]:
-    """Every difference between `config` and the `training_config` of the checkpoint at `path` that would make the run another run.
+    """Every difference between `config` and the checkpoint's `training_config` that forbids resuming at `path`.
 
     metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
-    branches: whether a new run branches from the checkpoint, which may have another schedule.
+    branches: whether a new run branches from the checkpoint; the new run may have another schedule.
     """
     problems, compared_effects = [], ("same",) if branches else ("same", "branch")
     for key, (value, trained_value) in differences(to_plain(config, whole=True), to_plain(training_config, whole=True)).items():
@@ -60,9 +60,9 @@ def config_problems(
 
 
 def _is_same_start(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
-    """Whether two values of `init_from` or `branch_from` name one run of an experiment, whose folder may have moved.
+    """Whether two values of `init_from` or `branch_from` name the same run of an experiment, even if the experiment's folder has moved.
 
-    In an experiment the name of a run, and the step of its checkpoint, say everything that decides its weights.
+    Only the ends of both paths are compared: within an experiment, run name and checkpoint step identify the weights.
     """
     part_count = {"init_from": 1, "branch_from": 3}.get(key)
     return (
@@ -72,9 +72,9 @@ def _is_same_start(config: Config, key: str, value: Plain, trained_value: Plain)
 
 
 def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """The content of a run's environment.json, checked to be of the same run and data as the checkpoint at `path`.
+    """The content of a run's environment.json (`file`), after a check that it names the same run and data as the checkpoint at `path`.
 
-    Raises RunError: the file is missing, damaged, or of another run.
+    Raises RunError: the file is missing or damaged, or belongs to another run than the checkpoint.
     """
     environment = read_json(file)
     check_fields(environment, {name: kind for name, kind in ENVIRONMENT_FIELDS.items() if name in environment}, file)
@@ -88,31 +88,31 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
 
 
 def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None) -> bool:
-    """Whether digests show that all evaluations up to a checkpoint are of the run's weights; False where an older version left no digest.
+    """Check evaluations and log against the digests in a checkpoint; False if an older version left an evaluation without a digest.
 
-    config_text: the content of the run's config.yaml, to be checked against the checkpoint, too.
+    config_text: the content of the run's config.yaml, which is compared with the checkpoint's configuration; None: no comparison.
 
-    Raises RunError: the checkpoint is missing or damaged, an evaluation is of other weights than the run had at its step, or the
-    configuration, or the log up to the checkpoint, was altered.
+    Raises RunError: the checkpoint is missing or damaged; an evaluation measured other weights than the checkpoint records for its step,
+    or configuration or log were altered.
     """
     try:
         content = without_tensors(checkpoint)
-        seals = {**NO_SEALS, **content["lm"], SHA256: content.get(SHA256, {})}
-        check_fields(seals, SEALS, checkpoint)
+        saved_digests = {**DEFAULT_DIGESTS, **content["lm"], SHA256: content.get(SHA256, {})}
+        check_fields(saved_digests, DIGEST_FIELDS, checkpoint)
     except RunError as error:
         raise RunError(f"{error}; bring the checkpoint back, or delete the run folder and train it again") from None
-    weights = {int(step): set(digests) for step, digests in seals["weights_sha256"].items() if step.isdigit()}
-    if digest := seals[SHA256].get("state_dict"):
-        weights.setdefault(seals["step"], set()).add(digest)
+    digests_by_step = {int(step): set(digests) for step, digests in saved_digests["weights_sha256"].items() if step.isdigit()}
+    if digest := saved_digests[SHA256].get("state_dict"):
+        digests_by_step.setdefault(saved_digests["step"], set()).add(digest)
     is_checked = True
     for evaluation in evaluations:
         if evaluation.kind not in EvalConfig.kind_names():  # other kinds, such as a swap, may be of other weights
             continue
-        step, digests = evaluation.step, weights.get(evaluation.step, set())
+        step, digests = evaluation.step, digests_by_step.get(evaluation.step, set())
         if digests and evaluation.weights_sha256 not in digests:
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
-        is_checked &= step > seals["step"] or bool(digests and evaluation.code)
+        is_checked &= step > saved_digests["step"] or bool(digests and evaluation.code)
     check_log(run, log.content, content["lm"], checkpoint)
     if config_text and content["lm"]["config"]:
         check_text(run / CONFIG, config_text, content["lm"], checkpoint)
@@ -120,8 +120,8 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 
 
 def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Raises RunError if the log differs from its seal in the metadata of `checkpoint`, up to the saved size; `content` None: no check."""
-    saved_seal = {**NO_SEALS, **metadata}["log"]
+    """Check the log's first bytes against size and sha256 in a checkpoint's `metadata`; raises RunError. `content` None: no check."""
+    saved_seal = {**DEFAULT_DIGESTS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
     if content is not None and len(content) < n_bytes and path.is_file():  # perhaps read before a run under way saved the checkpoint
@@ -132,17 +132,17 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
 
 
 def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], path: Path) -> None:
-    """Raises RunError if the configuration of a run in `file` is not of the run of the checkpoint at `path` (`config_problems`)."""
+    """Check that the checkpoint at `path` could be resumed with `config`, read from `file` (`config_problems`); raises RunError if not."""
     if problems := config_problems(config, training_config, metadata, path):
         reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
         raise RunError(f"{file}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
 
 
 def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) -> None:
-    """Check the text of a run's configuration as `check_config` does.
+    """Parse `text`, a run's config.yaml, and check the result with `check_config`; raises RunError.
 
-    No check is made where the checkpoint's configuration can't be read: it names code outside lm, which reports do not import, or an older
-    version wrote it.
+    Nothing is checked if the checkpoint's configuration can't be read: an older version wrote the configuration, or it names code outside
+    lm, which reports do not import.
     """
     if text == metadata["config"]:
         return
@@ -158,9 +158,9 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) ->
 
 
 def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:
-    """Problems of a changed trainer.max_steps, which moves a curriculum of sequence lengths: lengths up to `step` may not change."""
+    """A list with a problem if another trainer.max_steps changes the sequence lengths of steps up to `step`; else an empty list."""
     lengths = config.data.lengths
-    schedules = (lengths.length_by_step(config.data.seq_len, setup.trainer.max_steps) for setup in (training_config, config))
+    schedules = (lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps) for run_config in (training_config, config))
     trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)
     if lengths != training_config.data.lengths or trained_lengths == new_lengths:
         return []
@@ -169,24 +169,24 @@ def _length_problems(config: Config, training_config: Config, step: int, path: P
 
 
 def _plan_problems(config: Config, training_config: Config, phase: int, step: int, path: Path) -> list[Problem]:
-    """Differences in normalizers and phases up to `step`, which lies in (or at the end of) `phase` of the trained plan."""
+    """Problems where normalizer, warm-up or end of a phase differ from training, up to `phase`, in which the checkpoint at `step` lies."""
     problems = []
     for index in range(phase + 1):
-        place = f"phases[{index}]" if config.phases else "model"
+        setting = f"phases[{index}]" if config.phases else "model"
         if index >= len(config.plan):
             return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
-        steps, trained_steps = (plan[index].warmup_steps for plan in (config.plan, training_config.plan))
+        warmup_steps, trained_warmup_steps = (plan[index].warmup_steps for plan in (config.plan, training_config.plan))
         normalizer, trained_normalizer = (plan[index].normalizer for plan in (config.plan, training_config.plan))
         if any(normalizer.layer_option(layer) != trained_normalizer.layer_option(layer) for layer in range(training_config.model.n_layer)):
             reason = f"the checkpoint was trained with {trained_normalizer.label()}"
             remedy = f"lm swap {path} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of another name"
-            problems.append(Problem(f"{place}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
-        if steps != trained_steps:
-            problems.append(Problem(f"{place}.warmup_steps", steps, f"the checkpoint was trained with {trained_steps}"))
-    ends, trained_ends = config.phase_ends, training_config.phase_ends
-    moved_phases = [index for index in range(phase) if ends[index] != trained_ends[index]] + ([phase] if ends[phase] < step else [])
+            problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
+        if warmup_steps != trained_warmup_steps:
+            problems.append(Problem(f"{setting}.warmup_steps", warmup_steps, f"the checkpoint was trained with {trained_warmup_steps}"))
+    new_ends, trained_ends = config.phase_ends, training_config.phase_ends
+    moved_phases = [index for index in range(phase) if new_ends[index] != trained_ends[index]] + ([phase] if new_ends[phase] < step else [])
     for index in moved_phases if step < config.trainer.max_steps else ():
-        reason = f"ends the phase at step {ends[index]}; {path}, at step {step}, was trained with its end at {trained_ends[index]}"
+        reason = f"ends the phase at step {new_ends[index]}; {path}, at step {step}, was trained with its end at {trained_ends[index]}"
         remedy = f"the same end is until={trained_ends[index] / config.trainer.max_steps:.6g}"
         problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
     return problems

@@ -11,13 +11,13 @@ from lm.runs.evaluations import Series
 
 ALPHA = 0.05  # probability that an interval, or any interval of a family, misses the true value
 FEWEST_DOCUMENTS = 3  # an interval over fewer documents says nothing
-FEWEST_CROSSED = 8  # fewest documents of an interval over seeds and documents at once
-_Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
+FEWEST_CROSSED_DOCUMENTS = 8  # fewest documents of an interval over seeds and documents at once
+_NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its interval, of 95 % unless made for a family; NaN where a measured value was not finite.
+    """A mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured value was not finite.
 
     `coverage` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
@@ -64,7 +64,7 @@ class Estimate:
     def half_width(self, family: int = 1) -> np.ndarray:
         """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
 
-        For equal values it is 0, or infinite where they are too few for the sign-flip test to reach this level.
+        For a sample of equal values it is 0, or infinite where the values are too few for the sign-flip test to reach this level.
         """
         from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
 
@@ -74,9 +74,9 @@ class Estimate:
         return np.maximum.reduce([half, *(floor.half_width(family) for floor in self.floors)])
 
     def p(self, sign: int) -> np.ndarray:
-        """One-sided p, (...,), of the hypothesis that a mean is not below 0 (`sign` 1), or not above it (`sign` -1).
+        """One-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0 (`sign` -1).
 
-        It is at most 0.025 / family where the interval by `half_width(family)` lies below 0 (`sign` 1) or above 0 (`sign` -1).
+        p is at most 0.025 / family where the interval by `half_width(family)` lies below 0 (`sign` 1) or above 0 (`sign` -1).
         """
         from scipy.special import stdtr
 
@@ -92,13 +92,13 @@ class Estimate:
 
 
 def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, coverage: str) -> Estimate:
-    """The estimate of means from their variances; a standard error within the rounding of `largest_value` counts as 0."""
+    """The estimate of means, given their variances. A standard error up to 1e-9 of `largest_value` is rounding, and is set to 0."""
     error = np.sqrt(variance)
     return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), coverage)
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
-    """The 95 % interval of a column's mean, or of `mean` in place of it; None if the series has no intervals, or too few documents."""
+    """The 95 % interval of the mean of one column; None if the series has no intervals, or too few documents. `mean` replaces this mean."""
     mean = float(series.means[column]) if mean is None else mean
     if series.interval == "none":
         return None
@@ -113,7 +113,7 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
 
 
 def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> Interval | None:
-    """The weighted mean over units, such as sequences, with its 95 % interval: Student's t over the units' documents.
+    """The weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents of the units.
 
     The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each divided by 1 minus
     the document's fraction of the weight (Bell and McCaffrey 2002, CR2). Student's t has Satterthwaite degrees of freedom: D - 1 for D
@@ -141,7 +141,7 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """The means of `over_documents`, (columns,), their variances, (columns,), and degrees of freedom; `labels`: (units,) of documents."""
+    """Means (columns,), their variances (columns,) and degrees of freedom, as in `over_documents`; `labels` (units,): documents."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
@@ -166,7 +166,7 @@ def over_seeds(values: np.ndarray) -> Estimate:
 
 
 def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
-    """The change of a difference with each doubling of size: the mean over seeds of least-squares slopes, with Student's t over seeds.
+    """The mean change of a difference per doubling of size, by least squares for each seed, with its interval by Student's t over seeds.
 
     Args:
         differences: (sizes, seeds); a column is one seed at every size. At least two seeds.
@@ -178,7 +178,7 @@ def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
 
 
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
-    """The estimate of means over seeds and documents, for intervals that cover other seeds and other text of the kind.
+    """The estimate of means over seeds and documents, for intervals that hold for new seeds and new documents, too.
 
     Seeds and documents are crossed: each seed's model reads each document. The variance is the variance over seeds, plus the
     variance over documents, minus the variance of their interaction, which both contain (Cameron, Gelbach and Miller 2011). Intervals are
@@ -189,13 +189,13 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
         weights, groups: (units,), as in `over_documents`.
 
     Returns:
-        None if there are fewer than two seeds or `FEWEST_CROSSED` documents, or a value is not finite.
+        None if there are fewer than two seeds or `FEWEST_CROSSED_DOCUMENTS` documents, or a value is not finite.
     """
     weights, (*outer_shape, seeds, units) = np.asarray(weights, dtype=float), values.shape
     labels = np.unique(groups, return_inverse=True)[1]
     document_weights = np.bincount(labels, weights)
     mask = document_weights > 0
-    if seeds < 2 or mask.sum() < FEWEST_CROSSED or not np.isfinite(values).all():
+    if seeds < 2 or mask.sum() < FEWEST_CROSSED_DOCUMENTS or not np.isfinite(values).all():
         return None
     seed_means = values @ weights / weights.sum()
     seed_variance, seed_degrees = seed_means.var(-1, ddof=1) / seeds, seeds - 1
@@ -224,21 +224,21 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 
     It is the number of questions over the design effect. The design effect is the variance of right answers between sequences over the
     binomial variance (Kish 1965; Korn and Graubard 1998), and is 1 with one question in each sequence. It is computed with two more
-    sequences of mean size, one all right and one all wrong, as Agresti and Coull (1998) add to a fraction. So M sequences whose answers
+    sequences of mean size, one all right, one all wrong, as Agresti and Coull (1998) add to a fraction. So M sequences whose answers
     are all right (or all wrong) are M trials.
 
     Args:
         right_answers: (sequences,) numbers of right answers, which may be fractional.
         questions: (sequences,) numbers of questions.
     """
-    total = float(questions.sum())
-    if not total:
+    n_questions = float(questions.sum())
+    if not n_questions:
         return 0.0
-    size = questions[questions > 0].mean()
-    right_answers, questions = np.append(right_answers, [size, 0]), np.append(questions, [size, size])
+    mean_questions = questions[questions > 0].mean()
+    right_answers, questions = np.append(right_answers, [mean_questions, 0]), np.append(questions, [mean_questions, mean_questions])
     fraction = right_answers.sum() / questions.sum()
     binomial_variance = fraction * (1 - fraction) * questions.sum()
-    return total / float(np.maximum(1.0, ((right_answers - fraction * questions) ** 2).sum() / binomial_variance))
+    return n_questions / float(np.maximum(1.0, ((right_answers - fraction * questions) ** 2).sum() / binomial_variance))
 
 
 def wilson(successes: float, trials: float) -> Interval:
@@ -249,8 +249,8 @@ def wilson(successes: float, trials: float) -> Interval:
     """
     if not trials:
         return Interval(np.nan, np.nan, np.nan)
-    fraction, scale = successes / trials, 1 + _Z**2 / trials
-    middle = (fraction + _Z**2 / (2 * trials)) / scale
-    half = _Z / scale * np.sqrt(fraction * (1 - fraction) / trials + _Z**2 / (4 * trials**2))
+    fraction, scale = successes / trials, 1 + _NORMAL_QUANTILE**2 / trials
+    middle = (fraction + _NORMAL_QUANTILE**2 / (2 * trials)) / scale
+    half = _NORMAL_QUANTILE / scale * np.sqrt(fraction * (1 - fraction) / trials + _NORMAL_QUANTILE**2 / (4 * trials**2))
     # Fractions of 0 and 1 are themselves an end of their interval, which rounding may miss.
     return Interval(fraction, 0.0 if successes == 0 else float(middle - half), 1.0 if successes == trials else float(middle + half))

@@ -14,7 +14,7 @@ from lm.statistics.verdicts import UNTUNED, Name, Verdict
 
 @dataclass(frozen=True)
 class LearnedCounts:
-    """The numbers of runs of an arm and of the baseline that have learned (`has_learned`)."""
+    """The numbers of runs that have learned (`has_learned`), for an arm and the baseline."""
 
     # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates: first the pair that is judged, then all
     # pairs of rates that they were trained at. Each pair must show the difference. A run that diverged has not learned
@@ -26,14 +26,14 @@ class LearnedCounts:
 
     @property
     def p(self) -> list[float]:
-        """The p of Fisher's test at each pair of learning rates; 1 where the difference has another direction than at the first pair."""
+        """p of Fisher's test at each pair of learning rates; 1 where the difference has another sign than at the first pair."""
         arm_count, base_count = self.learned[0]
         tests = ((fisher_exact(a, self.ended, b, self.ended), np.sign(a - b)) for a, b in self.learned)
         return [p if sign == np.sign(arm_count - base_count) else 1.0 for p, sign in tests]
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
-    """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test that arm and baseline are equally likely to learn.
+    """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test of equal probabilities of learning.
 
     p is multiplied by the number of comparisons and by `looks` (as in `verdicts`). There is no verdict of equivalence: a handful of runs
     can't show that two probabilities are equal.
@@ -51,27 +51,27 @@ def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
     (arm_count, base_count), seeds = counts.learned[0], counts.ended
     is_tested = counts.is_tuned and seeds >= counts.n_planned_seeds
     p = min(1.0, family * max(counts.p)) if is_tested else 1.0
-    words = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
-    words += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
-    kind, reason, open_words = "undecided", f"{words}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
+    finding = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
+    finding += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
+    kind, reason, open_reason = "undecided", f"{finding}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
     if not counts.is_tuned:
-        kind, (reason, open_words) = "not tuned", UNTUNED
+        kind, (reason, open_reason) = "not tuned", UNTUNED
     elif not is_tested:
         kind, reason = "incomplete", f"{seeds} of {counts.n_planned_seeds} seeds have ended"
-        open_words = reason
+        open_reason = reason
     elif p <= ALPHA:
-        kind, open_words = "better" if arm_count > base_count else "worse", ""
+        kind, open_reason = "better" if arm_count > base_count else "worse", ""
     elif family * counts.p[0] <= ALPHA:
-        reason = f"{words}; but not so at the other rates that the arms were trained at"
+        reason = f"{finding}; but not so at the other rates that the arms were trained at"
     elif seeds < fewest:
-        reason = f"{words}; Fisher's exact test can show a difference from {fewest} seeds on"
-    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open_reason=open_words, seeds=seeds if is_tested else 0)
+        reason = f"{finding}; Fisher's exact test can show a difference from {fewest} seeds on"
+    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open_reason=open_reason, seeds=seeds if is_tested else 0)
 
 
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:
-    """Two-sided p of equal chances: the probability of all 2 x 2 tables with the same margins that are no likelier (Fisher 1935).
+    """Two-sided p of equal success probabilities of an arm and the baseline (Fisher 1935); 1 where either has no runs.
 
-    It is computed in whole numbers, so that equally probable tables are equal. It is 1 where an arm has no runs.
+    It is the probability of all 2 x 2 tables with the same margins that are no likelier than the observed table, computed in integers.
     """
     total = successes + base_successes
     counts = range(max(0, total - base_runs), min(runs, total) + 1)
@@ -80,7 +80,7 @@ def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int)
 
 
 def fewest_seeds(alpha: float) -> int:
-    """The fewest seeds with which `fisher_exact` can reach `alpha`: all runs of one arm have learned, and no run of the other."""
+    """The fewest seeds with which `fisher_exact` can reach `alpha`: all runs of one arm have learned, and no run of the other arm."""
     return next(seeds for seeds in range(1, 1000) if fisher_exact(seeds, seeds, 0, seeds) <= alpha)
 
 
@@ -94,7 +94,7 @@ def clopper_pearson(successes: int, runs: int) -> Interval:
 
 
 def has_learned(value: float, level: float, better: Literal["lower", "higher"]) -> bool:
-    """Whether a metric reaches a level; a value that is not finite doesn't."""
+    """Whether `value` is at least as good as `level`; a value that is not finite is not."""
     return math.isfinite(value) and (value <= level if better == "lower" else value >= level)
 
 
@@ -131,6 +131,6 @@ def log_tokens(tokens: float) -> float:
 
 
 def factor(log_ratio: Interval | None) -> Interval | None:
-    """The interval of a ratio, from the interval of its logarithm; None stays None."""
+    """The interval of a ratio, from the interval of the ratio's natural logarithm; None stays None."""
     with np.errstate(over="ignore"):
         return log_ratio and Interval(*map(float, np.exp(log_ratio.as_list())), log_ratio.coverage)

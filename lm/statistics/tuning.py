@@ -15,62 +15,64 @@ ANY = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned ke
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
 
-def rate_of(values: Iterable[float]) -> Rate:
-    """The rate with these values, one value for each tuned key."""
+def make_rate(values: Iterable[float]) -> Rate:
+    """The rate with one value for each tuned key: a number for a single key, else a tuple."""
     first, *rest = values
     return (first, *rest) if rest else first
 
 
-def coordinates(rate: Rate) -> tuple[float, ...]:
-    """The values of the tuned keys at a rate."""
+def key_values(rate: Rate) -> tuple[float, ...]:
+    """The values of the tuned keys at a rate, as a tuple."""
     return rate if isinstance(rate, tuple) else (rate,)
 
 
-def rates_of(axes: Iterable[Iterable[float]]) -> list[Rate]:
-    """The rates of a grid, from the values of each tuned key."""
-    return [rate_of(values) for values in product(*axes)]
+def grid_rates(axes: Iterable[Iterable[float]]) -> list[Rate]:
+    """The rates of a grid: all combinations of the values of each tuned key."""
+    return [make_rate(values) for values in product(*axes)]
 
 
 def rate_words(rate: Rate | str) -> str:
-    """A rate, or the cell that holds it, in words, such as `0.002`, or `0.002 / 0.1` for two keys."""
-    values = _texts(rate) if isinstance(rate, str) else coordinates(rate)
+    """The text of a rate, given as a rate or as its cell (`rate_cell`), such as `0.002`, or `0.002 / 0.1` for two keys."""
+    values = _split_cell(rate) if isinstance(rate, str) else key_values(rate)
     return _SEPARATOR.join(ANY if value == ANY else f"{float(value):g}" for value in values)
 
 
 def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str | None:
-    """The cell of a rate in files and tables: a number, or for several keys the text of their exact values.
+    """The table cell that holds a rate: a number, or for several keys the text of their exact values; None for None.
 
-    presence: for each key, whether the run has it; empty: the run has all keys.
+    presence: for each key, whether the run has the key (else its value is `ANY`); empty: the run has all keys.
     """
     if rate is not None and not all(presence):
-        return _SEPARATOR.join(repr(value) if is_present else ANY for value, is_present in zip(coordinates(rate), presence, strict=True))
+        return _SEPARATOR.join(repr(value) if is_present else ANY for value, is_present in zip(key_values(rate), presence, strict=True))
     return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
 
-def full_cells(cells: Iterable[float | str | None], grid: Iterable[float | str | None]) -> dict[float | str, list[float | str | None]]:
-    """The cells without `ANY` that each cell of a rate (`rate_cell`) stands for, by this cell.
+def cells_by_partial_cell(
+    cells: Iterable[float | str | None], grid: Iterable[float | str | None]
+) -> dict[float | str, list[float | str | None]]:
+    """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY` that it stands for.
 
-    A run that lacks a tuned key has `ANY` in its cell. Such a cell stands for all `cells` with the same values of the other keys, and for
-    the cell with the missing key's middle value in `grid`: of equal rates `best_rate` chooses the middle one. A key that has no value in
-    the cells of `grid` is left out of all cells. Returns {} if no cell has `ANY`, or cells of `grid` have different numbers of keys.
+    A run that lacks a tuned key has `ANY` in its cell. Such a cell stands for all `cells` with the same values of the other keys. It also
+    stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses of rates with equal losses. A key without
+    a value in `grid` is left out of the lists. Returns {} if no cell has `ANY`, or if cells of `grid` have different numbers of keys.
     """
-    cell_values, grid_values = ({cell: _texts(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
+    cell_values, grid_values = ({cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
     if not any(ANY in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
         return {}
     axes = [sorted({value for value in values if value != ANY}, key=float) for values in zip(*grid_values.values(), strict=True)]
-    key_numbers = [number for number, axis in enumerate(axes) if axis]
+    key_indices = [index for index, axis in enumerate(axes) if axis]
     expansion: dict[float | str, list[float | str | None]] = {}
     for cell, values in cell_values.items():
         middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY else value for value, axis in zip(values, axes, strict=True)]
-        candidates = [middle, *(candidate for candidate in cell_values.values() if all(candidate[number] != ANY for number in key_numbers))]
-        matches = (rate for rate in candidates if all(values[number] in (ANY, rate[number]) for number in key_numbers))
-        rates = [[rate[number] for number in key_numbers] for rate in matches]
+        candidates = [middle, *(candidate for candidate in cell_values.values() if all(candidate[index] != ANY for index in key_indices))]
+        matches = (rate for rate in candidates if all(values[index] in (ANY, rate[index]) for index in key_indices))
+        rates = [[rate[index] for index in key_indices] for rate in matches]
         expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)]
     return expansion
 
 
-def _texts(cell: float | str) -> list[str]:
-    """The values of the tuned keys in a cell, as text."""
+def _split_cell(cell: float | str) -> list[str]:
+    """The texts of the tuned keys' values in a cell."""
     return cell.split(_SEPARATOR) if isinstance(cell, str) else [str(cell)]
 
 
@@ -78,12 +80,12 @@ def read_rate(cell: Rate | str) -> Rate:
     """The rate that a cell holds (`rate_cell`); a rate is returned as it is. Raises ValueError if the cell holds no rate."""
     if not isinstance(cell, str):
         return cell
-    return rate_of(int(text) if text.isdecimal() else float(text) for text in _texts(cell))
+    return make_rate(int(text) if text.isdecimal() else float(text) for text in _split_cell(cell))
 
 
 @dataclass(frozen=True)
 class TuningOutcome:
-    """The learning rates of the arms, or the rates that must be measured to choose them."""
+    """The learning rate of each arm, or the rates that must be measured before a rate is chosen."""
 
     rates: dict[str, Rate]  # by arm, the rate of the lowest mean loss; arms in `at_edge` have none
     missing: tuple[Rate, ...] = ()  # rates to measure for every arm before a rate is chosen; then `rates` is empty
@@ -96,9 +98,8 @@ def tuning_outcome(
 ) -> TuningOutcome:
     """The outcome of tuning by the losses so far; every arm is trained at all rates of the grid.
 
-    A rate at which any seed diverged has infinite mean loss. Where the best value of some arm is the highest (lowest) value of a key,
-    the grid grows there by twice the highest (half the lowest) value for every arm. It grows at most `EXTENSIONS` times, and only by
-    `possible` values.
+    A rate at which any seed diverged has infinite mean loss. Where an arm's best rate has a key's highest (lowest) value, twice
+    (half) this value is added to the grid of every arm. The grid grows at most `EXTENSIONS` times, and only by `possible` values.
 
     Args:
         axes: planned values of each tuned key, above 0; an odd whole number is halved exactly if that is possible, else rounded down.
@@ -107,7 +108,7 @@ def tuning_outcome(
     """
     axes = [sorted(set(values)) for values in axes]
     for growths in count():
-        rates = rates_of(axes)
+        rates = grid_rates(axes)
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in losses.values())):
             return TuningOutcome({}, missing_rates)
         outcome = rate_choice(losses, rates)
@@ -118,13 +119,13 @@ def tuning_outcome(
 
 
 def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:
-    """Each arm's rate of the lowest mean loss, among all measured rates or among `rates`; no rate for an arm whose best is at an edge."""
+    """The outcome with each arm's rate of lowest mean loss, among all or among `rates`; arms whose best rate is at an edge have none."""
     rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)
         best = rate_by_arm[arm] = best_rate(by_rate, candidates)
         edges = [(values[0], values[-1]) for values in _axes(candidates)]
-        if any(value in ends for value, ends in zip(coordinates(best), edges, strict=True)) or mean_loss(by_rate[best]) == math.inf:
+        if any(value in ends for value, ends in zip(key_values(best), edges, strict=True)) or mean_loss(by_rate[best]) == math.inf:
             edge_arms.append(arm)
     return TuningOutcome({arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms))
 
@@ -132,7 +133,7 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
     """The rates that the final seeds of each arm are trained at: its own rate, then the baseline's; for the baseline the rates of all arms.
 
-    Tuning seeds are few: the rate that they chose for one arm is tried with the other arm, too, before a difference is believed.
+    Tuning seeds are few: a rate that tuning chose for one arm is tried with the other arm, too, before a verdict names a difference.
 
     Args:
         base: the baseline; if it has no rate, every arm is trained at its own rate alone.
@@ -143,42 +144,42 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
 
 
 def best_rate(by_rate: Losses, rates: Iterable[Rate]) -> Rate:
-    """The rate of the lowest mean loss; of rates with equal losses, as where all solve a task, the one nearest the grid's middle."""
+    """The rate of the lowest mean loss; of equal losses, as where all runs solve a task, the rate nearest to the grid's middle."""
     rates = sorted(rates)
     axes = _axes(rates)
 
-    def off_middle(rate: Rate) -> float:
-        return sum(abs(values.index(value) - (len(values) - 1) / 2) for value, values in zip(coordinates(rate), axes, strict=True))
+    def distance_from_middle(rate: Rate) -> float:
+        return sum(abs(values.index(value) - (len(values) - 1) / 2) for value, values in zip(key_values(rate), axes, strict=True))
 
-    return min(rates, key=lambda rate: (mean_loss(by_rate[rate]), off_middle(rate)))
+    return min(rates, key=lambda rate: (mean_loss(by_rate[rate]), distance_from_middle(rate)))
 
 
 def _axes(rates: Iterable[Rate]) -> list[list[float]]:
-    """The values of each tuned key at these rates, ascending."""
-    return [sorted(set(values)) for values in zip(*map(coordinates, rates), strict=True)]
+    """The ascending values of each tuned key in `rates`, a list for each key."""
+    return [sorted(set(values)) for values in zip(*map(key_values, rates), strict=True)]
 
 
 def _grown_axes(
-    axes: list[list[float]], best: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
+    axes: list[list[float]], rates_by_arm: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
 ) -> list[list[float]]:
-    """The axes, grown at the edges where the rates of `best` lie (by arm); an arm that diverged at every rate adds no value."""
-    edge_rates = [coordinates(rate) for arm, rate in best.items() if mean_loss(losses[arm][rate]) < math.inf]
+    """The axes, extended at each edge where an arm's rate (`rates_by_arm`) lies; an arm that diverged at every rate extends no axis."""
+    edge_rates = [key_values(rate) for arm, rate in rates_by_arm.items() if mean_loss(losses[arm][rate]) < math.inf]
 
-    def first_possible(number: int, candidates: list[float]) -> list[float]:
-        """The first candidate value that the tuned key of this number may have, in a list; [] if there is none."""
-        grids = ((value, rates_of([*axes[:number], [value], *axes[number + 1 :]])) for value in candidates if value > 0)
+    def first_possible(key_index: int, candidates: list[float]) -> list[float]:
+        """A list of the first of `candidates` that is possible for the tuned key number `key_index`; [] if no candidate is."""
+        grids = ((value, grid_rates([*axes[:key_index], [value], *axes[key_index + 1 :]])) for value in candidates if value > 0)
         return [value for value, rates in grids if all(map(possible, rates))][:1]
 
     new_axes = []
-    for number, values in enumerate(axes):
-        edge_values = {rate[number] for rate in edge_rates}
+    for key_index, values in enumerate(axes):
+        edge_values = {rate[key_index] for rate in edge_rates}
         halves = [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]  # a key of whole numbers takes the latter
-        smaller = first_possible(number, halves) if values[0] in edge_values else []
-        larger = first_possible(number, [values[-1] * 2]) if values[-1] in edge_values else []
+        smaller = first_possible(key_index, halves) if values[0] in edge_values else []
+        larger = first_possible(key_index, [values[-1] * 2]) if values[-1] in edge_values else []
         new_axes.append([*smaller, *values, *larger])
     return new_axes
 
 
 def mean_loss(losses: Sequence[float]) -> float:
-    """The mean loss over seeds; infinite if any loss is not finite: a rate at which training diverges now and then is not to be used."""
+    """The mean loss over seeds; infinite if any loss is not finite, so that tuning avoids rates at which some seeds diverge."""
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf

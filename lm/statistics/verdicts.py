@@ -31,7 +31,7 @@ Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its s
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between an arm and the baseline in the primary metric, and what else decides the verdict."""
+    """The differences between an arm and the baseline in the primary metric, with the facts about runs that decide the verdict."""
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for several learning rates
     # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`)
@@ -53,18 +53,18 @@ class Comparison:
 
     @cached_property
     def at_rates(self) -> np.ndarray:
-        """The differences, (the arm's rates, the baseline's rates, seeds)."""
+        """The differences as an array, (the arm's rates, the baseline's rates, seeds)."""
         return np.array(self.by_rates, dtype=float, ndmin=3)
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """The differences at the rates that are judged, (seeds,), without differences of runs that have no value."""
+        """The differences at the rates of `judged_pair`, (seeds,); without seeds whose runs did not reach the level (`unreached_runs`)."""
         values = self.at_rates[self.judged_pair]
         return values[np.isfinite(values)] if self.unreached_runs else values
 
     @cached_property
     def estimates(self) -> Estimate:
-        """The mean differences over seeds, (the arm's rates, the baseline's rates)."""
+        """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
         return over_seeds(self.at_rates)
 
     def interval(self, family: int = 1) -> Interval:
@@ -72,7 +72,7 @@ class Comparison:
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
-        """The interval as in `interval`, but from any estimates, such as over seeds and documents; it contains `judged_pair`'s interval.
+        """The interval as in `interval`, from any estimates, such as over seeds and documents. It contains the interval at `judged_pair`.
 
         by_rates: the estimate at each pair of rates, (the arm's, the baseline's). Ends of the interval that depend on a NaN are NaN.
         """
@@ -113,12 +113,12 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """The kind for tables that programs read, marked `exploratory` if the verdict is."""
+        """The verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is exploratory."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.kind}"
 
     @property
     def statement(self) -> str:
-        """The verdict in plain words with its margin, such as `no difference above 0.01`: the one place where a kind becomes words."""
+        """The verdict in plain words with its margin, such as `no difference above 0.01`. No other code puts a kind into words."""
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
         if not self.margin:
@@ -129,7 +129,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """The statement with the number of seeds, marked `exploratory` if the verdict is."""
+        """The `statement` with the number of seeds, preceded by `exploratory: ` if the verdict is exploratory."""
         return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (f" ({self.seeds} seeds)" if self.seeds else "")
 
 
@@ -137,7 +137,7 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one family.
 
     Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its verdict follows from
-    this interval alone. With a probability of 95 % all intervals hold the true differences, and then no verdict of any kind is false. A
+    this interval alone. With a probability of 95 % all intervals contain the true differences, and then no verdict of any kind is false. A
     comparison that can't be tested counts in the family.
 
     Args:
@@ -146,81 +146,81 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
         ratio: differences are of natural logarithms, and `matters` is relative: 0.1 is a factor of 1.1 or 1 / 1.1.
         looks: how often the data may be judged: 2 with a planned second stage, and each look then has half of the 0.05.
 
-    Raises ValueError: no `matters` above 0.
+    Raises ValueError unless `matters` is above 0 and finite.
     """
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
-    margin, amount, null = (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
-    return {name: _verdict(comparison, margin, amount, null, len(comparisons), looks) for name, comparison in comparisons.items()}
+    margin, margin_text, null = (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
+    return {name: _verdict(comparison, margin, margin_text, null, len(comparisons), looks) for name, comparison in comparisons.items()}
 
 
-def _verdict(comparison: Comparison, margin: float, amount: str, null: str, comparisons: int, looks: int) -> Verdict:
+def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, comparisons: int, looks: int) -> Verdict:
     family = comparisons * looks
-    seeds, finite = len(comparison.differences), np.isfinite(comparison.differences).all()
+    seeds, is_finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
-    needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and finite else None
+    needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
     document_estimate = comparison.over_documents
 
-    def untested(kind: Kind, reason: str, open_words: str) -> Verdict:
+    def untested_verdict(kind: Kind, reason: str, open_reason: str) -> Verdict:
         return Verdict(
             kind, reason, interval, 1.0, needed_seeds,
             single_interval=comparison.interval(looks) if has_interval else None,
             over_documents=document_estimate and comparison.enclosing(document_estimate, family),
-            margin=amount, open_reason=open_words,
+            margin=margin_text, open_reason=open_reason,
         )  # fmt: skip
 
     if comparison.diverged:
         runs = f"{comparison.diverged} final run{'s' * (comparison.diverged > 1)} diverged"
-        return untested("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
-    if not finite:
-        return untested("unstable", "a difference is not finite", "a difference is not finite")
+        return untested_verdict("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
+    if not is_finite:
+        return untested_verdict("unstable", "a difference is not finite", "a difference is not finite")
     if not comparison.is_tuned:
-        return untested("not tuned", *UNTUNED)
+        return untested_verdict("not tuned", *UNTUNED)
     if comparison.unreached_runs:
-        return untested("not reached", comparison.unreached_runs, "runs have no number of tokens")
+        return untested_verdict("not reached", comparison.unreached_runs, "runs have no number of tokens")
     if seeds < comparison.n_planned_seeds:
         progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
-        return untested("incomplete", progress, progress)
+        return untested_verdict("incomplete", progress, progress)
     if seeds < FEWEST_SEEDS:
-        return untested("incomplete", f"{seeds} seeds in common", f"a verdict takes {FEWEST_SEEDS} seeds")
+        return untested_verdict("incomplete", f"{seeds} seeds in common", f"a verdict takes {FEWEST_SEEDS} seeds")
     if not np.isfinite(comparison.by_rates).all():
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
-        return untested("undecided", reason, "another learning rate has no finite difference")
+        return untested_verdict("undecided", reason, "another learning rate has no finite difference")
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
 
-    def verdict(kind: Kind, reason: str, open_words: str = "", beyond: bool = False) -> Verdict:
+    def verdict(kind: Kind, reason: str, open_reason: str = "", is_beyond: bool = False) -> Verdict:
         adjusted_p = None if exact_p is None else min(1.0, family * exact_p)
-        return replace(untested(kind, reason, open_words), p=p, p_exact=adjusted_p, exceeds_margin=beyond, seeds=seeds)
+        return replace(untested_verdict(kind, reason, open_reason), p=p, p_exact=adjusted_p, exceeds_margin=is_beyond, seeds=seeds)
 
     is_within = -margin < interval.low and interval.high < margin
     is_tied = comparison.estimates.error[comparison.judged_pair] == 0
     method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
     if interval.low > 0 or interval.high < 0:
         if is_within:
-            return verdict("difference below margin", f"the interval leaves out {null} and lies within {amount} (p = {p:.2g}{method})")
-        beyond = min(abs(interval.low), abs(interval.high)) >= margin
-        addition = f" and every difference below {amount}" if beyond else ""
+            return verdict("difference below margin", f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method})")
+        is_beyond = min(abs(interval.low), abs(interval.high)) >= margin
+        addition = f" and every difference below {margin_text}" if is_beyond else ""
         kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
-        return verdict(kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", beyond=beyond)
+        return verdict(kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", is_beyond=is_beyond)
     if is_within:
-        return verdict("no difference above margin", f"the interval holds {null} and lies within {amount}{method}")
+        return verdict("no difference above margin", f"the interval holds {null} and lies within {margin_text}{method}")
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
-        words = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
-        return verdict("undecided", words, "all seeds agree, and are too few")
+        tie_reason = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
+        return verdict("undecided", tie_reason, "all seeds agree, and are too few")
     rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
-    finding = f"the interval{rates} holds {null}, and differences of more than {amount}"
+    finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
     expected, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
     addition = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
-    estimate = f"to find one of {amount} 4 times in 5 takes {expected} seeds{addition}"
+    estimate = f"to find one of {margin_text} 4 times in 5 takes {expected} seeds{addition}"
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """The `seeds_needed` for a difference of `margin`: for the measured spread, and for the ends of the spread's 95 % interval."""
+    """Three numbers of `seeds_needed` for a difference of `margin`: for the measured spread, and for both ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(comparison.at_rates[:, : comparison.n_shared_rates].shape[:2])
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
@@ -228,11 +228,11 @@ def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[i
 
 
 def hardest_claim(values: np.ndarray, all_pairs: bool) -> float:
-    """The p, or the end of an interval, of the claim that arm A is better than arm B, both at their best rates.
+    """The p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
 
-    A is better than B if, for each rate of B, A is better at one of A's rates. Over the rates of A this is the least p, times their
-    number (Bonferroni): the tested seeds may choose the rate, and the factor pays for the choice. Over the rates of B it is the greatest
-    p (an intersection-union test, Berger 1982).
+    The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's rates, times their
+    number (Bonferroni), since the tested seeds choose among these rates. p of the claim is the greatest p over B's rates (an
+    intersection-union test, Berger 1982).
 
     Args:
         values: (rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
@@ -244,7 +244,7 @@ def hardest_claim(values: np.ndarray, all_pairs: bool) -> float:
 def p_difference(comparison: Comparison) -> float:
     """Two-sided p of the paired t test of mean 0 between the arms at their best rates; NaN where a difference is not finite.
 
-    It is at most 0.05 / family where `Comparison.interval` of this family leaves out 0. Without spread it is p of the sign-flip test.
+    It is at most 0.05 / family where `Comparison.interval` of this family leaves out 0. For equal differences the sign-flip test gives p.
     """
     estimates = comparison.estimates
     return _two_sided(comparison, estimates.p(1), estimates.p(-1))
@@ -267,23 +267,23 @@ def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray)
     p_below, p_above: (arm's rates, baseline's rates), one-sided p of the hypotheses that the difference is not below 0, and not above 0.
     """
 
-    def claim(p: np.ndarray, place: tuple[int, int], shared: int | None) -> float:
-        shared_p = p[:shared]
-        paid_p = shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p)
-        return float(np.maximum(p[place], hardest_claim(paid_p, comparison.all_pairs)))
+    def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> float:
+        shared_p = p[:n_shared_rates]
+        corrected_p = shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p)
+        return float(np.maximum(p[judged_pair], hardest_claim(corrected_p, comparison.all_pairs)))
 
     if comparison.higher_is_better:
         p_below, p_above = p_above, p_below
-    p_better = claim(p_below, comparison.judged_pair, None)
-    p_worse = claim(p_above.T, comparison.judged_pair[::-1], comparison.n_shared_rates)
+    p_better = claim_p(p_below, comparison.judged_pair, None)
+    p_worse = claim_p(p_above.T, comparison.judged_pair[::-1], comparison.n_shared_rates)
     return float(np.minimum(1.0, 2 * np.minimum(p_better, p_worse)))
 
 
 def sign_flip(values: np.ndarray) -> np.ndarray:
     """One-sided p, (...,), of the hypothesis that a mean over seeds is not above 0; `values`: (..., seeds).
 
-    It is the fraction of the 2^seeds choices of signs whose sum is at least as high. Sums are made for each half of the seeds, so that no
-    more than 2^(seeds / 2) are in memory.
+    It is the fraction of the 2^seeds choices of signs that give at least the observed sum. Sums are made for each half of the seeds, so
+    that memory holds about 2^(seeds / 2) sums.
     """
     values = np.asarray(values, dtype=float)
     *outer_shape, seeds = values.shape
@@ -298,7 +298,7 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
-    """The probability that a mean `difference` is found at `alpha`; `spread`: the standard deviation of single differences."""
+    """The probability that a two-sided test at `alpha` finds a mean `difference`; `spread` is the standard deviation over seeds."""
     if spread == 0:  # the sign-flip test decides
         return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)
     critical_value, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)
@@ -308,7 +308,7 @@ def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) ->
 
 
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int | None:
-    """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` is `POWER`; None: more than `MOST_SEEDS`."""
+    """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` reaches `POWER`; None: more than `MOST_SEEDS`."""
     # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
     root = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)
     candidates = range(max(FEWEST_SEEDS, math.floor(min(root, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)

@@ -20,12 +20,12 @@ from lm.config.tree import Config
 from lm.data.batches import TrainSequences, train_sequences
 from lm.data.store import Store
 from lm.errors import one_line
-from lm.evaluation.held_out import trained_level, validation_sequences
+from lm.evaluation.held_out import unigram_loss, validation_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Machine
 from lm.model.spec import count_parameters, flops_per_token
 from lm.plugins import PLUGINS
-from lm.runs.evaluations import UNIGRAM, selecting
+from lm.runs.evaluations import UNIGRAM, checkpoint_selection_mask
 from lm.runs.folder import command_line
 from lm.schema import Plain
 from lm.training.memory import estimated_memory
@@ -43,9 +43,9 @@ MOST_EPOCHS = 16
 MANY_EPOCHS = (
     f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 )
-UNDIVIDED = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
-FEWEST_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than it asks for, gets a note
-COUNTED_SEQUENCES = 8  # sequences of each task whose answers are counted, where a run trains on tasks and text
+FEW_HELD_OUT = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
+FEWEST_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than `eval.sequences`, gets a note
+SEQUENCES_PER_TASK = 8  # sequences of each task from which the banner estimates the fraction of answers
 # Keys of `model` that the banner shows outside its line `options`.
 _SHOWN_OPTIONS = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
 
@@ -59,50 +59,50 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     device = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
-    heads = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
+    heads_text = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
     options = {name: value for name, value in _changed_options(model).items() if name not in _SHOWN_OPTIONS}
-    base = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
-    source = "its maker" if device == "cuda" else "of a matrix product"
-    peak = f"peak {machine.peak_flops:.2e} FLOP/s ({source})" if machine.peak_flops else "the device's peak is not known"
+    transfer_text = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
+    peak_source = "its maker" if device == "cuda" else "of a matrix product"
+    peak_text = f"peak {machine.peak_flops:.2e} FLOP/s ({peak_source})" if machine.peak_flops else "the device's peak is not known"
     sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
-    epochs, lengths = _epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
+    epochs, lengths = _source_epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
     has_few_tokens = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
     notes = has_few_tokens * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
         notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
-    notes += bool(selecting(store.fingerprint, documents).all()) * [UNDIVIDED]
+    notes += bool(checkpoint_selection_mask(store.fingerprint, documents).all()) * [FEW_HELD_OUT]
     if len(documents) < min(config.eval.sequences, FEWEST_SEQUENCES):
         remedy = "raise data.val_fraction, or split files into documents by data.source.separator"
         notes.append(f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}")
-    fractions = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
+    length_texts = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
         "model": f"{parameters['total']:,} parameters, {parameters['non_embedding']:,} without embedding and head, "
         f"{parameters['normalizer']:,} in normalizers",
-        "": f"{model.n_layer} layers x {heads} x {model.key_dims}, width {model.n_embd}, "
+        "": f"{model.n_layer} layers x {heads_text} x {model.key_dims}, width {model.n_embd}, "
         f"{model.block.label(model)}, {model.position.label}, vocabulary {decoder.vocab_size:,}",
-        "normalizer": _normalizer(decoder),
+        "normalizer": _normalizer_text(decoder),
         "kernel": "; ".join(kernels),
-        "phases": _phases(config, start.phase) if config.phases else "",
+        "phases": _phases_text(config, start.phase) if config.phases else "",
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
-        "tasks": _tasks(config, sequences, lengths) if data.tasks else "",
-        "lengths": "; ".join(filter(None, (fractions, sequences.length.note()))) if data.lengths.allows_shorter else "",
+        "tasks": _tasks_text(config, sequences, lengths) if data.tasks else "",
+        "lengths": "; ".join(filter(None, (length_texts, sequences.length.note()))) if data.lengths.allows_shorter else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
-        "memory": _memory(config, start.phase, decoder.vocab_size, machine),
-        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak}",
+        "memory": _memory_text(config, start.phase, decoder.vocab_size, machine),
+        "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak_text}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_variant_words(optim.optimizer)}, lr {optim.lr:g}, {_variant_words(optim.schedule)}, warm-up of {warmup} steps; "
+        "optimizer": f"{_variant_text(optim.optimizer)}, lr {optim.lr:g}, {_variant_text(optim.schedule)}, warm-up of {warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
-        "transfer": base if model.transfer else "",
-        "groups": _groups(config, decoder) if optim.groups != Groups() or model.transfer else "",
+        "transfer": transfer_text if model.transfer else "",
+        "groups": _groups_text(config, decoder) if optim.groups != Groups() or model.transfer else "",
         "options": ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items()),
         "seed": f"{config.seed} (initial weights, {'order of the batches, ' if data.seed is None else ''}dropout)"
         + ("" if data.seed is None else f", {data.seed} (order of the batches)"),
@@ -110,7 +110,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
 
 
-def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
+def _memory_text(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
     try:
         n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
     except Exception as error:  # such as from a plugin's normalizer: a failed estimate must not keep a run from starting
@@ -119,12 +119,12 @@ def _memory(config: Config, phase: int, vocab_size: int, machine: Machine) -> st
     return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries and evaluations aside"
 
 
-def _normalizer(decoder: Decoder) -> str:
-    """Formula and options of the normalizer, or of each layer's normalizer where they differ."""
+def _normalizer_text(decoder: Decoder) -> str:
+    """Text with formula and options of the normalizer, or of each layer's normalizer if layers differ."""
     texts = []
     for options in (normalizer.options for normalizer in decoder.normalizers()):
-        words = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
-        texts.append(f"{options.name}: {options.formula()}" + (f"; {words}" if words else ""))
+        options_text = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
+        texts.append(f"{options.name}: {options.formula()}" + (f"; {options_text}" if options_text else ""))
     if len(set(texts)) == 1:
         return texts[0]
     return "  |  ".join(
@@ -132,8 +132,8 @@ def _normalizer(decoder: Decoder) -> str:
     )
 
 
-def _variant_words(options: object) -> str:
-    """A variant's name, and its options that are not at their defaults, in words."""
+def _variant_text(options: object) -> str:
+    """Text with the name of an optimizer or schedule, and its options that differ from their defaults."""
     texts = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed_options(options).items()}
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in texts.items())])
 
@@ -143,50 +143,50 @@ def _changed_options(options: object) -> dict[str, object]:
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
 
-def _groups(config: Config, decoder: Decoder) -> str:
-    """Size, learning-rate factor, weight decay and any epsilon of each group of parameters. Groups that share a name list their modules."""
+def _groups_text(config: Config, decoder: Decoder) -> str:
+    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name list their modules."""
     groups, texts = parameter_groups(decoder, config.optim), []
-    counts = Counter(group["name"] for group in groups)
+    group_counts = Counter(group["name"] for group in groups)
     for group in groups:
-        parts = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in group["params"])
-        part = f" ({', '.join(parts)})" if counts[group["name"]] > 1 else ""
-        eps = f", eps {group['eps']:.4g}" if "eps" in group else ""
+        modules = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in group["params"])
+        modules_text = f" ({', '.join(modules)})" if group_counts[group["name"]] > 1 else ""
+        eps_text = f", eps {group['eps']:.4g}" if "eps" in group else ""
         size = sum(p.numel() for _, p in group["params"])
         factors = f"lr x {group['lr_factor']:.4g}, weight decay {group['weight_decay']:.4g}"
-        texts.append(f"{group['name']}{part} {size:,} parameters, {factors}{eps}")
-    if (later_group := config.optim.groups.normalizer) != Group() and "normalizer" not in counts:
+        texts.append(f"{group['name']}{modules_text} {size:,} parameters, {factors}{eps_text}")
+    if (later_group := config.optim.groups.normalizer) != Group() and "normalizer" not in group_counts:
         texts.append(
             f"normalizer (of later phases), lr x {later_group.lr_factor:.4g}, weight decay {config.optim.weight_decay('normalizer'):.4g}"
         )
     return "; ".join(texts)
 
 
-def _epochs(store: Store, config: Config, sequences: TrainSequences) -> list[tuple[str, float]]:
-    """The number of times that the run reads each source of text, by its label; a single source has an empty label."""
+def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> list[tuple[str, float]]:
+    """Pairs of a text source's label (empty for a single source) and the number of epochs that the run reads of it."""
     text_weight = config.data.text_weight
     if not text_weight:
         return []
     tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - sequences.length.left_out)
-    pairs = list(zip(config.data.sources, store.train.sources, strict=True))
-    return [(part.label if len(pairs) > 1 else "", tokens * source.weight / part.n_tokens) for source, part in pairs]
+    source_pairs = list(zip(config.data.sources, store.train.sources, strict=True))
+    return [(corpus.label if len(source_pairs) > 1 else "", tokens * source.weight / corpus.n_tokens) for source, corpus in source_pairs]
 
 
-def _tasks(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
-    """Name and weight of each task, and, if the run has to repeat a task's sequences, how many it draws and how many differ.
+def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
+    """Text with each task's name and weight; if sequences must repeat, also the numbers of drawn and of distinct sequences.
 
-    With text in the mixture, the fraction of targets that are answers follows, in each task's first sequences at the first step's length.
-    fractions: the fraction of the run's tokens by sequence length.
+    If the run trains on text, too, the text ends with the estimated fraction of targets that are answers.
+    fractions: fraction of the run's tokens at each sequence length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
         for length, fraction in fractions.items():
-            n_drawn, n_distinct = weighted.weight * fraction * tokens / length, weighted.task.distinct(length, "train")
+            n_drawn, n_distinct = weighted.weight * fraction * tokens / length, weighted.task.n_distinct(length, "train")
             if weighted.task.vocab_size and n_drawn > n_distinct:  # sequences in text differ in their filler
                 text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)
     if config.data.text_weight:
-        slots = np.arange(COUNTED_SEQUENCES)
+        slots = np.arange(SEQUENCES_PER_TASK)
         answers = sum(
             weighted.weight * stream.read(slots, sequences.length(0))[1].mean()
             for weighted, stream in zip(config.data.tasks, sequences.streams, strict=False)  # text comes after the tasks
@@ -195,17 +195,17 @@ def _tasks(config: Config, sequences: TrainSequences, fractions: dict[int, float
     return ", ".join(texts)
 
 
-def _phases(config: Config, phase: int) -> str:
-    """Each phase's normalizer and last step, the current phase in brackets."""
+def _phases_text(config: Config, phase: int) -> str:
+    """Text with each phase's normalizer and last step; the phase with index `phase` is in brackets."""
     ends = zip(config.phases, config.phase_ends, strict=True)
     names = [f"{planned_phase.normalizer.label()} to step {end:,}" for planned_phase, end in ends]
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 
 def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]) -> dict[str, Plain]:
-    """The facts on which results depend beside the configuration: the content of environment.json.
+    """The content of environment.json: facts on which results depend, other than the configuration.
 
-    The settings of this start are in the last entry of `starts`, and at the top level. A resumed run keeps the `starts` of its `old_facts`.
+    `old_facts`: environment.json of a resumed run, else facts on the initial weights. `starts` extends their list by this start's settings.
     """
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy") if find_spec(name)]
@@ -225,7 +225,7 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
         "on_nonfinite": config.optim.on_nonfinite,
         "command": command_line(),
     }
-    level, level_name = trained_level(store, config.data)
+    level, level_name = unigram_loss(store, config.data)
     lengths = train_sequences(store, config).length
     return {
         **facts,
@@ -250,9 +250,9 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout from which this package runs, and whether the checkout has changes.
+    """Git commit of the checkout from which this package runs, and whether tracked files have uncommitted changes.
 
-    Outside a checkout, or within another project's, the commit is LM_COMMIT, which a Docker image sets, or None; the second value is None.
+    If git doesn't track this package, the commit is LM_COMMIT, which a Docker image sets, or None; and the second value is None.
     """
 
     def git(*arguments: str) -> str:

@@ -24,10 +24,10 @@ from lm.training.optimizers import GROUPS, freeze, implied_state
 def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, Loaded | None]:
     """Check everything that needs no data, before the preparation of the data takes minutes.
 
-    checkpoint: the checkpoint from which the run goes on, its own or the one that it branches from; None: the run starts at step 0.
+    checkpoint: the checkpoint that the run resumes or branches from; None: the run starts at step 0.
 
-    Returns the configuration and, for a new run, the model that `init_from` names, else None. The configuration has its number of steps
-    if a checkpoint or that model gives the vocabulary size, from which `tokens_per_parameter` is converted to steps.
+    Returns the configuration and, for a new run, the model that `init_from` names, else None. If checkpoint or model give the vocabulary
+    size, `tokens_per_parameter` of the returned configuration is converted to a number of steps.
 
     Raises:
         ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the configuration doesn't fit
@@ -60,22 +60,22 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
 
 def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
-    """Raises ConfigError if weights, gradients and optimizer state, embedding and head aside, exceed the memory of GPU or machine."""
+    """Check that weights, gradients and optimizer state, without embedding and head, fit in memory (GPU or host); raises ConfigError."""
     state = [value for entries in implied_state(decoder, config).values() for value in entries.values() if isinstance(value, torch.Tensor)]
     gradients = [p for p in decoder.parameters() if p.requires_grad]  # each gradient has its parameter's size
-    need = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
+    needed_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
     if accelerator == "gpu":
-        place, capacity = "the GPU", torch.cuda.get_device_properties(0).total_memory
+        owner, capacity = "the GPU", torch.cuda.get_device_properties(0).total_memory
     else:
-        place, capacity = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > capacity:
-        size = f"{sum(p.numel() for p in decoder.parameters()):,} parameters"
-        reason = f"need {need / 2**30:,.0f} GiB for weights, gradients and optimizer state, {place} has {capacity / 2**30:,.0f} GiB"
-        raise ConfigError([Problem("model", size, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
+        owner, capacity = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > capacity:
+        size_text = f"{sum(p.numel() for p in decoder.parameters()):,} parameters"
+        reason = f"need {needed_bytes / 2**30:,.0f} GiB for weights, gradients and optimizer state, {owner} has {capacity / 2**30:,.0f} GiB"
+        raise ConfigError([Problem("model", size_text, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
 
 
 def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems where model or normalizer differ from those of the model that `init_from` names: both values, and what to do."""
+    """Problems of keys (model, normalizer, tasks, learned positions) that don't fit `source_model`, the model that `init_from` names."""
     models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source_model.decoder.config))
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
@@ -91,17 +91,17 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
     model_config, source_config = decoder.config, source_model.decoder.config
     if model_config.size_multipliers != source_config.size_multipliers:
         reason = f"the weights of {source_model.path} have other proportions to a base model than these learning rates are for"
-        base = ", ".join(f"{name}: {value}" for name, value in source_config.base_shape.items())
-        remedy = f"set model.transfer={{{base}}}" if source_config.transfer else "drop it"
+        base_shape = ", ".join(f"{name}: {value}" for name, value in source_config.base_shape.items())
+        remedy = f"set model.transfer={{{base_shape}}}" if source_config.transfer else "drop it"
         problems.append(Problem("model.transfer", model_config.base_shape, reason, remedy))
-    if config.model.position.has_last and source_model.decoder.seq_len != decoder.seq_len:
+    if config.model.position.has_last_position and source_model.decoder.seq_len != decoder.seq_len:
         reason = f"{source_model.path} has learned positions for {source_model.decoder.seq_len}"
         problems.append(Problem("data.seq_len", decoder.seq_len, reason, "set it to that"))
     return problems
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems if the normalizer's options, initial values aside, or its constants at this training length are not the source's."""
+    """Problems if a normalizer's options (except initial values), or its constants at this training length, differ from the source's."""
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
@@ -127,7 +127,7 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded)
 
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Raises ConfigError if a phase has nothing to train, or if optimizer or `optim.groups` name a group without a trained parameter."""
+    """Check that each phase, and each parameter group that optimizer or `optim.groups` name, has trained parameters; raises ConfigError."""
     shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):

@@ -29,7 +29,7 @@ from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, steps_saved
 from lm.runs.metadata import FORMAT
-from lm.training.module import L, Named, RunContext, TrainModule, largest_scores, logit_scales, normalizer_parameters, transferred
+from lm.training.module import L, NamedValues, RunContext, TrainModule, copied_to_host, largest_scores, logit_scales, normalizer_parameters
 from lm.training.optimizers import named_state
 from lm.training.starting import Best
 
@@ -57,7 +57,7 @@ class Clock:
 
 # TFLOP/s of GPUs in bf16 (tensor cores, dense, fp32 accumulation) and in fp32, by their makers' data sheets. Lightning's table differs in
 # bf16: an A40 has a fourth of its figure, an RTX 4090 half, an H200 the figure for sparse matrices. It also takes an L40 for an L4.
-GPUS = {
+GPU_TFLOPS = {
     "A10": (125, 31.2),
     "A40": (149.7, 37.4),
     "A100": (312, 19.5),
@@ -74,40 +74,40 @@ GPUS = {
     "RTX 3090": (71, 35.6),
     "RTX 4090": (165.2, 82.6),
 }
-SIZE, SECONDS = 1024, 0.1  # most rows of the square matrices that are multiplied to measure a CPU, and seconds of measuring
+MAX_MATRIX_ROWS, MEASURING_SECONDS = 1024, 0.1  # for the FLOPs of a CPU: most rows of the square matrices, time limit
 
 
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
-    """FLOPs a second that one device can make in this precision; None if that is not known.
+    """Peak FLOPs a second of one device in bf16 or fp32; None if it is not known.
 
-    For a GPU it is its maker's figure, for a CPU the rate of a matrix product that is timed now, with torch's threads.
+    The peak of a GPU comes from the maker's data sheet; the peak of a CPU is measured by timing matrix products with torch's threads.
     """
     if accelerator == "gpu":
-        words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
-        name = " ".join(word for word in words if not re.fullmatch(r"NVIDIA|GEFORCE|SXM\d|\d+GB|HBM\d\w*", word))
-        return GPUS[name][0 if bf16 else 1] * 1e12 if name in GPUS else None
+        name_words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
+        name = " ".join(word for word in name_words if not re.fullmatch(r"NVIDIA|GEFORCE|SXM\d|\d+GB|HBM\d\w*", word))
+        return GPU_TFLOPS[name][0 if bf16 else 1] * 1e12 if name in GPU_TFLOPS else None
     return _matmul_flops(torch.bfloat16 if bf16 else torch.float32, torch.get_num_threads())
 
 
 @lru_cache
 def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """FLOPs a second of the fastest of some matrix products; `threads`: torch's number of threads, for the cache's key.
+    """Highest FLOPs a second over matrix products timed on the CPU; `threads` (torch's number) is only part of the cache key.
 
-    Matrices grow as far as there is time: a CPU that emulates bf16 takes seconds for one product of `SIZE` rows.
+    Matrices grow only while time remains: a CPU that emulates bf16 takes seconds for one product of `MAX_MATRIX_ROWS` rows.
     """
-    size, rate, end = SIZE // 8, 0.0, time.perf_counter() + SECONDS
+    n_rows, best_rate, end = MAX_MATRIX_ROWS // 8, 0.0, time.perf_counter() + MEASURING_SECONDS
     while (begin := time.perf_counter()) < end:
-        matrix = torch.ones(size, size, dtype=dtype)
+        matrix = torch.ones(n_rows, n_rows, dtype=dtype)
         start = time.perf_counter()
         matrix @ matrix
         seconds = time.perf_counter() - start
-        rate = max(rate, 2 * size**3 / seconds)
-        size = min(SIZE, 2 * size) if 8 * seconds < end - begin else size
-    return rate
+        best_rate = max(best_rate, 2 * n_rows**3 / seconds)
+        n_rows = min(MAX_MATRIX_ROWS, 2 * n_rows) if 8 * seconds < end - begin else n_rows
+    return best_rate
 
 
 def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
-    """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the FLOPs a second of all devices together, is not known.
+    """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the peak FLOPs a second of all devices together, is not known.
 
     `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts all T x T scores, as PaLM and nanoGPT do.
     """
@@ -141,9 +141,9 @@ class StepCallback(L.Callback):
 class StopOnSignal(StepCallback):
     """Ends training at SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the current step, on all ranks, with a checkpoint.
 
-    A context manager around the phases of a run: a signal between two phases is recorded in `signal`, too. The same signal again ends the
-    process at once, except SIGHUP, which a closed terminal sends more than once. Another signal does not, as it may follow from the
-    first: a parent that ends sends SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    A context manager around all phases of a run, which also records in `signal` a signal between two phases. A repeated signal ends the
+    process at once, except SIGHUP, which a closed terminal sends more than once. A different second signal doesn't: a parent that ends
+    after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -173,7 +173,7 @@ class StopOnSignal(StepCallback):
             os.close(null_device)
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        """Stop on all ranks after the step in which one of them received a signal."""
+        """Stop training on all ranks after the step in which any rank received a signal."""
         if module.last_step.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
@@ -193,7 +193,7 @@ class Metrics(StepCallback):
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Start the clock at the training time of the checkpoint, and measure speed from here."""
+        """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this step."""
         self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
@@ -222,12 +222,12 @@ class Metrics(StepCallback):
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.allows_shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
                 **module.last_step.layers,
-                **(transferred(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),
+                **(copied_to_host(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),
             }
         )
         self.progress.advance(step, loss, speed)
 
-    def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[Named]:
+    def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[NamedValues]:
         """Yield the normalizers' parameters and, if configured, logit scales and largest attention scores on the step's first sequences."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
@@ -238,11 +238,11 @@ class Metrics(StepCallback):
 
 
 class Evaluations(StepCallback):
-    """Makes the measurements that are due, on all ranks, and keeps each result: a file in evaluations/, a line in metrics.jsonl.
+    """Makes the measurements that are due, on all ranks, and writes each result to a file in evaluations/ and a line in metrics.jsonl.
 
-    A picture is drawn only if a mirror of the log takes pictures, or at the last step of a run outside experiments. Drawing takes as long
-    as a short run's start. Training time excludes measurements and pictures. If a measurement fails or exceeds its time limit, this is
-    logged, and training continues unless `eval.on_error` is stop.
+    Pictures take as long to draw as a short run takes to start: they are drawn only if a mirror of the log takes them, or at the last
+    step of a run outside experiments. Training time excludes measurements and pictures. If a measurement fails or exceeds its time
+    limit, the failure is logged, and training continues unless `eval.on_error` is stop.
     """
 
     def __init__(self, run: RunContext, clock: Clock, measurements: list[Measurement]):
@@ -257,7 +257,7 @@ class Evaluations(StepCallback):
             self.run(trainer, module, measurement, module.decoder)
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """Measure `decoder` now, record the result, and keep it for `lm eval`; return None if measuring failed. All ranks call it."""
+        """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks must call it."""
         begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
         device = self.device(trainer, module).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
@@ -290,7 +290,7 @@ class Validate(Evaluations):
     """Measures the loss at the training length, every `eval.every` steps and at the end."""
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """Validate, and record the lowest loss so far on the selecting documents."""
+        """Measure the validation loss, and record it as the best if it is the lowest so far on selecting documents. Returns the result."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
             other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
@@ -304,7 +304,7 @@ class Evaluate(Evaluations):
     """Makes all evaluations but the validation (`Validate`), at their own intervals, and measures the effect of a swap."""
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Make the evaluations that are missing at the step from which training continues, and measure a new swap, as `lm swap` does."""
+        """Make evaluations that are missing at the step from which training continues, and measure the effect of a swap at this step."""
         step, old_decoder, folder = trainer.global_step, module.start.replaced_decoder, self.config.run_folder
         lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step] if step and trainer.is_global_zero else []
         failures = {name: reason for line in lines for name, reason in line.items()}
@@ -323,16 +323,16 @@ class Evaluate(Evaluations):
 
 
 class Checkpoints(StepCallback):
-    """Saves `step-N.ckpt` every `checkpoint_every` steps, at the best validation so far, at a phase's end and where
-    training ends; links `last.ckpt` and `best.ckpt` to them.
+    """Saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a phase or training ends.
+    The newest and the best file also get the names `last.ckpt` and `best.ckpt`.
 
-    Lightning saves no checkpoint itself: it would write through $TMPDIR, and where that is another file system, a process that dies
-    leaves a truncated file. It also stores counters that a resumed run would have to correct.
+    Lightning's own checkpoints are not used. Lightning writes through $TMPDIR, so that a process that dies may leave a truncated file,
+    and it stores counters that a resumed run would have to correct.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
-        self.wandb_id, self.every = run.wandb_id, self.config.checkpoint_every
+        self.wandb_id, self.checkpoint_interval = run.wandb_id, self.config.checkpoint_every
         self.yaml = to_yaml(replace(self.config, resume=""))  # as in config.yaml; made once: it takes longer than saving a small model
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved_step = -1
@@ -342,16 +342,16 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:
-        """Whether `step` is a multiple of `checkpoint_every` or the last step; of such checkpoints the last `keep_checkpoints` are kept."""
-        return step % self.every == 0 or step == self.config.trainer.max_steps
+        """Whether `step` is a multiple of `checkpoint_every` or the last step; the last `keep_checkpoints` regular checkpoints are kept."""
+        return step % self.checkpoint_interval == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save the step at which a signal stopped training."""
+        """Save a checkpoint of the last step, if this step has none yet, for example because a signal stopped training."""
         if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
     def save(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save now (collective), and delete checkpoints beyond `keep_checkpoints`."""
+        """Save a checkpoint of the present step, and delete old checkpoints (`prune`). All ranks must call it."""
         begin, self.saved_step = time.perf_counter(), trainer.global_step
 
         def write() -> Tensor:
@@ -368,7 +368,7 @@ class Checkpoints(StepCallback):
         self.clock.exclude_since(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
-        """A checkpoint: weights, optimizer state by parameter name, and metadata to rebuild the model, resume, and refuse a mismatch."""
+        """The content of a checkpoint: weights, optimizer state by parameter name, and metadata to rebuild the model, resume and verify."""
         start, step = module.start, module.global_step
         start.state.elapsed_s = self.clock.seconds()
         metadata = {
@@ -388,12 +388,12 @@ class Checkpoints(StepCallback):
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Delete all checkpoints but the one just saved, the last regular ones and those at phases' ends; the link `best.ckpt` stays."""
+        """Delete `step-N.ckpt` files except the newest, the last regular checkpoints, and checkpoints at phase ends; `best.ckpt` stays."""
         paths = steps_saved(self.folder)
-        regular = [path for path in paths if self.is_regular(step_of(path))]
+        regular_paths = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
-        for old_path in {*paths} - {step_path(self.folder, self.saved_step), *regular[-self.config.trainer.keep_checkpoints :], *swaps}:
-            old_path.unlink(missing_ok=True)
+        for path in {*paths} - {step_path(self.folder, self.saved_step), *regular_paths[-self.config.trainer.keep_checkpoints :], *swaps}:
+            path.unlink(missing_ok=True)
 
 
 def is_best(module: TrainModule, step: int) -> bool:
@@ -404,11 +404,11 @@ def is_best(module: TrainModule, step: int) -> bool:
 # ---------------------------------------------------------------- torch's profiler
 
 
-ROWS = 40  # rows of the table of operations
+PROFILE_ROWS = 40  # rows of the table of operations
 
 
 class ProfileSteps(StepCallback):
-    """Profiles the steps of `trainer.profile` on the first process, as far as they are made.
+    """Profiles the range of steps `trainer.profile` on the first process; if training starts or ends within the range, fewer steps.
 
     Writes to profile/ in the run folder: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and
     steps-FIRST-LAST.txt, a table of the operations that took most time.
@@ -419,7 +419,7 @@ class ProfileSteps(StepCallback):
         self.window, self.profiler, self.first = run.config.trainer.profile, None, 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Warn if training goes on after the last step to profile, and no profile was written."""
+        """Print a note if all steps to profile were trained before this start, and no profile exists."""
         window_passed = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
         if window_passed and not (self.config.run_folder / PROFILE).exists():
             self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
@@ -436,22 +436,22 @@ class ProfileSteps(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         if self.profiler and step >= self.window.last:
-            self._write(step)
+            self._write_profile(step)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write the profile so far when training stops or a phase ends."""
+        """Write the profile of the steps so far if training stops, or a phase ends, within the range."""
         if self.profiler and trainer.global_step >= self.first:
-            self._write(trainer.global_step)
+            self._write_profile(trainer.global_step)
 
-    def _write(self, last: int) -> None:
+    def _write_profile(self, last_step: int) -> None:
         begin = time.perf_counter()
         self.profiler.stop()
         folder = self.config.run_folder / PROFILE
         folder.mkdir(exist_ok=True)
-        path = folder / f"steps-{self.first}-{last}.txt"
+        path = folder / f"steps-{self.first}-{last_step}.txt"
         self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
-        order = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
-        write_text(path, self.profiler.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60))
+        sort_key = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
+        write_text(path, self.profiler.key_averages().table(sort_by=sort_key, row_limit=PROFILE_ROWS, max_name_column_width=60))
         self.profiler = None
         self.clock.exclude_since(begin)
-        self.progress.say(f"profile of steps {self.first} to {last}: {path}")
+        self.progress.say(f"profile of steps {self.first} to {last_step}: {path}")

@@ -15,7 +15,7 @@ from lm.errors import Diverged, RunError
 from lm.evaluation.evaluate import evaluate
 from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.files import UNFINISHED, write_json, write_text
-from lm.machine import keep_freed_memory, threads_each, without_collection
+from lm.machine import keep_freed_memory, threads_per_process, without_garbage_collection
 from lm.model.device import OUT_OF_TIME, Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
@@ -60,18 +60,18 @@ LAUNCHERS = {
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
-    """Train from step 0, or from a checkpoint of this run or of the run that it branches from; return the process's exit status.
+    """Train from step 0, or from `checkpoint`, which this run or the run that it branches from saved. Returns the exit status.
 
     source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights fit.
 
-    Raises LMError: the run can't start or go on; most checks come before anything is written.
+    Raises LMError: the run can't start or continue; most checks come before anything is written.
     """
     quiet_lightning()
-    main = process.rank == 0  # the process that writes files
+    is_main = process.rank == 0  # the process that writes files
     plan = measurements(config, store)
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log, bool(config.experiment.name))
-    torch.set_num_threads(config.trainer.threads or threads_each(config.trainer.devices))
+    torch.set_num_threads(config.trainer.threads or threads_per_process(config.trainer.devices))
     if accelerator == "cpu":
         if config.world_size > 1:  # or Lightning would set another number of threads, in the processes that it starts, too
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
@@ -90,8 +90,8 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
             if later_paths := [path for path in steps_saved(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
                 reason = f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has {later_paths[-1].name}"
                 raise RunError(f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=...")
-            if main:
-                _make_missing(config, plan, checkpoint, step, mode, old_facts)
+            if is_main:
+                _evaluate_missing(config, plan, checkpoint, step, mode, old_facts)
             return 0
         start = start_from_checkpoint(config, content)
     else:
@@ -100,19 +100,19 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
     flops = flops_per_token(start.decoder) * config.optim.batch_tokens * config.trainer.max_steps
     compiled = resolve_compile(config, flops, accelerator, old_facts)
 
-    peak = peak_flops(accelerator, precision.value != "32") if main else None
-    machine = Machine(accelerator, device, precision, compiled, process.launcher, peak)
+    device_flops = peak_flops(accelerator, precision.value != "32") if is_main else None
+    machine = Machine(accelerator, device, precision, compiled, process.launcher, device_flops)
     facts = {**environment(config, store, start, machine, old_facts), "started_from": old_facts.get("started_from")}
     facts |= {"branched_from": old_facts["branched_from"]} if "branched_from" in old_facts else {}
     facts[TOKENIZER_SHA256] = store.manifest["files"][TOKENIZER]["sha256"]
     mirrors: list[Mirror] = []
-    if main:
+    if is_main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        with without_collection():  # wandb imports much as it starts; a mirror that can't start leaves the run as it was
+        with without_garbage_collection():  # wandb imports much as it starts; a mirror that can't start leaves the run as it was
             mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
         _write_run_files(config, store, start, checkpoint, facts)
-    log = MetricLog(config.run_folder / METRICS, mirrors, main)
-    progress = StepProgress(config.log.progress if main else "none", config.trainer.max_steps)
+    log = MetricLog(config.run_folder / METRICS, mirrors, is_main)
+    progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
     try:
         run = RunContext(config, store, plan, machine, facts["wandb_id"], log, progress)
@@ -148,11 +148,11 @@ def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint
 
 
 def truncate_after(run: Path, step: int) -> list[str]:
-    """Delete from a run folder the results of steps after `step`, which a resumed run makes again: log lines, evaluations, checkpoints.
-    Delete also the evaluation of a swap at `step` itself, and temporary files that a kill left. Return notes on unreadable log lines.
+    """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines, evaluations, checkpoints.
+    Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns notes on unreadable log lines.
     """
-    names, links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
-    for leftover in [*run.glob(names), *(run / CHECKPOINTS).glob(names), *(run / EVALUATIONS).rglob(names), *links]:
+    pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
+    for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern), *temporary_links]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
     for path in steps_saved(run / CHECKPOINTS):
         if step_of(path) > step:
@@ -167,7 +167,7 @@ def truncate_after(run: Path, step: int) -> list[str]:
 
 
 def _train_phases(run: RunContext, start: PhaseStart) -> int:
-    """Train the remaining phases, each from the checkpoint at the end of the phase before; return the process's exit status."""
+    """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Returns the process's exit status."""
     config, folder = run.config, run.config.run_folder
     with StopOnSignal() as stop:
         while True:
@@ -185,7 +185,7 @@ def _train_phases(run: RunContext, start: PhaseStart) -> int:
 
 
 def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
-    """Lightning's Trainer for one phase. The callbacks alone save, log and show progress; they run in the order given here."""
+    """Lightning's Trainer for one phase. Only lm's callbacks save, log and show progress; they are called in the order of the list."""
     config, start, clock = run.config, module.start, Clock()
     trainer = L.Trainer(
         accelerator=run.machine.accelerator,
@@ -219,9 +219,9 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
     return trainer
 
 
-def _make_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
-    """Make the evaluations of a complete run that a kill after its last step prevented, and log results that its log lacks. An evaluation
-    that exceeded its time limit (`max_seconds`) is not made again, and a result with other options stays as it is."""
+def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
+    """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
+    Not repeated: evaluations that exceeded their time limit (`max_seconds`), and evaluations that were made with other options."""
     folder = config.run_folder
     due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]

@@ -21,8 +21,8 @@ COUNTS = (
     "MASTER_PORT",
 )
 Launcher = Literal["torchrun", "srun", "lightning"]
-STARTER = "LM_STARTED_BY"  # environment variable: id of the process that starts the run's other processes
-UNSET = "unset it, or start with torchrun or srun (docs/running.md)"
+STARTER_VARIABLE = "LM_STARTED_BY"  # environment variable with the id of the process that starts the run's other processes
+UNSET_REMEDY = "unset it, or start with torchrun or srun (docs/running.md)"
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Process:
 
 
 def this_process(config: Config) -> Process:
-    """Rank and launcher of this process: rank 0, and `lightning`, if no launcher started it.
+    """Rank and launcher of this process, from environment variables; without a launcher: rank 0 and `lightning`.
 
     SLURM's variables count only within a step of several tasks, which srun starts: a batch script inherits the variables of its
-    allocation. `lm.training.fit` tells Lightning the launcher, which Lightning would guess otherwise.
+    allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess it.
 
-    Raises ConfigError: another number of processes than the configuration says, or a rank that no launcher of so many processes gives.
+    Raises ConfigError: the number of processes differs from the configuration's, or a rank is impossible for this number.
     """
     values = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
     is_srun = "WORLD_SIZE" not in values and values.get("SLURM_STEP_NUM_TASKS", 1) > 1
@@ -57,17 +57,17 @@ def this_process(config: Config) -> Process:
 
 
 def end_with_parent(process: Process) -> None:
-    """If Lightning started this process from another one of the run, end it soon after that parent has ended, for whatever reason.
+    """If Lightning started this process, end this process soon after its parent, another process of the run, has ended.
 
-    A killed parent can't tell its children, which would wait for minutes for its tensors.
+    Otherwise, after the parent was killed, its children would wait minutes for its tensors. The parent only records its id.
 
     Raises RunError: the parent has ended already.
     """
     if process.launcher != "lightning":
         return
-    starter, parent = os.environ.get(STARTER), os.getppid()
+    starter, parent = os.environ.get(STARTER_VARIABLE), os.getppid()
     if not process.is_child:
-        os.environ[STARTER] = str(os.getpid())
+        os.environ[STARTER_VARIABLE] = str(os.getpid())
     elif starter == str(parent):
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     elif starter:
@@ -90,45 +90,45 @@ def _torchrun_process(config: Config, values: dict[str, int]) -> Process:
 
 
 def _lightning_process(config: Config, values: dict[str, int]) -> Process:
-    """The process that Lightning started, or a user by hand with the variables that Lightning sets."""
-    node = "GROUP_RANK" if "GROUP_RANK" in values and "NODE_RANK" not in values else "NODE_RANK"
-    for name, count in (("LOCAL_RANK", config.trainer.devices), (node, config.trainer.num_nodes)):
+    """Describe this process from Lightning's environment variables, which Lightning or a user has set; checks the ranks."""
+    node_variable = "GROUP_RANK" if "GROUP_RANK" in values and "NODE_RANK" not in values else "NODE_RANK"
+    for name, count in (("LOCAL_RANK", config.trainer.devices), (node_variable, config.trainer.num_nodes)):
         if values.get(name, 0) >= count:
             raise _variable_error(name, values[name], f"no launcher gave this rank of {count}")
-    rank = values.get(node, 0) * config.trainer.devices + values.get("LOCAL_RANK", 0)
+    rank = values.get(node_variable, 0) * config.trainer.devices + values.get("LOCAL_RANK", 0)
     if values.get("RANK", rank) != rank:
-        raise _variable_error("RANK", values["RANK"], f"no launcher gave this rank: {node} and LOCAL_RANK make it {rank}")
+        raise _variable_error("RANK", values["RANK"], f"no launcher gave this rank: {node_variable} and LOCAL_RANK make it {rank}")
     return Process(rank, "lightning", is_child=values.get("LOCAL_RANK", 0) > 0)
 
 
 def _srun_process(config: Config, values: dict[str, int]) -> Process:
-    tasks = values["SLURM_STEP_NUM_TASKS"]
+    n_tasks = values["SLURM_STEP_NUM_TASKS"]
     rank, *_ = (_required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads all three
-    if rank >= tasks:
-        raise _variable_error("SLURM_PROCID", rank, f"srun started {tasks} processes")
-    expected_counts = {"SLURM_NTASKS": tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
+    if rank >= n_tasks:
+        raise _variable_error("SLURM_PROCID", rank, f"srun started {n_tasks} processes")
+    expected_counts = {"SLURM_NTASKS": n_tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
     for name, count in expected_counts.items():
         if values.get(name) != count:
-            call = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
-            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {call}")])
+            srun = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
+            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {srun}")])
     return Process(rank, "srun")
 
 
 def _without_launcher(config: Config, values: dict[str, int]) -> Process:
-    """The process of rank 0, which no launcher started; Lightning starts the run's other processes.
+    """Describe this process as rank 0, started without a launcher; Lightning starts any other processes of the run.
 
-    Raises ConfigError: a variable sets a rank other than 0, or any rank where Lightning starts others; or the run needs several machines.
+    Raises ConfigError: an environment variable sets a rank that this process can't have, or the run needs several machines.
     """
-    strays = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
-    if strays:
-        raise _variable_error(strays[0], values[strays[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
+    names = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
+    if names:
+        raise _variable_error(names[0], values[names[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
-    tasks = values.get("SLURM_NTASKS", 1)
-    if tasks in (1, config.world_size):
+    n_tasks = values.get("SLURM_NTASKS", 1)
+    if n_tasks in (1, config.world_size):
         return Process(0, "lightning")
-    note = f"note: SLURM allocated {tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
+    note = f"note: SLURM allocated {n_tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
     return Process(0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=...")
 
 
@@ -139,7 +139,7 @@ def _required_number(values: dict[str, int], name: str) -> int:
 
 
 def _variable_error(name: str, value: object, reason: str) -> ConfigError:
-    return ConfigError([Problem(name, value, reason, UNSET)])
+    return ConfigError([Problem(name, value, reason, UNSET_REMEDY)])
 
 
 def _number(name: str) -> int:

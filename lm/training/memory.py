@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lm.attention.routes import counted_on
+from lm.attention.routes import with_device_limits
 from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.model.cross_entropy import Head, cached_tokens, chunk_tokens
@@ -19,7 +19,7 @@ from lm.training.optimizers import implied_state
 
 
 class TensorMemory(TorchDispatchMode):
-    """A context that counts the bytes of all tensors made within it, each storage once, until they are freed."""
+    """A context that counts the bytes of tensors made within it and not yet freed, each storage once: `now`, and at the `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,22 +40,22 @@ class TensorMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-_KNOWN: dict[str, int] = {}  # estimated bytes, by the repr of all values that they depend on
+_KNOWN_ESTIMATES: dict[str, int] = {}  # estimated bytes, by the repr of all values that determine them
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
-    """Estimated bytes of a process's tensors at the peak of a training step, in phase `phase` or a later one: weights, gradients,
-    optimizer state, activations, logits.
+    """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations, logits): the
+    maximum over phase `phase` and all later phases.
 
-    Not considered are `torch.compile`, which keeps less, isolated documents, and evaluations. Nor is the memory that Muon takes once the
-    activations are freed: 12 to 22 bytes x `lm.training.optimizers.BATCH_ELEMENTS`, or x the entries of the largest matrix.
+    The estimate ignores `torch.compile`, which keeps less, isolated documents, evaluations, and the memory that Muon takes when activations
+    are freed. Muon takes 12 to 22 bytes x the larger of `BATCH_ELEMENTS` (lm.training.optimizers) and the entries of any one matrix.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
-    kind = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
-    models_by_key = {repr((model, kind, vocab_size, bf16, accelerator)): model for model in models}
+    setup = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
+    models_by_key = {repr((model, setup, vocab_size, bf16, accelerator)): model for model in models}
     for key, model in models_by_key.items():
-        _KNOWN[key] = _KNOWN.get(key) or _step_bytes(config, model, vocab_size, bf16, accelerator)
-    return max(_KNOWN[key] for key in models_by_key)
+        _KNOWN_ESTIMATES[key] = _KNOWN_ESTIMATES.get(key) or _step_bytes(config, model, vocab_size, bf16, accelerator)
+    return max(_KNOWN_ESTIMATES[key] for key in models_by_key)
 
 
 def _step_bytes(config: Config, model: ModelConfig, vocab_size: int, bf16: bool, accelerator: str) -> int:
@@ -66,7 +66,7 @@ def _step_bytes(config: Config, model: ModelConfig, vocab_size: int, bf16: bool,
     state = [value for entries in implied_state(decoder, config).values() for value in entries.values()]  # freezes untrained parameters
     tensors = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained_bytes = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
-    with FakeTensorMode(allow_non_fake_inputs=True), counted_on(torch.device(device)), TensorMemory() as memory:
+    with FakeTensorMode(allow_non_fake_inputs=True), with_device_limits(torch.device(device)), TensorMemory() as memory:
         decoder.to_empty(device="cpu")
         if model.tied:
             decoder.head.weight = decoder.embedding.weight
@@ -94,17 +94,17 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> list[Tensor]:
-    """Make empty gradients of hidden states (B, T, C) and, if they are trained, of the head's weights (V, C). Take and free the memory that
-    the loss needs as it forms these gradients chunk by chunk (`lm.model.cross_entropy`)."""
-    weight, (n_tokens, width), n_bytes = head.weight, hidden.flatten(0, -2).shape, 2 if bf16 else 4
+    """Empty gradients of hidden states (B, T, C) and, if trained, of the head's weights (V, C). Before returning, allocates and frees as
+    much memory as the loss needs while it computes these gradients in chunks (`lm.model.cross_entropy`)."""
+    weight, (n_tokens, width), element_bytes = head.weight, hidden.flatten(0, -2).shape, 2 if bf16 else 4
     vocab_size = len(weight)
     n_chunk = min(n_tokens, chunk_tokens(vocab_size, device))
     n_cached = min(n_chunk, cached_tokens(vocab_size, device))
     gradients = [torch.empty_like(hidden), *([torch.empty_like(weight)] if weight.requires_grad else [])]
-    copy = torch.empty(n_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
+    weight_copy = torch.empty(element_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
     # The chunk's logits, and the largest of: fp32 logits, probabilities and softcap of some tokens, and the products for both gradients.
-    products = n_bytes * max(n_chunk * width, weight.numel() * weight.requires_grad)
-    chunk_bytes = n_bytes * n_chunk * vocab_size + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * n_cached * vocab_size, products)
+    product_bytes = element_bytes * max(n_chunk * width, weight.numel() * weight.requires_grad)
+    chunk_bytes = element_bytes * n_chunk * vocab_size + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * n_cached * vocab_size, product_bytes)
     torch.empty(chunk_bytes, dtype=torch.uint8)
-    del copy
+    del weight_copy
     return gradients

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 WANDB_MODES = ("online", "offline", "disabled")
 WANDB_SECONDS = 60.0  # longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
-WITHOUT_WANDB = "to train without it: log.wandb=disabled"
-FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # of environment.json, for wandb, beside the configuration
+DISABLE_REMEDY = "to train without it: log.wandb=disabled"
+WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # entries of environment.json for wandb
 
 
 class Mirror:
-    """A log of another program that gets a copy of each line of metrics.jsonl."""
+    """A log kept by another program, such as wandb, that gets a copy of each line of metrics.jsonl."""
 
     name: str  # the log's name for the user
     pictures: ClassVar[bool] = False  # whether it gets the pictures of evaluations, which are then drawn
@@ -39,17 +39,17 @@ class Mirror:
         """Send a line of metrics.jsonl."""
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Send charts and picture of an evaluation, if the log can show them. `picture`: the picture's path, which need not exist."""
+        """Send charts of an evaluation, and the file `picture` if it exists; does nothing in logs that show neither."""
 
     def summarize(self, values: dict[str, Plain]) -> None:
-        """Send facts of the whole run, such as its best step, where the log has a place for them."""
+        """Send values that describe the whole run, such as its best step; does nothing in logs without a summary."""
 
     def finish(self) -> None:
         """Send everything that is not sent yet, and close the log."""
 
 
 class RunMirror(Mirror):
-    """Logs to a run of trackio, which is stored in trackio's folder (TRACKIO_DIR), or of wandb, whose interface trackio has."""
+    """Logs to a run of trackio, stored in the folder TRACKIO_DIR; base class for wandb, whose runs have the same interface."""
 
     name = "trackio"
 
@@ -113,11 +113,11 @@ class LightningMirror(Mirror):
 
 
 def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
-    """Start the logs that `log.to` names; `mode`: the mode of wandb, a result of `wandb_mode`.
+    """Start the mirrors that `log.to` names, and return them; `mode`: wandb's mode, as `wandb_mode` returns it.
 
     Args:
-        environment: the content of environment.json, which names the wandb run that a resumed run goes on with.
-        step: the step from which the run goes on. CSV has a folder for each start, as the CSV logger deletes a file that is there.
+        environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
+        step: the step from which the run continues. It names the CSV folder of this start, as the CSV logger deletes existing files.
         loggers: Lightning's module `loggers`.
 
     Raises:
@@ -128,7 +128,7 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
     for name in config.log.to:
         try:
             if name == "wandb":
-                facts = to_plain(config) | {fact: environment[fact] for fact in FACTS}
+                facts = to_plain(config) | {fact: environment[fact] for fact in WANDB_FACTS}
                 arguments = {"name": config.name, "dir": str(config.run_folder), **_experiment_labels(config)}
                 run = _wandb_run(mode, config.log, environment["wandb_id"], config=facts, **arguments)
                 mirrors += [WandbMirror(run)] if run else []
@@ -150,12 +150,12 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
 
 
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
-    """The mode of wandb, online, offline or disabled; disabled where `log.to` lacks wandb.
+    """The mode of wandb: online, offline or disabled; disabled if `log.to` lacks wandb.
 
-    `auto` follows WANDB_MODE, else is online only with credentials. Without credentials a run of an experiment is disabled, as an
-    experiment has many runs and a report, and any other run is offline.
+    `log.wandb: auto` means the mode in WANDB_MODE; if unset, online with credentials. Without credentials, runs of an experiment are
+    disabled, as an experiment has many runs and a report of its own, and other runs are offline.
 
-    Raises ConfigError: WANDB_MODE is none of these modes; wandb itself reads it whatever `log.wandb` says.
+    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to another word.
     """
     mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled" or "wandb" not in log.to:
@@ -181,9 +181,9 @@ def project_of(log: LogConfig) -> str:
 
 
 def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
-    """Start a wandb run in a mode of `wandb_mode`, with the tags and notes of `log`; None if wandb is disabled.
+    """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is disabled.
 
-    If `log.entity` is null, wandb chooses it by WANDB_ENTITY. Never prompts. If mode online fails, prints a note and logs offline.
+    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. Never prompts. If online fails, prints a note and logs offline.
 
     Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """
@@ -197,7 +197,7 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
         time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
         if not _ends_in_time(partial(wandb.setup, settings)):  # without the settings it prints which credentials it found
-            raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {WITHOUT_WANDB}")
+            raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {DISABLE_REMEDY}")
         return wandb.init(
             project=project_of(log),
             entity=log.entity,
@@ -216,16 +216,16 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
     except Exception as error:  # wandb raises errors of its own for no network, a bad key, a time-out
         reason = one_line(error, 120)
         if mode != "online":
-            raise RunError(f"wandb: can't start {mode}: {reason}; {WITHOUT_WANDB}") from None
+            raise RunError(f"wandb: can't start {mode}: {reason}; {DISABLE_REMEDY}") from None
         print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
         _ends_in_time(wandb.teardown)  # or the online run that failed would keep the id
         return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **arguments)
 
 
 def _ends_in_time(function: Callable[[], object]) -> bool:
-    """Call a function of wandb that may wait for wandb's process without a limit; return whether it ended within `WANDB_SECONDS`.
+    """Call `function` in a thread, as it may wait forever for wandb's process; return whether it ended within `WANDB_SECONDS`.
 
-    Raises whatever the function raises.
+    Raises any exception of `function`.
     """
     errors: list[Exception] = []
 
@@ -243,7 +243,7 @@ def _ends_in_time(function: Callable[[], object]) -> bool:
 
 
 def _finish_wandb_run(run: "wandb.Run") -> None:
-    """End a wandb run. Data that the server has not taken within `WANDB_SECONDS` stay on disk, and a note says how to send them later."""
+    """End a wandb run. Data not sent within `WANDB_SECONDS` stay on disk, and a printed note says how to send them later."""
     try:
         run.finish()
     except TimeoutError:
@@ -254,8 +254,8 @@ def _finish_wandb_run(run: "wandb.Run") -> None:
 def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
     """Send an experiment's verdicts and report to wandb, unless wandb is disabled, as the run `NAME report` of the experiment's group.
 
-    The run's id is a hash of the experiment's name and folder: each judging of the experiment goes to the same run. `verdicts` are the
-    lines of verdicts.csv.
+    The run's id is a hash of the experiment's name and folder, so that a report sent again goes to the same run. `verdicts`: the rows of
+    verdicts.csv.
 
     Raises:
         ConfigError: an unknown WANDB_MODE.
@@ -268,13 +268,13 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
         return
     import wandb
 
-    columns = list(dict.fromkeys(key for line in verdicts for key in line))
-    cells = [[None if (cell := line.get(key)) is None else str(cell) for key in columns] for line in verdicts]
-    verdict_lines = [line for line in verdicts if "verdict" in line]  # all but the baseline
-    words = {" ".join(filter(None, ("verdict", line["size"], line["arm"]))): line["words"] for line in verdict_lines}
+    columns = list(dict.fromkeys(key for verdict in verdicts for key in verdict))
+    cells = [[None if (cell := verdict.get(key)) is None else str(cell) for key in columns] for verdict in verdicts]
+    verdict_lines = [verdict for verdict in verdicts if "verdict" in verdict]  # all but the baseline
+    summary = {" ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"] for verdict in verdict_lines}
     try:
         run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
-        run.summary.update(words)
+        run.summary.update(summary)
         _finish_wandb_run(run)
     except Exception as error:  # any error of wandb, such as for a process of wandb that was killed
         raise RunError(f"wandb: the report was not sent: {one_line(error, 120)}; it is {report}") from None
@@ -295,18 +295,18 @@ def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
 
 
 class MetricLog:
-    """Appends lines, each a JSON object, to `metrics.jsonl` and sends them to the mirrors. Does nothing on ranks other than the first."""
+    """Appends metrics as JSON lines to metrics.jsonl (`path`) and sends them to the mirrors; only rank 0 (`is_main`) writes the file."""
 
-    def __init__(self, path: Path, mirrors: Sequence[Mirror], main: bool):
-        self.path, self.mirrors, self.main = path, [*mirrors], main
+    def __init__(self, path: Path, mirrors: Sequence[Mirror], is_main: bool):
+        self.path, self.mirrors, self.is_main = path, [*mirrors], is_main
 
     @property
     def pictures(self) -> bool:
         return any(mirror.pictures for mirror in self.mirrors)
 
     def write(self, metrics: dict[str, Plain]) -> None:
-        """Append a line. `metrics` holds `step`; numbers that are not finite become null. Raises RunError if the line can't be written."""
-        if not self.main:
+        """Append `metrics`, with a `step`, as a line; numbers that are not finite become null. Raises RunError if writing fails."""
+        if not self.is_main:
             return
         finite_metrics = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
         try:
@@ -317,7 +317,7 @@ class MetricLog:
         self._send(lambda mirror: mirror.log(metrics))
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Send charts of an evaluation to the mirrors, and its picture, if there is one at `picture`."""
+        """Send charts of an evaluation to all mirrors, and the file `picture` if it exists."""
         self._send(lambda mirror: mirror.evaluation(result, picture))
 
     def summarize(self, values: dict[str, Plain]) -> None:
@@ -327,7 +327,7 @@ class MetricLog:
         self._send(lambda mirror: mirror.finish())
 
     def _send(self, send: Callable[[Mirror], None]) -> None:
-        """Call `send` for each mirror. A mirror that fails must not end a run: it gets nothing more, and a note says so."""
+        """Call `send` on each mirror. A mirror that fails is removed and a note printed, so that it doesn't end the run."""
         for mirror in [*self.mirrors]:
             try:
                 send(mirror)

@@ -2,7 +2,7 @@
 
 The functions give values of the normalizers' parameters, and the metrics that `log.dynamics` names. Metrics are named
 `METRIC/layerL/headH`, or `METRIC/layerL` if they have one value a layer; layers and heads count from 0. Values stay on the device until
-`transferred` copies all of them to the host at once.
+`copied_to_host` copies all of them to the host at once.
 """
 
 import math
@@ -55,19 +55,19 @@ def _without_torchmetrics() -> Iterator[None]:
 with _without_torchmetrics():
     import lightning as L
 
-Named = tuple[list[str], Tensor]  # names of metrics, and their values (names,)
+NamedValues = tuple[list[str], Tensor]  # names of metrics, and their values (names,)
 
 
-def transferred(metrics: Iterable[Named]) -> dict[str, float]:
-    """The metrics' values by name, copied from the device in one transfer."""
+def copied_to_host(metrics: Iterable[NamedValues]) -> dict[str, float]:
+    """All metrics as floats by name, copied from the device to the host in one transfer."""
     metrics = list(metrics)
     names = [name for group, _ in metrics for name in group]
     return dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
 
 
-def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
+def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
     """Yield values of the normalizers' parameters: `normalizer/NAME/layerL/headH` for a parameter with one value a head, for any other
-    `normalizer/NAME/layerL/rms`, its root mean square. A parameter that layers share is logged for the first of them."""
+    `normalizer/NAME/layerL/rms`, its root mean square. A parameter shared by layers is named after the first of these layers."""
     logged_parameters: set[nn.Parameter] = set()
     for layer, normalizer in enumerate(decoder.normalizers()):
         for name, parameter in normalizer.named_parameters():
@@ -81,8 +81,8 @@ def normalizer_parameters(decoder: Decoder) -> Iterator[Named]:
                 yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
 
 
-def logit_scales(decoder: Decoder) -> Iterator[Named]:
-    """Yield c(n), the factor on q.k / sqrt(D) of a query that sees n keys, in a sequence of the training length L; D: head size.
+def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
+    """Yield c(n), the factor on q.k / sqrt(D) for a query that sees n keys in a sequence of the training length L; D is the head size.
 
     `logit_scale/nN/layerL/headH` is c(n) at n = 2, sqrt(L) and L. `logit_scale/slope/...` and `logit_scale/intercept/...` are a and b of
     the least-squares fit a ln n + b over n = 2 ... L. n = 1 is left out: the weight of a single key is 1 whatever its score.
@@ -104,7 +104,7 @@ def logit_scales(decoder: Decoder) -> Iterator[Named]:
             yield _head_metrics(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
 
 
-def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[Named]:
+def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[NamedValues]:
     """Yield `largest_score/layerL/headH`: the largest score (fp32, before normalization) of a query and a key that it sees, in a batch.
 
     Holds scores of some queries of one layer at a time (`lm.model.attention_stream`). The model and the random state stay as they are.
@@ -118,7 +118,7 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
         yield _head_metrics(f"largest_score/layer{layer}", values)
 
 
-def gradient_norms(decoder: Decoder) -> Iterator[Named]:
+def gradient_norms(decoder: Decoder) -> Iterator[NamedValues]:
     """Yield `train/grad_norm/layerL`: the norm of the gradients that a block's parameters hold (`lm.model.transfer.gradients_to_norm`).
     Blocks without gradients are left out."""
     for layer, block in enumerate(decoder.blocks):
@@ -126,7 +126,7 @@ def gradient_norms(decoder: Decoder) -> Iterator[Named]:
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
 
 
-def _head_metrics(prefix: str, values: Tensor) -> Named:
+def _head_metrics(prefix: str, values: Tensor) -> NamedValues:
     return [f"{prefix}/head{head}" for head in range(len(values))], values
 
 
@@ -155,7 +155,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
 
 
 def _gradients_in_words(decoder: Decoder) -> str:
-    """Describe the first parameter whose gradient isn't finite, and the parameter whose finite gradient has the largest norm."""
+    """Text that names the first parameter whose gradient isn't finite, and the parameter with the largest finite gradient norm."""
     norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
     bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
     finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
@@ -170,7 +170,7 @@ def _gradients_in_words(decoder: Decoder) -> str:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The objects that all phases of a run share; `measurements`: the run's evaluations, the validation first."""
+    """Objects shared by all phases of a run; `measurements` are the evaluations to make, the validation first."""
 
     config: Config
     store: Store
@@ -193,11 +193,11 @@ class Step:
 class TrainModule(L.LightningModule):
     """Trains a `Decoder` on the sequences of a token store.
 
-    The loss of a step is the mean loss of all its targets, however the step is split into micro-batches and ranks.
-    The only data state is the step: batches and dropout follow from (data fingerprint, seed, step), so a
-    checkpoint needs no position in the data and no random state.
+    The loss of a step is the mean loss over all its targets, however the step is split into micro-batches and ranks.
+    Data fingerprint, seed and step determine batches and dropout, so a checkpoint stores no position in the data and no random state.
 
     start: the decoder, run state and optimizer state from which training continues.
+    stop_requested: whether this rank was asked to stop, for example by a signal.
     """
 
     last_step: Step  # the step just made
@@ -216,7 +216,7 @@ class TrainModule(L.LightningModule):
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        """The loader of this rank's micro-batches, from the phase's first step on."""
+        """The loader of this rank's micro-batches, from the step at which training starts or continues."""
         config = self.config
         return train_loader(
             train_sequences(self.store, config),
@@ -230,7 +230,7 @@ class TrainModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, with the state from which training continues."""
+        """The optimizer, with the optimizer state of `start`, which is then cleared to free memory."""
         optimizer = make_optimizer(self.decoder, self.config.optim)
         load_named_state(optimizer, self.start.optimizer)
         self.start.optimizer = {}
@@ -245,7 +245,7 @@ class TrainModule(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is that of the mean loss over the step's tokens."""
+        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean loss over tokens."""
         (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
         targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
@@ -261,24 +261,24 @@ class TrainModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip gradients by their global norm, or skip a step whose loss or gradient is not finite, on all ranks alike. All ranks call it.
+        """Clip gradients by their global norm, or skip (or stop at) a step with a loss or gradient that is not finite. All ranks call it.
 
-        All values that the host needs come from the device in one transfer, the step's only synchronization.
+        All values that the host needs are copied from the device in one transfer, the step's only synchronization.
         """
         optim, state, log = self.config.optim, self.start.state, self.config.log
         logs_layers = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients_to_norm(self.decoder, self.decoder.config))  # of the mean over tokens, not targets
-        step = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
-        layers = transferred([step, *(gradient_norms(self.decoder) if logs_layers else [])])
-        nll, z_loss, targets, stop, grad_norm = (layers.pop(name) for name in step[0])
+        step_values = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
+        host_values = copied_to_host([step_values, *(gradient_norms(self.decoder) if logs_layers else [])])
+        nll, z_loss, targets, stop, grad_norm = (host_values.pop(name) for name in step_values[0])
         targets = max(1, int(targets))
         if targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
             factor = optim.batch_tokens / targets
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
-            layers = {name: value * factor for name, value in layers.items()}
-        self.last_step = Step(grad_norm, stop > 0, layers)
+            host_values = {name: value * factor for name, value in host_values.items()}
+        self.last_step = Step(grad_norm, stop > 0, host_values)
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, z_loss, targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)

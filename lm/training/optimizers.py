@@ -13,26 +13,26 @@ from torch import Tensor
 
 from lm.config.training_config import AdamW, Groups, Muon, OptimConfig
 from lm.config.tree import Config
-from lm.model.decoder import Decoder, group_of, is_normalizer, projections
-from lm.model.device import has_native_bf16
+from lm.model.decoder import Decoder, group_of, is_normalizer_parameter, projections
+from lm.model.device import native_bf16_hardware
 from lm.model.transfer import Scaling, scalings
 from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
-EPS = 1e-7  # least norm that a matrix is divided by
+NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
+LEAST_NORM = 1e-7  # least norm that a matrix is divided by
 BATCH_ELEMENTS = 2**24  # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the group `matrices`, each projection of a fused matrix separately, `torch.optim.AdamW` for the other groups.
+    """Optimizer with Muon for the group `matrices`, by projection of a fused matrix, and `torch.optim.AdamW` for all other groups.
 
-    A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). torch's class
-    makes one product at a time, at which threads wait for each other. This class orthogonalises projections of one shape together.
-    It takes about `BATCH_ELEMENTS` entries at a time: a step's own memory is 12 to 22 bytes x these, or x the largest matrix's entries.
+    A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike
+    torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for speed.
+    Batches have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes of memory for each entry of a batch.
     The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
 
-    Args: as for each of `BUILDERS`; Muon's options include AdamW's.
+    Args: the arguments of all `BUILDERS`; Muon's options include AdamW's.
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
@@ -55,60 +55,60 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, object]) -> None:
-        """Make a step of Muon on the projections of the group's matrices. Each step slices them anew, as the matrices may have moved."""
-        momentum, batch, elements = self.options.momentum, [], 0
+        """Update the group's matrices with Muon. Each step slices projections anew, as the matrices may have moved in memory."""
+        momentum, batch, n_elements = self.options.momentum, [], 0
         for name, matrix in zip(group["param_names"], group["params"], strict=True):
             if matrix.grad is None:
                 continue
             state = self.state[matrix]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
-            mean = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-            mean = (matrix.grad.lerp(mean, momentum) if self.options.nesterov else mean).bfloat16()
+            mean_gradient = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+            mean_gradient = (matrix.grad.lerp(mean_gradient, momentum) if self.options.nesterov else mean_gradient).bfloat16()
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             for rows in self.projections.get(name, {"all": slice(None)}).values():
-                batch.append((matrix[rows], mean[rows]))
-            elements += mean.numel()
-            if elements >= BATCH_ELEMENTS:
+                batch.append((matrix[rows], mean_gradient[rows]))
+            n_elements += mean_gradient.numel()
+            if n_elements >= BATCH_ELEMENTS:
                 self._update_batch(batch, group["lr"])
-                batch, elements = [], 0
+                batch, n_elements = [], 0
         self._update_batch(batch, group["lr"])
 
     def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update projections, those of one shape together; `batch`: pairs of a projection and its mean gradient."""
+        """Update the projections in `batch`, pairs of a projection and its mean gradient; equal shapes are processed together."""
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-        for projection, mean in batch:
-            pairs_by_shape.setdefault(mean.shape, []).append((projection, mean))
+        for projection, mean_gradient in batch:
+            pairs_by_shape.setdefault(mean_gradient.shape, []).append((projection, mean_gradient))
         for shape, pairs in pairs_by_shape.items():
-            rate = lr * self.options.relative_rate(*shape)
-            means = torch.stack([mean for _, mean in pairs])
-            products = torch.bfloat16 if has_native_bf16("gpu" if means.is_cuda else "cpu") else torch.float32
-            updates = orthogonalised(means, self.options.ns_steps, products)
+            step_size = lr * self.options.relative_rate(*shape)
+            mean_gradients = torch.stack([mean_gradient for _, mean_gradient in pairs])
+            product_dtype = torch.bfloat16 if native_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
+            updates = orthogonal_approximation(mean_gradients, self.options.ns_steps, product_dtype)
             for (projection, _), update in zip(pairs, updates, strict=True):
-                projection.sub_(update, alpha=rate)
+                projection.sub_(update, alpha=step_size)
 
 
-def orthogonalised(matrices: Tensor, steps: int, products: torch.dtype) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each matrix: singular values, unless near 0, are brought to between 0.7 and 1.2.
+def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.dtype) -> Tensor:
+    """Approximate each matrix by its nearest orthogonal matrix: singular values that aren't near 0 become values from 0.7 to 1.2.
 
     Args:
         matrices: (N, rows, columns), bfloat16.
         steps: number of Newton-Schulz iterations of degree 5, https://kellerjordan.github.io/posts/muon.
-        products: the dtype of the factors of products, and of the result. In fp32, much faster where bf16 is emulated, values are
-            rounded to bf16, too; only sums are made in another order.
+        product_dtype: dtype of the factors in matrix products, and of the result. fp32 is much faster where bf16 is emulated; values are
+            still rounded to bf16, so that results differ only by the order of sums.
     """
 
-    def rounded(x: Tensor) -> Tensor:
-        return x.bfloat16().to(products)
+    def round_to_bf16(x: Tensor) -> Tensor:
+        return x.bfloat16().to(product_dtype)
 
-    a, b, c = COEFFICIENTS
-    tall = matrices.size(1) > matrices.size(2)
-    x = (matrices.mT if tall else matrices).to(products)
-    x = rounded(x / rounded(x.norm(dim=(1, 2), keepdim=True)).clamp(min=EPS))
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    is_tall = matrices.size(1) > matrices.size(2)
+    x = (matrices.mT if is_tall else matrices).to(product_dtype)
+    x = round_to_bf16(x / round_to_bf16(x.norm(dim=(1, 2), keepdim=True)).clamp(min=LEAST_NORM))
     for _ in range(steps):
-        gram = rounded(x @ x.mT)
-        x = rounded(torch.baddbmm(x, rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
-    return x.mT if tall else x
+        gram = round_to_bf16(x @ x.mT)
+        x = round_to_bf16(torch.baddbmm(x, round_to_bf16(torch.baddbmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
+    return x.mT if is_tall else x
 
 
 # ---------------------------------------------------------------- optimizers of a configuration
@@ -121,7 +121,7 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """The trained parameters with their names, as torch's groups, none empty. `eps` is set only where it isn't the optimizer's epsilon.
+    """Parameter groups in torch's format, with named trained parameters. `eps` is set only where it differs from the optimizer's.
 
     `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose parameters have
     different factors is split into groups of the same `name`. A step's decay takes the same fraction of a weight as in the base model.
@@ -132,19 +132,19 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
         if parameter.requires_grad:
             parameters.setdefault((group_of(name, parameter), scalings_by_name.get(name, Scaling())), []).append((name, parameter))
 
-    def options(group: str, scaling: Scaling) -> dict[str, float]:
+    def group_options(group: str, scaling: Scaling) -> dict[str, float]:
         settings = getattr(optim.groups, group)
-        factors = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": settings.lr_factor * scaling.lr}
+        group_settings = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": settings.lr_factor * scaling.lr}
         if optim.optimizer.has_eps(group) and (settings.eps is not None or scaling.eps != 1):
-            factors["eps"] = (settings.eps or optim.optimizer.eps) * scaling.eps
-        return factors
+            group_settings["eps"] = (settings.eps or optim.optimizer.eps) * scaling.eps
+        return group_settings
 
     group_keys = sorted(parameters, key=lambda key: GROUPS.index(key[0]))
-    return [{"name": group, "params": parameters[group, scaling], **options(group, scaling)} for group, scaling in group_keys]
+    return [{"name": group, "params": parameters[group, scaling], **group_options(group, scaling)} for group, scaling in group_keys]
 
 
 def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
-    """AdamW; fused (one kernel over all parameters) where the device supports it."""
+    """Make torch's AdamW; fused (one kernel for all parameters) where the device supports it."""
     can_fuse = next(decoder.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=can_fuse)
 
@@ -154,7 +154,7 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters; `set_rates` gives it learning rates."""
+    """Make the configured optimizer for the trained parameters; its learning rates are set later, by `set_rates`."""
     options, groups = optim.optimizer, parameter_groups(decoder, optim)
     parameter_ids = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
     builder = BUILDERS.get(options.name)
@@ -169,9 +169,9 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
 
 
 def freeze(decoder: Decoder, train_only: str | None) -> None:
-    """Freeze all parameters but those that `train_only` names (None: freeze none)."""
+    """Freeze all parameters except the normalizers' if `train_only` is set; None: make all parameters trainable."""
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(not train_only or is_normalizer(name))
+        parameter.requires_grad_(not train_only or is_normalizer_parameter(name))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
@@ -195,21 +195,21 @@ def named_state(optimizer: torch.optim.Optimizer) -> State:
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Give a new optimizer a copy of `state`; parameters that `state` lacks start without state."""
+    """Copy `state` into a new optimizer; parameters that `state` lacks start without optimizer state."""
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     states = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def state_after_swap(state: State) -> State:
-    """The state that a swap keeps: all but the state of the normalizers, whose parameters are new."""
-    return {name: entry for name, entry in state.items() if not is_normalizer(name)}
+    """The optimizer state that is kept after a swap: without the normalizers' entries, as their parameters are new."""
+    return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}
 
 
 def implied_state(decoder: Decoder, config: Config) -> State:
-    """The state of the configuration's optimizer after a step of a decoder on the meta device, where the step costs nothing.
+    """The optimizer state that training would create, as tensors without values: makes one step of `decoder` on the meta device.
 
-    Freezes parameters of `decoder` that are not trained.
+    Also freezes the parameters of `decoder` that the configuration doesn't train.
     """
     freeze(decoder, config.train_only)
     optimizer = make_optimizer(decoder, config.optim)
@@ -221,7 +221,7 @@ def implied_state(decoder: Decoder, config: Config) -> State:
 
 
 def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
-    """The first entry of `state` that doesn't fit the optimizer of this decoder on the meta device, and why; empty if all fit."""
+    """A message on the first entry of `state` that the configured optimizer of `decoder`, on the meta device, can't take; empty if none."""
     expected_state = implied_state(decoder, config)
     for name in {**expected_state, **state}:
         if name not in expected_state or name not in state:

@@ -27,8 +27,8 @@ STEPS = 10  # optimizer steps that are made of each run, at most
 
 
 def pilot(config: Config) -> dict[str, float]:
-    """Estimate the seconds of a whole run: train a few of its steps in its run folder, with its evaluations. The steps run eager, as
-    compiling a model for a few steps would take most of the time."""
+    """Estimate a whole run's `seconds`: train at most `STEPS` steps in its run folder, with its evaluations. Steps are not compiled, as
+    compiling would take most of the time."""
     first_step = load_metadata(find_checkpoint(config))["step"] if config.first_step is None else config.first_step
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
@@ -54,7 +54,7 @@ def pilot(config: Config) -> dict[str, float]:
 
 
 def main(paths: list[str]) -> None:
-    """Time each configuration, and print its seconds. Raises ConfigError where the run would, before any run is timed."""
+    """Estimate and print the seconds of the run in each file. Raises ConfigError for an invalid run before any run is timed."""
     importlib.import_module("lm.training.fit")  # imported now, as its seconds belong to the start of a run's process
     configs = [load([path]) for path in paths]
     is_child = this_process(configs[0]).is_child  # a further process of a run on several devices, whose first process prints
@@ -66,11 +66,11 @@ def main(paths: list[str]) -> None:
     for config in configs:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                times = pilot(config)
+                estimate = pilot(config)
         except ConfigError as error:  # the error is of the shortened run, not of the run itself
             raise RunError(str(error)) from None
         if not is_child:
-            print(json.dumps(times), flush=True)
+            print(json.dumps(estimate), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
-from lm.model.swapped import swapped
+from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import SHA256, load_checkpoint, weights_sha256
 from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, check_fields, is_own, step_of, step_path, steps_saved
 from lm.runs.loading import Loaded, check_finite, weights_mismatch
@@ -26,7 +26,7 @@ from lm.training.optimizers import State, freeze, optimizer_mismatch, state_afte
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss (nats per target) so far on the selecting documents, its step, and the hash of its sequences."""
+    """The lowest validation loss (nats per target) so far on selecting documents, its step, and the hash of the sequences."""
 
     step: int
     loss: float
@@ -35,7 +35,7 @@ class Best:
 
 @dataclass
 class RunState:
-    """The state of a run beside weights and optimizer, part of a checkpoint's metadata. Equal on all ranks, but for time and digests."""
+    """The state of a run besides weights and optimizer, which checkpoints keep as metadata; all but time and digests agree on all ranks."""
 
     best: Best | None = None  # the lowest validation so far
     skipped: int = 0  # steps whose update was skipped
@@ -50,7 +50,7 @@ class RunState:
 
     @classmethod
     def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """The state in a checkpoint's `metadata`. `best` becomes None if `folder`, the run's checkpoints, no longer holds its weights.
+        """The run state in a checkpoint's `metadata`; without `best` if `folder` no longer has the checkpoint of the best step.
 
         Raises RunError: an entry is missing, or of another type.
         """
@@ -66,12 +66,12 @@ class RunState:
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
 
     def note_weights(self, step: int, sha256: str) -> None:
-        """Add the digest of weights that were measured or saved at a step."""
+        """Record the digest of weights that were measured or saved at `step`."""
         digests = self.weights_sha256.setdefault(str(step), [])
         digests += [] if sha256 in digests else [sha256]
 
     def count_step(self, nll: float, z_loss: float, targets: int) -> None:
-        """Count a step that was not skipped, whose `targets` targets have the sums `nll` and `z_loss` (nats)."""
+        """Add a step that was not skipped to the sums since the last logged line; `nll`, `z_loss`: sums over its targets (nats)."""
         self.skipped_in_a_row = 0
         self.nll_since_line += nll
         self.z_loss_since_line += z_loss
@@ -103,11 +103,11 @@ class PhaseStart:
 def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
-    The facts are `started_from`: `path`, `step`, `tokens` and `normalizer` of the source, 12 digits of the digest of its `weights`.
-    `arm` and `seeds` are those of the run that trained it (lm/runs/record.py). If that run itself started from weights, `tokens_before`
-    counts the tokens on which these were trained.
+    The facts have one entry, `started_from`: `path`, `step`, `tokens` and `normalizer` of the source model, 12 digits of the sha256 of
+    its `weights`, `arm` and `seeds` of the run that trained it (lm.runs.record). `tokens_before`: tokens on which the initial weights
+    of that run were trained, if any.
 
-    source: the model that `init_from` names. Its decoder is moved to the meta device.
+    source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
     Raises ConfigError: the data's tokenizer is not the tokenizer of `source`.
     """
@@ -134,22 +134,22 @@ def start_new_run(config: Config, store: Store, source: Loaded | None = None) ->
     if source.config is None:
         origin |= {"arm": origin["weights"], "seeds": []}
         return start, {"started_from": origin}, [f"weights from {source.path}", unknown_note]
-    facts = to_plain(source.config), source.environment
+    source_run = to_plain(source.config), source.environment
     notes = [f"weights from {source.path} (step {origin['step']:,}, {origin['tokens']:,} tokens)"]
     if origin["tokens"] == 0:  # a swap of a model without a training run
         notes.append(unknown_note)
     elif store.fingerprint != source.stamp["data_fingerprint"]:
         notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
-    return start, {"started_from": {**origin, "arm": arm(*facts), "seeds": list(seeds(*facts))}}, notes
+    return start, {"started_from": {**origin, "arm": arm(*source_run), "seeds": list(seeds(*source_run))}}, notes
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
-    """The settings of a tokenizer that decide the token ids of a text."""
+    """The settings of a tokenizer that determine the token ids of a text."""
     return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
 
 
 def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> list[Problem]:
-    """Problems if the store's tokenizer is not the model's. The model's vocabulary may be larger than its tokenizer's."""
+    """A problem if the data's tokenizer differs from the model's; the model may have more token ids than its tokenizer."""
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
@@ -166,7 +166,7 @@ def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> l
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
-    """The start from a checkpoint: within its phase, or at the start of the next phase, whose normalizers are then swapped in."""
+    """The start of training from a checkpoint; if the checkpoint ends its phase, the next phase's normalizers are swapped in."""
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
@@ -176,37 +176,37 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
         state.note_weights(metadata["step"], checkpoint[SHA256]["state_dict"])
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint["optimizer"])
     if phase != metadata["phase"]:
-        start.decoder, start.replaced_decoder = swapped(decoder, config.model_in(phase).normalizer), decoder
+        start.decoder, start.replaced_decoder = with_normalizer(decoder, config.model_in(phase).normalizer), decoder
         start.optimizer = state_after_swap(start.optimizer)
     freeze(start.decoder, config.train_only)
     return start
 
 
 def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run from another run's checkpoint at `path`, facts on that run for environment.json, and notes to print.
+    """The start of a new run from another run's checkpoint at `path`, facts on the other run for environment.json, and notes to print.
 
-    `lm.training.before_training` has checked that both runs have the same configuration but for length and schedule.
+    `lm.training.before_training` has checked that the configurations of both runs differ only where branching allows it.
 
-    Raises ConfigError, RunError: as `check_resume`; or the files of the other run don't belong together.
+    Raises ConfigError or RunError where `check_resume` does, and RunError if files of the other run don't belong together.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
-    source = check_environment(run / ENVIRONMENT, metadata, path)
-    old_facts = {**source, "starts": [entry for entry in source.get("starts", []) if entry["step"] < metadata["step"]]}
-    facts = {name: source[name] for name in ("precision", "compile") if name in source}
-    definition = arm(to_plain(trained_config(metadata, path)), old_facts)
-    facts["branched_from"] = {"path": str(path), "step": metadata["step"], "tokens": metadata["tokens"], "arm": definition}
+    run_facts = check_environment(run / ENVIRONMENT, metadata, path)
+    old_facts = {**run_facts, "starts": [entry for entry in run_facts.get("starts", []) if entry["step"] < metadata["step"]]}
+    new_facts = {name: run_facts[name] for name in ("precision", "compile") if name in run_facts}
+    arm_id = arm(to_plain(trained_config(metadata, path)), old_facts)
+    new_facts["branched_from"] = {"path": str(path), "step": metadata["step"], "tokens": metadata["tokens"], "arm": arm_id}
     branch_note = f"branches from {path} at step {metadata['step']:,}, with its optimizer state"
     start = start_from_checkpoint(config, checkpoint)
     start.state.elapsed_s = 0.0  # the new run counts its own steps alone
-    return start, {**facts, "started_from": source.get("started_from")}, [branch_note, *notes]
+    return start, {**new_facts, "started_from": run_facts.get("started_from")}, [branch_note, *notes]
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Check that a run can go on from a checkpoint; return notes to print. `lm.training.before_training` has compared the configurations.
+    """Check that a run can continue from a checkpoint; return notes to print. Configurations were compared by `check_before_data`.
 
     Raises:
-        ConfigError: other data than the checkpoint's, or other code of a plugin that training uses.
+        ConfigError: the data or a plugin's code differ from those of the checkpoint.
         RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
     """
     metadata = checkpoint["lm"]
@@ -237,12 +237,12 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     is_own_checkpoint = is_own(config.run_folder, path)
     if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in steps_saved(path.parent)):
         notes.append(f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted")
-    steps = saved_config.trainer.max_steps, config.trainer.max_steps
+    max_steps = saved_config.trainer.max_steps, config.trainer.max_steps
     step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end planned no rate for a further step
     rates = saved_config.optim.lr_at(step, saved_config.trainer.max_steps), config.optim.lr_at(metadata["step"], config.trainer.max_steps)
-    if is_own_checkpoint and steps[0] != steps[1] and config.optim.schedule.name != "constant":
-        jump = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
-        notes.append(f"note: {config.optim.schedule.name} now ends at step {steps[1]}, it was headed for {steps[0]}{jump}")
+    if is_own_checkpoint and max_steps[0] != max_steps[1] and config.optim.schedule.name != "constant":
+        jump_text = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
+        notes.append(f"note: {config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for {max_steps[0]}{jump_text}")
     elif not math.isclose(*rates, rel_tol=0.01):
         notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}")
     return notes

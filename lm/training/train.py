@@ -8,8 +8,8 @@ from pathlib import Path
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.errors import RunError
-from lm.files import expanded, locked_folder, read_json
-from lm.machine import without_collection
+from lm.files import expand_home, locked_folder, read_json
+from lm.machine import without_garbage_collection
 from lm.runs.evaluations import evaluation_files
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
 from lm.runs.metadata import load_metadata
@@ -17,30 +17,30 @@ from lm.training.launcher import end_with_parent, this_process
 
 
 def train(config: Config) -> int:
-    """Train as configured; returns the process's exit status (0, or 128 + the signal that stopped the run).
+    """Train as configured; returns the process's exit status: 0, or 128 + the number of the signal that stopped the run.
 
-    Raises LMError: the run can't be trained; a run folder that was absent or empty is then removed, if it holds no checkpoint or log.
+    Raises LMError: the run can't be trained; a new run folder is then removed, unless it holds a checkpoint or a log.
     """
     process = this_process(config)
     end_with_parent(process)
-    main = process.rank == 0
+    is_main = process.rank == 0
     folder = config.run_folder
     checkpoint = find_checkpoint(config)
-    is_new = main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
-    with locked_folder(folder, TRAINING) if main else contextlib.nullcontext() as lock_note:
+    is_new = is_main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
+    with locked_folder(folder, TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
             print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
         try:
-            with without_collection():
+            with without_garbage_collection():
                 from lm.model.spec import with_steps  # torch takes seconds to import; errors above don't need it
                 from lm.training.before_training import check_before_data
 
             config, source = check_before_data(config, checkpoint)
             data_fingerprint = load_metadata(checkpoint)["data_fingerprint"] if checkpoint else ""
-            store = prepare(config.data, progress=main, store_fingerprint=data_fingerprint)
+            store = prepare(config.data, progress=is_main, store_fingerprint=data_fingerprint)
             check_sequences(store, config)
             config = with_steps(config, store.vocab_size)
-            with without_collection():
+            with without_garbage_collection():
                 from lm.training.fit import fit  # Lightning takes seconds, too
 
             return fit(config, store, checkpoint, source, process)
@@ -51,11 +51,11 @@ def train(config: Config) -> int:
 
 
 def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that `resume` names, or, for a new run, `branch_from`; None where the run starts at step 0."""
+    """The path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at step 0."""
     resumed_path = _resumed_checkpoint(config)
     if resumed_path or not config.branch_from:
         return resumed_path
-    path = expanded(config.branch_from)
+    path = expand_home(config.branch_from)
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in steps_saved(path.parent))
@@ -67,10 +67,10 @@ def find_checkpoint(config: Config) -> Path | None:
 
 
 def _resumed_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that `resume` names; None for a new run, or for `auto` where there is none yet."""
+    """The path of the checkpoint that `resume` names; None for a new run, or if `auto` finds no checkpoint yet."""
     if not config.resume:
         return None
-    path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else expanded(config.resume)
+    path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else expand_home(config.resume)
     if path.is_file():
         if not is_own(config.run_folder, path):
             remedy = "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
@@ -93,7 +93,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
 
 
 def had_checkpoint(folder: Path) -> bool:
-    """Whether results in a run folder show that its run had saved a checkpoint; a run that was killed before its first may start again."""
+    """Whether results in a run folder prove that its run saved a checkpoint; without such a proof, the run may start again."""
     if not (folder / CONFIG).is_file():
         return False
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
@@ -105,9 +105,9 @@ def had_checkpoint(folder: Path) -> bool:
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
-    """Make the run folder; returns whether it was absent or empty. Raises RunError if it holds something else, or can't be made.
+    """Make the run folder; returns whether it was absent or empty. Raises RunError if its content is refused, or it can't be made.
 
-    resume: whether the folder may hold a run.
+    resume: whether the folder may already hold a run.
     """
     try:
         with contextlib.suppress(FileExistsError):

@@ -24,7 +24,7 @@ class First(Task):
         return (length - 1) * log(self.symbols)
 
     def make(self, draw, length, text):
-        tokens = draw.below(self.symbols, length + 1)
+        tokens = draw.integers(self.symbols, length + 1)
         tokens[-2:] = self.symbols, tokens[0]
         first, last = np.array([[0, 1]]), np.array([[length, length + 1]])
         return Example(tokens, last, first, needles=first)
