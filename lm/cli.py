@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _usage_message(error: UsageError) -> str:
-    """Return a one-line message on a wrong command line. For a key given as an option (`--key`) it tells to write `key=value`."""
+    """Return a one-line message on a wrong command line. For a key given as an option (`--key`), the message says `key=value`."""
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config
@@ -153,11 +153,11 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if memory ran out, or a Rust library or a plugin failed or may have; empty for a defect of lm."""
+    """Return a one-line message if memory ran out, a Rust library failed or a plugin is or may be the cause; empty for a defect of lm."""
     if out_of_memory(error):
-        amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+        requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
-        text = "out of memory" + (f" (asked for {amount[1]})" if amount else "")
+        text = "out of memory" + (f" (asked for {requested_memory[1]})" if requested_memory else "")
         return f"{text}: {remedy or 'use a machine with more'}"
     if panicked(error):
         return f"a library that lm uses failed: {one_line(error)}"
@@ -176,8 +176,8 @@ def _plugin_message(error: BaseException) -> str:
     """Return a one-line message if a plugin raised `error`; else an empty string."""
     from lm.plugins import PLUGINS
 
-    failure, check = PLUGINS.failure(error)
-    return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {check}" if failure else ""
+    failure, check_command = PLUGINS.failure(error)
+    return f"{failure}: {type(error).__name__}: {one_line(error)}; check it with {check_command}" if failure else ""
 
 
 def _discard_output() -> None:

@@ -51,10 +51,10 @@ def unfinished(path: Path) -> str:
 
 
 def _delete_abandoned(new_path: Path) -> None:
-    """Delete the unfinished files and folders of ended processes in the folder of `new_path`, whose time stamp gives the present time.
+    """Delete unfinished files and folders that ended processes left in the folder of `new_path`, which this process has just made.
 
-    Files of other machines are deleted once they are `ABANDONED_SECONDS` old by the file system's clock. The process id and start time
-    in a file's name tell whether its process of this machine has ended; file locks would not work on all file systems.
+    Files of other machines are deleted if they are `ABANDONED_SECONDS` older than `new_path`. For files of this machine, the process id
+    and start time in the name tell whether the process has ended; file locks would not work on all file systems.
     """
     pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
     for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
@@ -326,12 +326,12 @@ class FileHashes:
         try:
             if cached_hash := self.cached(path):
                 return cached_hash
-            state = _file_state(path)
+            file_state = _file_state(path)
             digest = file_sha256(path)
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from None
-        if time.time_ns() - max(state[1:3]) > _SETTLED_NS:
-            self.hashes[str(path.resolve())] = [*state, digest]
+        if time.time_ns() - max(file_state[1:3]) > _SETTLED_NS:
+            self.hashes[str(path.resolve())] = [*file_state, digest]
             self.is_changed = True
         return digest
 
@@ -343,7 +343,7 @@ class FileHashes:
 
 
 def sources_sha256(paths: Iterable[str | Path]) -> str:
-    """Return 16 hex digits of a sha256 of source code, over relative paths and contents: of files, and of .py and .cpp files in folders."""
+    """Return 16 hex digits of a sha256 over relative paths and contents of files in `paths`, and of .py and .cpp files in folders there."""
     digest = hashlib.sha256()
     for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:

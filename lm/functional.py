@@ -34,7 +34,7 @@ from lm.schema import Plain, build_named
 
 Named = str | Mapping[str, Plain]
 Result = TypeVar("Result")
-NONE: Mapping[str, Tensor] = MappingProxyType({})
+NO_PARAMETERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def attention(
@@ -42,7 +42,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    parameters: Mapping[str, Tensor] = NONE,
+    parameters: Mapping[str, Tensor] = NO_PARAMETERS,
     *,
     positions: Tensor | AttentionLayout | None = None,
     cu_seqlens: Tensor | None = None,
@@ -73,7 +73,7 @@ def scaled(
     normalizer: Named,
     q: Tensor,
     k: Tensor,
-    parameters: Mapping[str, Tensor] = NONE,
+    parameters: Mapping[str, Tensor] = NO_PARAMETERS,
     *,
     positions: Tensor | AttentionLayout | None = None,
     cu_seqlens: Tensor | None = None,
@@ -81,7 +81,8 @@ def scaled(
 ) -> tuple[Tensor, Tensor]:
     """Return scaled queries and keys with which any softmax kernel (scores q.k / sqrt(D)) computes the normalizer's weights.
 
-    Both keep their dtypes; scaling is in fp32. Arguments and errors as in `attention`; also ConfigError: no softmax of scaled queries.
+    Scaling is in fp32; the results have the dtypes of q and k. Arguments and errors are those of `attention`; ConfigError is also raised
+    for a normalizer that is no softmax of scaled queries.
     """
     return _call_normalizer(_scale, normalizer, q, k, parameters, positions, cu_seqlens, train_length, None)
 
@@ -113,12 +114,12 @@ def _attend(normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q
 
 
 def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    fused = normalizer.fused_inputs(q, k, layout)
-    if fused is None:
+    scaled_inputs = normalizer.fused_inputs(q, k, layout)
+    if scaled_inputs is None:
         raise ConfigError(
             [Problem("normalizer", normalizer.options.name, "is no softmax of scaled queries", "use lm.functional.attention")]
         )
-    return fused[0].to(q.dtype), fused[1].to(k.dtype)
+    return scaled_inputs[0].to(q.dtype), scaled_inputs[1].to(k.dtype)
 
 
 def _call_normalizer(
@@ -173,16 +174,16 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
         _check_axes(name, tensor, "B, heads, tokens, size")
     if x is not None:
         _check_axes("x", x, "B, T, C")
-    batch, heads, queries, size = q.shape
-    if k.size(0) != batch or k.size(3) != size:
+    n_sequences, n_heads, n_queries, head_size = q.shape
+    if k.size(0) != n_sequences or k.size(3) != head_size:
         raise ValueError(f"k {tuple(k.shape)} must have the sequences and the head size of q {tuple(q.shape)}")
-    if heads % k.size(1):
-        raise ValueError(f"{heads} heads of queries can't share {k.size(1)} heads of keys")
+    if n_heads % k.size(1):
+        raise ValueError(f"{n_heads} heads of queries can't share {k.size(1)} heads of keys")
     for v in values:
         if v.shape[:3] != k.shape[:3]:
             raise ValueError(f"v {tuple(v.shape)} must have the sequences, heads and tokens of k {tuple(k.shape)}")
-    if x is not None and x.shape[:2] != (batch, queries):
-        raise ValueError(f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {queries} queries of {batch} sequences")
+    if x is not None and x.shape[:2] != (n_sequences, n_queries):
+        raise ValueError(f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {n_queries} queries of {n_sequences} sequences")
 
 
 def _check_axes(name: str, tensor: Tensor, axes: str) -> None:

@@ -25,7 +25,7 @@ from lm.schema import Unavailable
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plugins, such as optimizers. A plugin of any kind has a dataclass of options."""
+    """Describes one kind of plugins, such as optimizers: how they are declared and named, what they must define, and how to check them."""
 
     group: str  # the entry-point group in which packages declare such plugins
     noun: str  # what error texts call a plugin of this kind, e.g. `optimizer`
@@ -39,7 +39,7 @@ class Kind:
         return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
 
     def options(self, code: type) -> type:
-        """Return the options dataclass of the plugin class `code`: for most kinds, `code` itself. Raises Unavailable: not of this kind."""
+        """Return the dataclass of options of the plugin class `code`, often `code` itself. Raises Unavailable: no plugin of this kind."""
         if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
             base_name = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
@@ -145,7 +145,7 @@ PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
 class Table(dict[str, type]):
-    """Maps names to options classes of one kind: lm's own, and plugins, which a lookup imports; iteration lists lm's own only."""
+    """A registry {name: options class} of lm's classes and plugins of one kind: lookup imports plugins, iteration leaves plugins out."""
 
     def __init__(self, kind: Kind, options: Mapping[str, type]):
         super().__init__(options)
@@ -202,7 +202,7 @@ def _version_of(reference: str, plugin_class: type) -> str:
 def _distribution_of(package: str) -> str:
     """Return the name and version of the distribution that installed a package; empty if no distribution did.
 
-    `importlib.metadata.packages_distributions` tells it, too, but takes ten times as long, as it parses the lists of all files.
+    `importlib.metadata.packages_distributions` would take ten times as long, as it parses the file lists of all distributions.
     """
     for distribution in metadata.distributions():
         packages = (distribution.read_text("top_level.txt") or "").split()

@@ -27,11 +27,11 @@ class Progress:
 
     @contextmanager
     def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
-        """Show a progress bar, unless `mode` shows lines. Yields a function of the units done since its last call and a `text` for the bar.
+        """Show a progress bar, unless `mode` shows lines. Yields a function f(units, text=...) that adds units done, e.g. bytes.
 
         Args:
-            total, n_done: the number of all units (None: unknown), and of units done before.
-            columns: rich columns to show right of the bar; by default the units done and the remaining time.
+            total, n_done: number of units in all (None: unknown), and number of units that were done before.
+            columns: rich columns to show right of the bar; by default the number of units done and the remaining time.
         """
         bars = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -47,7 +47,7 @@ class Progress:
 
     @contextmanager
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show progress over `total` bytes, `n_done` of them done before. Yields a function of the bytes done since its last call."""
+        """Show progress over `total` bytes, `n_done` of them done before. Yields a function f(n_bytes) that adds newly done bytes."""
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
         columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())

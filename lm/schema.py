@@ -3,7 +3,7 @@
 A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
 (a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block (a map of keys) whose `name`
 picks one of several dataclasses; `variants` makes a list or a map of such blocks. A field's metadata describe its content: values within
-`limits`, or blocks of one `schema` or of a `table`; `many` is list or dict if the field holds several blocks.
+`limits`, blocks of one `schema`, or blocks of a `table` {name: schema}; `many` is list or dict if the field holds several blocks.
 `build` checks plain data against a schema and collects every problem instead of stopping at the first.
 """
 
@@ -107,7 +107,7 @@ def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffec
 
 
 def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """Make a field for a block whose `name` selects a dataclass in `table`; a bare name means its defaults. `omit_default` as in `key`."""
+    """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults. `omit_default` as in `key`."""
     metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
@@ -121,7 +121,7 @@ def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_de
 def effect(schema: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`, e.g. `a.b` or `a[0].b`; None if `schema` has no such key.
 
-    A path that continues into a key's plain data gives the key's effect. A plugin's option, unknown to `schema`, gives its block's effect.
+    A path that continues into a key's plain data gives the key's effect. A plugin's option, unknown to `schema`, has its block's effect.
     """
     specs = _fields_at(schema, path)
     return functools.reduce(effect_within, specs, Effect()) if specs else None
@@ -158,8 +158,8 @@ def block_of(spec: dataclasses.Field) -> type | None:
     return None if "many" in spec.metadata else spec.metadata.get("schema")
 
 
-def field_at(schema: type, path: str) -> dataclasses.Field | None:
-    """Return the field of the key at the dotted `path`; None if there is no such key or the path continues into a key's plain data."""
+def key_field(schema: type, path: str) -> dataclasses.Field | None:
+    """Return the dataclass field that declares the key at the dotted `path`; None: no such key, or `path` leads into a key's plain data."""
     specs = _fields_at(schema, path)
     return specs[-1] if len(specs) == path.count(".") + 1 else None
 
@@ -170,7 +170,7 @@ def _field_named(schema: type, name: str) -> dataclasses.Field | None:
 
 
 class Unavailable(KeyError):
-    """Raised by a table that imports plugins if a block's `name` can't be used; holds the reason and the remedy."""
+    """Raised if a block's `name` refers to a plugin that may not be imported, can't be imported or is invalid; holds reason and remedy."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(reason)
@@ -189,7 +189,7 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
     """Return an instance of `schema` made from plain `data`; append the problems found in `data`, such as unknown keys, to `problems`.
 
-    table: the table in which a block's `name` selected `schema`; remedies point to other names in this table.
+    table: the {name: dataclass} from which a block's `name` selected `schema`; a remedy for an unknown key names dataclasses that have it.
     """
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
@@ -378,7 +378,7 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
 
 
 def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """Return `config` as nested plain data for `build`, with each variant's `name`; `whole`: include default keys of `omit_default`."""
+    """Return `config` as nested plain data for `build`, with each variant's `name`; `whole`: include `omit_default` keys with defaults."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
@@ -408,7 +408,7 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 
 
 def reference(schema: type, path: str = "", described_options: set[type] | None = None) -> list[tuple[str, str, str, str]]:
-    """Return a row (key path, type, default, description) for every key of `schema`, in order; list a dataclass of several tables once."""
+    """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass of a table is described once."""
     rows = []
     described_options = set() if described_options is None else described_options
     for spec in fields(schema):

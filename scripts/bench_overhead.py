@@ -18,7 +18,7 @@ from lm.data.batches import Batch
 from lm.model.device import Device
 from lm.training import fit
 from lm.training.module import L, TrainModule
-from lm.training.optimizers import make_optimizer, set_rates
+from lm.training.optimizers import make_optimizer, set_learning_rates
 from lm.training.train import train
 
 WARM_UP = 5  # first steps, which are not counted
@@ -50,7 +50,7 @@ class Beside(L.Callback):
         if len(self.batches) < module.accumulation:
             return
         seconds_of_run = time.perf_counter() - self.ended
-        set_rates(self.optimizer, module.config, 0, trainer.global_step - 1)
+        set_learning_rates(self.optimizer, module.config, 0, trainer.global_step - 1)
         begin = time.perf_counter()
         loss = self._step(module)
         bare = time.perf_counter() - begin

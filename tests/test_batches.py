@@ -16,7 +16,7 @@ from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files
 from lm.config.load import load
 from lm.config.tree import effect_of
 from lm.data.batches import (
-    BLOCK,
+    SLOTS_PER_BLOCK,
     Batch,
     DocumentPieces,
     MicroBatches,
@@ -433,24 +433,24 @@ def test_isolated_positions_begin_anew_with_each_document(store):
 @settings(max_examples=100, deadline=None)
 def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_the_run(weights: list[float], first: int, seed: int):
     fractions = np.array(weights) / sum(weights)
-    streams, places = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * BLOCK))
-    slots = np.arange(first, first + 3 * BLOCK)
+    streams, places = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * SLOTS_PER_BLOCK))
+    slots = np.arange(first, first + 3 * SLOTS_PER_BLOCK)
     for number, fraction in enumerate(fractions):
         of_stream = streams == number
         assert (np.diff(places[of_stream]) == 1).all(), "a stream's slots come in order, none twice and none left out"
         assert (np.abs(places[of_stream] - fraction * slots[of_stream]) < 1 + fraction * len(fractions)).all()
 
 
-@given(first=st.integers(0, 20 * BLOCK), seed=st.integers(0, 9))
+@given(first=st.integers(0, 20 * SLOTS_PER_BLOCK), seed=st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
 def test_slots_are_assigned_the_same_in_any_order(first: int, seed: int):
-    slots = np.arange(first, first + 2 * BLOCK)
+    slots = np.arange(first, first + 2 * SLOTS_PER_BLOCK)
     whole = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, seed)).assign(slots))
     order = np.random.default_rng(seed).permutation(len(slots))
     other = StratifiedSampler([0.5, 0.3, 0.2], (1, seed))
     assigned = np.concatenate([np.stack(other.assign(slots[part])) for part in np.array_split(order, 7)], 1)
     assert np.array_equal(assigned, whole[:, order])
-    assert not np.array_equal(whole[0, :BLOCK], whole[0, BLOCK:]), "no block is like another"
+    assert not np.array_equal(whole[0, :SLOTS_PER_BLOCK], whole[0, SLOTS_PER_BLOCK:]), "no block is like another"
 
 
 def test_a_stream_of_little_weight_is_drawn_as_often_as_it_weighs():
@@ -475,7 +475,7 @@ def test_no_period_of_the_run_favours_a_stream(weights: list[float]):
 
 
 def test_the_assignment_of_slots_never_changes_between_versions():
-    assigned = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, 2)).assign(np.arange(12) + 5 * BLOCK)).tolist()
+    assigned = np.stack(StratifiedSampler([0.5, 0.3, 0.2], (1, 2)).assign(np.arange(12) + 5 * SLOTS_PER_BLOCK)).tolist()
     assert assigned == GOLDEN_ASSIGNMENT
 
 

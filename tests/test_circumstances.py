@@ -189,7 +189,7 @@ def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(argume
     words = [*arguments[1:], "trainer.compile=auto"]
     decided = lambda experiment, seconds=None: ResolvedSetting("true" if seconds else "false", "by seconds")  # noqa: E731
     monkeypatch.setattr(experiment_folder, "_compilation", decided)
-    procedure = experiment_folder.start(written(tmp_path, **SEEDS), words, timed=lambda procedure: {("", "softmax"): 1e6})
+    procedure = experiment_folder.start(written(tmp_path, **SEEDS), words, timer=lambda procedure: {("", "softmax"): 1e6})
     assert procedure.experiment.first_config.trainer.compile is True
     finish_all(procedure, lambda run: 5.0 - 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():

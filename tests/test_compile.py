@@ -18,7 +18,7 @@ from lm.config.load import load
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder
-from lm.model.device import COMPILE_PAYS_FLOPS, LOADING_PAYS_FLOPS, resolve_compile, use_compile_cache
+from lm.model.device import MIN_RUN_FLOPS_TO_COMPILE, MIN_TOTAL_FLOPS_TO_COMPILE, resolve_compile, use_compile_cache
 from lm.training.train import train
 
 NARROW = ["model.n_head=1", "model.n_embd=8"]
@@ -86,12 +86,12 @@ def test_each_length_is_a_graph_and_evaluations_are_eager(tiny, counter):
 @pytest.mark.parametrize(
     ("flops", "runs", "pays"),
     [
-        (1.01 * COMPILE_PAYS_FLOPS["cpu"], 1, "true"),
-        (0.99 * COMPILE_PAYS_FLOPS["cpu"], 1, "false"),
-        (0.51 * COMPILE_PAYS_FLOPS["cpu"], 2, "true"),
-        (0.49 * COMPILE_PAYS_FLOPS["cpu"], 2, "false"),
-        (1.01 * LOADING_PAYS_FLOPS["cpu"], 1000, "true"),
-        (0.99 * LOADING_PAYS_FLOPS["cpu"], 1000, "false"),
+        (1.01 * MIN_TOTAL_FLOPS_TO_COMPILE["cpu"], 1, "true"),
+        (0.99 * MIN_TOTAL_FLOPS_TO_COMPILE["cpu"], 1, "false"),
+        (0.51 * MIN_TOTAL_FLOPS_TO_COMPILE["cpu"], 2, "true"),
+        (0.49 * MIN_TOTAL_FLOPS_TO_COMPILE["cpu"], 2, "false"),
+        (1.01 * MIN_RUN_FLOPS_TO_COMPILE["cpu"], 1000, "true"),
+        (0.99 * MIN_RUN_FLOPS_TO_COMPILE["cpu"], 1000, "false"),
     ],
 )
 def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_loading_it(

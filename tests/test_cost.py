@@ -47,7 +47,7 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
                     optimizer.zero_grad()
                 loss.backward()
             optimizer.step()
-    return memory.peak
+    return memory.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch
     """A CPU adds up the few distances of a window; a GPU takes its fused kernel, as for any window."""
     config, estimates = tiny(*LARGER, "model.normalizer={name: window, size: 4}"), []
     for most_keys in (4, 0):
-        monkeypatch.setattr("lm.attention.distance.FEW_KEYS", most_keys)
+        monkeypatch.setattr("lm.attention.distance.LARGEST_LOOP_WINDOW", most_keys)
         monkeypatch.setattr("lm.training.memory._KNOWN_ESTIMATES", {})
         estimates.append([estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu")])
     (on_cpu, on_gpu), (fused_on_cpu, fused_on_gpu) = estimates
@@ -265,7 +265,7 @@ def test_vectors_of_tokens_for_values_are_looked_up_layer_by_layer(tiny):
         tokens = torch.zeros(1, 4096, dtype=torch.long)
         with torch.no_grad(), TensorMemory() as memory:
             decoder(tokens)
-        peaks.append(memory.peak)
+        peaks.append(memory.peak_bytes)
     assert peaks[1] - peaks[0] < 4096 * 32 * 4, "those of one layer"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from lm.diagnostics.limits import critical_count, samples, two_sample_tests
+from lm.diagnostics.limits import critical_count, head_mean_samples, two_sample_tests
 
 
 def test_it_is_the_first_number_of_keys_that_is_not_rejected():
@@ -42,9 +42,9 @@ def test_few_heads_give_as_many_values_as_many_heads_do():
     rng = np.random.default_rng(0)
     rows = rng.integers(1, 5, (16, 36, 3)).astype(float)
     sums = rng.standard_normal((16, 36, 3)) * rows
-    values = samples(sums, rows, 144)
+    values = head_mean_samples(sums, rows, 144)
     assert values.shape == (144, 3)
     assert values[36 + 7] == pytest.approx(sums[1::4, 7].sum(0) / rows[1::4, 7].sum(0))
-    assert samples(sums, rows, 20).shape == (20, 3)  # more heads than are wanted
-    assert samples(sums[:2], rows[:2], 144).shape == (72, 3)  # no more groups than sequences
-    assert samples(sums, rows, 36) == pytest.approx(sums.sum(0) / rows.sum(0))
+    assert head_mean_samples(sums, rows, 20).shape == (20, 3)  # more heads than are wanted
+    assert head_mean_samples(sums[:2], rows[:2], 144).shape == (72, 3)  # no more groups than sequences
+    assert head_mean_samples(sums, rows, 36) == pytest.approx(sums.sum(0) / rows.sum(0))

@@ -187,7 +187,7 @@ def test_a_first_start_compiles_where_the_pilot_says_that_it_pays_and_later_ones
     arguments_of_start = tmp_path / "trial.yaml", [*arguments[1:], "trainer.compile=auto"]
     for _ in range(2):
         settled_experiment = start(
-            *arguments_of_start, timed=lambda procedure: run_times(procedure, costs(procedure), Slots(1))[0]
+            *arguments_of_start, timer=lambda procedure: run_times(procedure, costs(procedure), Slots(1))[0]
         ).experiment
         assert [settled_experiment.config("", arm, 1, None, {"name": "any"}).trainer.compile for arm in settled_experiment.arms] == [
             compiled

@@ -50,7 +50,7 @@ def command(error: str) -> list[str]:
 @pytest.mark.parametrize("tune", [None, {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}], ids=["untuned", "tuned"])
 def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tmp_path, arguments, runs, tune, monkeypatch):
     monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
-    monkeypatch.setattr("lm.experiments.engine.Jobs.work", lambda _: pytest.fail("trains"))
+    monkeypatch.setattr("lm.experiments.engine.Jobs.train_all", lambda _: pytest.fail("trains"))
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])
     count = len(first.known_runs())
@@ -68,7 +68,7 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     planning = lm("compare", str(path), *data, "--plan")
     assert f"note: {count} ended runs here" in planning.stdout, planning.stderr
     assert lm("compare", str(path), *command(planning.stdout), "--report-only").returncode == 0
-    monkeypatch.setattr("lm.experiments.engine.Jobs.work", lambda _: None)
+    monkeypatch.setattr("lm.experiments.engine.Jobs.train_all", lambda _: None)
     assert "none of the runs that the file now asks for has ended; " in lm("compare", str(path), *data, "--anew").stderr, (
         "worked, and nothing came of it"
     )

@@ -23,7 +23,7 @@ from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import SizeResults
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_lines, trends
-from lm.report.comparison_pictures import differences_along
+from lm.report.comparison_pictures import paired_difference_traces
 from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import Column, signed
@@ -156,7 +156,7 @@ def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, uni
     def costs() -> dict[Column, list]:
         fresh = Procedure(procedure.experiment)
         results = SizeResults(fresh, "", fresh.judgement())
-        return dict(cost_table(results.comparison.arms, [run.record for run in results.begun]).contents)
+        return dict(cost_table(results.comparison.arms, [run.record for run in results.begun_runs]).contents)
 
     assert "peak memory" not in [column.name for column in costs()]
     with (folders["ssmax"] / "metrics.jsonl").open("a") as log:
@@ -324,13 +324,13 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
         )
 
     longer, shorter = by_position(128, (0, 16, 32, 64, 128, 256), 0.0), by_position(64, (0, 16, 64, 128, 256), 1.0)
-    seed, mean = differences_along({(1,): longer}, {(1,): shorter})
+    seed, mean = paired_difference_traces({(1,): longer}, {(1,): shorter})
     assert seed.x == pytest.approx([32, np.sqrt(64 * 128), np.sqrt(128 * 256)])
     assert seed.y == pytest.approx([(1 * 16 + 2 * 32) / 48 - 2, 3 - 3, 4 - 4])
     assert mean.low is None, "all sequences differ by the same"
     (sample,) = shorter.samples
     other = replace(shorter, samples=(replace(sample, sha256="other"),))
-    assert differences_along({(1,): longer}, {(1,): other}) == []
+    assert paired_difference_traces({(1,): longer}, {(1,): other}) == []
 
 
 def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undrawn):

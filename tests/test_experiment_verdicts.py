@@ -74,7 +74,7 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
-    launching(procedure, lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0).work()
+    launching(procedure, lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0).train_all()
     out = capsys.readouterr().out
     assert "tune: softmax at 0.02 seed 101: recall/passkey 64 (all questions) 0.5000, " in out, "what chooses is said as a run ends"
     assert "selection loss" not in out
@@ -94,7 +94,7 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
 def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}}
     procedure = experiment(tmp_path, base=base, seeds=[1], primary=OF_RECALL)
-    launching(procedure, lambda run: finish(run, 0.0, recall(0.25)) or 0).work()
+    launching(procedure, lambda run: finish(run, 0.0, recall(0.25)) or 0).train_all()
     assert "final: ssmax seed 1: recall/passkey 64 (all questions) 0.2500, " in (out := capsys.readouterr().out)
     assert "selection loss" not in out
 

@@ -20,7 +20,7 @@ from lm.config.tree import Config, ExperimentConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.experiments.compare import Work, compare_experiments
+from lm.experiments.compare import TrainingOptions, compare_experiments
 from lm.experiments.engine import RunsFailed, retry
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
@@ -70,7 +70,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
         labels.append(run.label)
         return here(run) if run.stage == "final" else finish(run, 5.0 + abs(run.rate - 2e-2)) or 0
 
-    launching(procedure, launch).work()
+    launching(procedure, launch).train_all()
     runs = procedure.known_runs()
     assert len(labels) == len(set(labels)) == len(runs)
     assert len({run.rate for run in runs if run.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
@@ -82,8 +82,8 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
-    launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).work()
-    compare_experiments([path], overrides, Work(), report_only=True)
+    launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
+    compare_experiments([path], overrides, TrainingOptions(), report_only=True)
     folder = procedure.experiment.folder
     assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", "no start was recorded"
     assert {"verdicts.csv", "tuning.csv", "report"} <= {path.name for path in folder.iterdir()}
@@ -94,7 +94,7 @@ def test_tables_have_no_empty_columns_and_reasons_stand_below_them(tmp_path, ove
     monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
     path = written(tmp_path, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]})
     finish_all(Procedure(read_experiment(path, overrides)), lambda run: 5.0 + abs(run.rate - 2e-2))
-    compare_experiments([path], overrides, Work(), report_only=True)
+    compare_experiments([path], overrides, TrainingOptions(), report_only=True)
     out = capsys.readouterr().out
     tuning_words, verdict_words = (line.split() for line in out.splitlines() if line.split()[:1] == ["arm"])
     assert tuning_words == ["arm", "rate", "val/loss"]
@@ -108,19 +108,19 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     path = written(tmp_path, tune=None)
     procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
-        launching(procedure, lambda run: here(run) if run.arm == "softmax" else interrupt()).work()
+        launching(procedure, lambda run: here(run) if run.arm == "softmax" else interrupt()).train_all()
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "unfinished", "unfinished", "unfinished"]
     labels = []
     with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
-        launching(procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)).work()
+        launching(procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)).train_all()
     assert labels == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
     with pytest.raises(RunError, match="2 runs failed"):
-        launching(procedure, lambda run: pytest.fail(f"{run.label} is tried again")).work()
+        launching(procedure, lambda run: pytest.fail(f"{run.label} is tried again")).train_all()
     assert lm("compare", str(path), *overrides, "--report-only").stdout.count("status 1: no output") == 2
     jobs = launching(procedure, lambda run: labels.append(run.label) or 1)
     retry(procedure)
     with pytest.raises(RunError, match="2 runs failed"):
-        jobs.work()
+        jobs.train_all()
     assert labels[3:] == ["ssmax seed 1", "ssmax seed 2"]
     assert {line["arm"]: line["runs"] for line in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
 
@@ -136,11 +136,11 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
 
     wrong = r"1 runs failed \(softmax-\S+ primary.metric long/loss as trained was not .* \(long_context: took longer than .*\); lm eval "
     with pytest.raises(RunsFailed, match=wrong):
-        launching(procedure, train_late).work()
+        launching(procedure, train_late).train_all()
     softmax, ssmax = procedure.known_runs()
     assert (softmax.outcome.state, ssmax.outcome.state) == ("unfinished", "finished")
     evaluate_runs([softmax.config.run_folder], overrides=["eval.long_context.max_seconds=null"])
-    launching(Procedure(procedure.experiment), lambda run: pytest.fail(f"{run.label} is trained again")).work()
+    launching(Procedure(procedure.experiment), lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
 
 
 @pytest.mark.usefixtures("untimed")
@@ -162,7 +162,7 @@ def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its
     monkeypatch.setattr("lm.experiments.compare._train_runs", work)
     monkeypatch.setattr("lm.experiments.compare.send_report", send)
     with pytest.raises(RunsFailed, match="fails failed; the report is not sent"):
-        compare_experiments(files, overrides, Work())
+        compare_experiments(files, overrides, TrainingOptions())
     assert worked == [*names]
     assert "verdict" in capsys.readouterr().out
 
@@ -174,10 +174,10 @@ def interrupt() -> int:
 def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, overrides, capsys):
     path = written(tmp_path, tune=None, arms={"softmax": {}, "wild": WILD})
     procedure = Procedure(read_experiment(path, overrides))
-    launching(procedure, here).work()
+    launching(procedure, here).train_all()
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
-    launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).work()
+    launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
     _, wild = summary_lines(procedure)
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
@@ -185,7 +185,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
 
 def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys):
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), overrides))
-    launching(procedure, lambda run: finish(run, 9.5, unigram=9.0) or 0).work()
+    launching(procedure, lambda run: finish(run, 9.5, unigram=9.0) or 0).train_all()
     expected = "selection loss 9.5000, did not learn: final loss above the unigram cross-entropy (9.5000 > 9.0000), "
     assert expected in capsys.readouterr().out
 
@@ -193,7 +193,7 @@ def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys
 def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
     experiment = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
     procedure = Procedure(experiment)
-    launching(procedure, here).work()
+    launching(procedure, here).train_all()
     outcome = next(iter(procedure.known_runs())).outcome
     assert outcome.state == "finished"
     for evaluation in (evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)):
@@ -204,7 +204,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
     long_context = evaluation_path(outcome.folder, "long_context", outcome.last_step)
     long_context.unlink()
     assert replace(outcome).state == "unfinished", "killed after the validation"
-    launching(Procedure(experiment), lambda run: train(replace(run.config, resume="auto"))).work()
+    launching(Procedure(experiment), lambda run: train(replace(run.config, resume="auto"))).train_all()
     assert (replace(outcome).state, long_context.exists()) == ("finished", True)
     long_context.unlink()
     with (outcome.folder / "metrics.jsonl").open("a") as log:
@@ -223,11 +223,11 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
     path = written(tmp_path, tune=None, primary={"metric": "diagnostics/entropie"}, evaluate={"eval.diagnostics.sequences": 4})
     wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
     with pytest.raises(RunError, match=wrong):
-        launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).work()
+        launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
     experiment, labels = read_experiment(written(tmp_path, tune=None, primary={"metric": "val/loss"}), overrides), []
     procedure = Procedure(replace(experiment, primary=replace(experiment.primary, better="higher")))  # as of an evaluation from outside
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
-        launching(procedure, lambda run: labels.append(run.label) or finish(run, 5.0) or 0).work()
+        launching(procedure, lambda run: labels.append(run.label) or finish(run, 5.0) or 0).train_all()
     assert len(labels) == 1
 
 
@@ -252,7 +252,7 @@ def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
 def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     path = written(tmp_path, tune=None, seeds=[1])
     procedure = Procedure(read_experiment(path, overrides))
-    launching(procedure, here).work()
+    launching(procedure, here).train_all()
     folders = [run.config.run_folder for run in procedure.known_runs()]
     for folder in folders:  # one of the runs, then all alike
         assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
@@ -273,7 +273,7 @@ def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
         "after": {"from": "wild", "optim.lr": 1e-3},
     }
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
-    launching(procedure, here).work()
+    launching(procedure, here).train_all()
     assert [line["verdict"] for line in summary_lines(procedure)[1:]] == ["unstable", "unstable"]
 
 
@@ -313,7 +313,7 @@ def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overr
     monkeypatch.setattr("lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool))
     monkeypatch.setattr("lm.runs.evaluations.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool))
     procedure = start(written(tmp_path, tune=None, seeds=[1, 2, 3]), overrides)
-    launching(procedure, here).work()
+    launching(procedure, here).train_all()
     assert "final: softmax seed 1: finished, " in capsys.readouterr().out
     assert all(line["mean"] for line in summary_lines(procedure))
 
@@ -416,7 +416,7 @@ def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrid
     for seed in (1, 2):
         assert runs["late", seed].init_from == str(runs["softmax", seed].run_folder)
     order = []
-    launching(procedure, lambda run: order.append(run.label) or here(run)).work()
+    launching(procedure, lambda run: order.append(run.label) or here(run)).train_all()
     assert order.index("softmax seed 2") < order.index("late seed 2")
     assert [line["runs"] for line in summary_lines(procedure)] == [2, 2]
 

@@ -31,7 +31,7 @@ from lm.evaluation.generation import Sampling, generate
 from lm.files import read_sealed, write_sealed
 from lm.huggingface.exporting import COMPUTED_NORMALIZERS, add_start_token
 from lm.huggingface.gguf_file import SPLIT_REGEX, _byte_bpe
-from lm.huggingface.modeling_lm import ELEMENTWISE, FACTORS, eager_attention
+from lm.huggingface.modeling_lm import ELEMENTWISE, QUERY_FACTORS, eager_attention
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import evaluation_path
 from lm.runs.loading import load, save_model
@@ -323,7 +323,7 @@ def test_a_vocabulary_grows_with_its_tables_of_values(tied: bool, tmp_path: Path
 def test_each_normalizer_that_the_code_computes_is_tested_and_each_other_one_refused():
     assert (
         set(COMPUTED_NORMALIZERS)
-        == {*FACTORS, *ELEMENTWISE}
+        == {*QUERY_FACTORS, *ELEMENTWISE}
         == {options.name for model in OWN_CODE.values() for options in model.normalizer.layer_options()}
     )
 

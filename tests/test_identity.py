@@ -12,7 +12,7 @@ from lm.errors import RunError
 from lm.evaluation.swap import swap_run
 from lm.files import read_json
 from lm.report.comparison import compare_runs
-from lm.report.comparison_tables import notes, run_facts
+from lm.report.comparison_tables import comparison_notes, run_facts
 from lm.runs import record
 from lm.runs.folder import read_config
 from lm.runs.loading import load
@@ -97,7 +97,7 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert checks["precision"].agrees is False
     assert checks["what each start of a run used"].agrees is False
     assert checks["what each start of a run used"].value == "resumed: precision 32, from step 100 bf16-mixed"
-    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in notes(comparison), "nothing is missing"
+    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in comparison_notes(comparison), "nothing is missing"
 
 
 def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):

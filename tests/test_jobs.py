@@ -84,18 +84,18 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
 
     for launch in (saves_and_crashes, saves_and_crashes):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*; the same command goes on with them"):
-            launching(procedure, launch).work()
+            launching(procedure, launch).train_all()
     for _ in range(2):
         with pytest.raises(RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"):
-            launching(procedure, crash).work()
+            launching(procedure, crash).train_all()
     assert len(numbers) == 3, "it is left alone from then on"
     assert "twice" in read_failure(procedure.experiment.folder, run).reason
     jobs = launching(procedure, crash)
     retry(procedure)
     with pytest.raises(RunError, match=r"the same command goes on"):
-        jobs.work()
+        jobs.train_all()
     assert read_failure(procedure.experiment.folder, run) is None
-    launching(procedure, lambda run: finish(run, 5.0) or 0).work()
+    launching(procedure, lambda run: finish(run, 5.0) or 0).train_all()
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, sta
     procedure = with_one_run_left(file, overrides)
     for _ in range(3):
         with pytest.raises(RunError, match=r"the same command goes on"):
-            launching(procedure, lambda _: int(status)).work()
+            launching(procedure, lambda _: int(status)).train_all()
 
 
 @pytest.mark.slow
@@ -114,10 +114,10 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
     killer = threading.Thread(target=lambda: os.kill(child_of(folder, 5), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunError, match=r"1 runs failed \(softmax-seed1-.*killed by SIGKILL.*the same command goes on"):
-        Jobs(procedure, Slots(1)).work()
+        Jobs(procedure, Slots(1)).train_all()
     killer.join()
     assert not procedure.known_runs()[0].outcome.ended
-    Jobs(procedure, Slots(1)).work()
+    Jobs(procedure, Slots(1)).train_all()
     assert procedure.known_runs()[0].outcome.state == "finished"
     assert len(losses(folder)) == 60
     starts = json.loads((folder / "environment.json").read_text())["starts"]
@@ -137,7 +137,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on") as error:
-        Jobs(procedure, Slots(1)).work()
+        Jobs(procedure, Slots(1)).train_all()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
     assert (folder / "checkpoints" / "last.ckpt").exists()
@@ -151,7 +151,7 @@ from lm.experiments.experiment_folder import start
 from lm.experiments.slots import Slots
 jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
 retry(jobs.procedure)  # two kills may meet a run at the same place
-jobs.work()
+jobs.train_all()
 """
 
 

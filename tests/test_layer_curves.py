@@ -11,7 +11,7 @@ from fabricated import save
 from reported import build_run, write_report
 
 from lm.report.comparison import compare_runs
-from lm.report.comparison_pictures import MOST_POINTS, by_layer, drawn_runs, layer_curves, title
+from lm.report.comparison_pictures import MOST_POINTS, drawn_runs, layer_curves, layer_pictures, quantity_title
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 
@@ -43,9 +43,9 @@ def test_quantities_are_ordered_by_name_and_number():
 
 
 def test_quantities_have_titles():
-    assert title("logit_scale/n1024") == "Logit scale of a query that sees 1,024 keys"
-    assert title("normalizer/s") == "Parameter s of the normalizer"
-    assert title("train/grad_norm") == "Gradient norm before clipping"
+    assert quantity_title("logit_scale/n1024") == "Logit scale of a query that sees 1,024 keys"
+    assert quantity_title("normalizer/s") == "Parameter s of the normalizer"
+    assert quantity_title("train/grad_norm") == "Gradient norm before clipping"
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_line_is_the_median_over_heads_of_scores_the_largest_and_no_spike_is_lost(run: Path):
-    picture = by_layer(["softmax"], drawn_runs(compare_runs([read_run(run)])))["dynamics"]
+    picture = layer_pictures(["softmax"], drawn_runs(compare_runs([read_run(run)])))["dynamics"]
     rows = list(csv.DictReader(io.StringIO(picture.csv)))
     scores = [row for row in rows if row["panel"] == "Largest score"]
     assert len(scores) == 200 <= MOST_POINTS  # of 600 steps

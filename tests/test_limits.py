@@ -23,10 +23,10 @@ from lm.diagnostics.limits import (
     critical_count,
     family,
     few_key_counts,
+    head_mean_samples,
     many_key_counts,
     means,
     octaves,
-    samples,
     totals_and_counts,
     two_sample_tests,
 )
@@ -240,8 +240,8 @@ def test_what_is_derived_follows_from_the_sums():
 def test_samples_deal_the_sequences_into_as_many_groups_as_the_size_takes():
     sums, rows = np.arange(8.0).reshape(4, 2, 1), np.array([1.0, 2.0, 3.0, 4.0])[:, None, None] * np.ones((4, 2, 1))
     expected = [(0 + 4) / 4, (1 + 5) / 4, (2 + 6) / 6, (3 + 7) / 6]
-    assert samples(sums, rows, 4).ravel() == pytest.approx(expected)
-    assert samples(sums, rows, 2).ravel() == pytest.approx([12 / 10, 16 / 10])
+    assert head_mean_samples(sums, rows, 4).ravel() == pytest.approx(expected)
+    assert head_mean_samples(sums, rows, 2).ravel() == pytest.approx([12 / 10, 16 / 10])
 
 
 @pytest.mark.parametrize(("p", "expected"), [((0.001, 0.04, 0.2, 0.03), 3), ((0.5, 0.001), 1), ((0.01, 0.02), math.nan)])

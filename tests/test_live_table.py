@@ -133,10 +133,10 @@ def test_many_runs_are_shown_in_groups_that_fit(work):
 
 def test_arms_that_start_from_others_wait_for_them(work):
     jobs = work(arms={"softmax": {}, "more": {"from": "softmax"}}, seeds=[1], tune=None)
-    assert [line.note for line in LiveTable(jobs, {}).lines()] == ["", "for the run it starts from"]
+    assert [line.note for line in LiveTable(jobs, {}).run_lines()] == ["", "for the run it starts from"]
     finish(jobs.known_runs[0], 5.0)
     jobs.known_runs = jobs.procedure.known_runs()
-    assert [(line.state, line.note) for line in LiveTable(jobs, {}).lines()] == [("finished", ""), ("waiting", "")]
+    assert [(line.state, line.note) for line in LiveTable(jobs, {}).run_lines()] == [("finished", ""), ("waiting", "")]
 
 
 def test_a_grid_that_has_grown_is_said(work):
@@ -169,10 +169,10 @@ def test_a_loss_stays_in_the_table_when_the_end_of_the_log_has_none_any_more(wor
     jobs.pending = {0: (run, ())}
     table = LiveTable(jobs, {})
     logged(run.config.run_folder, {"step": 1, "val/loss": 6.0})
-    assert (table.lines()[0].step, table.lines()[0].loss) == (1, 6.0)
+    assert (table.run_lines()[0].step, table.run_lines()[0].loss) == (1, 6.0)
     logged(run.config.run_folder, {"step": 1, "val/loss": 6.0}, *({"step": step, "train/loss": 5.0} for step in range(2, 3000)))
     assert "val/loss" not in last_logged(run.config.run_folder / "metrics.jsonl")
-    assert (table.lines()[0].step, table.lines()[0].loss) == (2999, 6.0)
+    assert (table.run_lines()[0].step, table.run_lines()[0].loss) == (2999, 6.0)
 
 
 class Terminal(io.StringIO):

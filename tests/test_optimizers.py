@@ -15,7 +15,7 @@ from lm.model.decoder import Decoder, projections
 from lm.runs.checkpoints import load_checkpoint
 from lm.schema import key
 from lm.training import optimizers
-from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_rates
+from lm.training.optimizers import GROUPS, make_optimizer, parameter_groups, set_learning_rates
 from lm.training.train import train
 
 
@@ -59,7 +59,7 @@ def test_groups_have_their_own_rate_and_decay(tiny):
     )
     optimizer = make_optimizer(decoder(tiny, "model.normalizer=ssmax"), config.optim)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0, 0.1, 0.2, 0]
-    set_rates(optimizer, config, 1, 4)
+    set_learning_rates(optimizer, config, 1, 4)
     rate = config.optim.lr_at(4, 8)
     warm = rate / 4  # a quarter of the new normalizer's own warm-up
     assert [group["lr"] for group in optimizer.param_groups] == [rate, rate / 2, rate, rate, warm]

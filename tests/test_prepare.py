@@ -433,7 +433,7 @@ from pathlib import Path
 import lm.data.encoding
 from lm.config.data_config import TokenizerFile
 
-lm.data.encoding.BATCH_BYTES = lm.data.encoding.PIECE = 100_000  # little beside what would be kept
+lm.data.encoding.BATCH_BYTES = lm.data.encoding.PIECE_CHARACTERS = 100_000  # little beside what would be kept
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

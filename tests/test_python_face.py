@@ -40,7 +40,7 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *SHORT, "optim.batch_tokens=512"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
-        launching(open_experiment(path, overrides), here).work()
+        launching(open_experiment(path, overrides), here).train_all()
     return path, overrides
 
 

@@ -9,7 +9,7 @@ from reported import build_run, compared, edit, first_sample, write_report
 from lm.attention.catalogue import label as normalizer_label
 from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
-from lm.report.comparison_tables import OWN_SEEDS, comparison_tables, notes, run_facts
+from lm.report.comparison_tables import OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts
 from lm.report.pictures import Panel, Picture
 from lm.report.tables import Column, digits, signed
 from lm.runs.record import read_run
@@ -102,8 +102,8 @@ def test_seeds_and_tokens_are_of_the_runs_that_have_the_number(tmp_path):
     comparison = compare_runs([read_run(folder) for folder in folders])
     seeds = [cells for table in comparison_tables(comparison) for column, cells in table.contents if column.name == "seeds"]
     assert seeds == [["2", "3"], ["1", "3"] * 2]
-    assert OWN_SEEDS in notes(comparison)
-    assert OWN_SEEDS not in notes(compare_runs([read_run(folder) for folder in folders if folder.name.endswith("1")]))
+    assert OWN_SEEDS_NOTE in comparison_notes(comparison)
+    assert OWN_SEEDS_NOTE not in comparison_notes(compare_runs([read_run(folder) for folder in folders if folder.name.endswith("1")]))
 
 
 def test_differences_are_between_seeds_in_common(tmp_path):

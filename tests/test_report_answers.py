@@ -20,7 +20,7 @@ from reported import (
     write_series,
 )
 
-from lm.report.comparison_pictures import maps, overview
+from lm.report.comparison_pictures import heat_maps, overview
 from lm.report.comparison_tables import run_facts
 from lm.runs.evaluations import Sample, validation_series
 from lm.runs.record import read_run
@@ -71,13 +71,13 @@ def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
         ]
         rows = [replace(series, shown=None) for series in rows]
         write_series(folder, "needle", rows)
-    (picture,) = maps(compared(*folders)[0])
+    (picture,) = heat_maps(compared(*folders)[0])
     assert [panel.title for panel in picture.panels] == ["softmax", "ssmax"]
     for panel, exact in zip(picture.panels, (0.3, 0.8), strict=True):  # the mean over two seeds, and one
         assert (panel.rows, list(panel.columns), panel.top) == ([*losses], ["64", "512"], 1)
         assert panel.values == pytest.approx(np.array([[1, exact - loss] for loss in losses.values()]))
     write_series(folders[2], "needle", rows[:3])
-    assert maps(compared(folders[2])[0]) == [], "lines show as few"
+    assert heat_maps(compared(folders[2])[0]) == [], "lines show as few"
 
 
 def weighed(result: dict, values: list[float], weights: list[int]) -> None:

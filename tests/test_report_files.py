@@ -25,7 +25,7 @@ from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import print_comparison
 from lm.report.html import write_comparison
-from lm.report.pictures import COLOURS, DARK, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
+from lm.report.pictures import COLOURS, DARK_COLOURS, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
 from lm.runs.record import read_run
 
 
@@ -271,7 +271,7 @@ def lab(light: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("eyes", DEFICIENT)
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_told_apart_and_seen_on_light_and_dark_pages(dark: bool, eyes: str):
-    colours = [DARK[colour] if dark else colour for colour in (PAPER, *COLOURS)]
+    colours = [DARK_COLOURS[colour] if dark else colour for colour in (PAPER, *COLOURS)]
     luminances = [float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in colours]
     contrasts = [(max(luminance, luminances[0]) + 0.05) / (min(luminance, luminances[0]) + 0.05) for luminance in luminances[1:]]
     assert min(contrasts) >= 3, dict(zip(colours[1:], contrasts, strict=True))
@@ -288,10 +288,10 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
     panel = Panel("title", "x", "y", traces, zero_line=True, margin=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
     svg = Picture([panel], ["name"] * 7).svg
     head, body = svg.split("</style>", 1)
-    assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body)} <= DARK.keys()
-    assert "#000000" not in DARK, "the default of SVG has no style to find"
-    for colour in DARK:
-        assert f'[style*="stroke: {colour}"]{{stroke:{DARK[colour]}!important}}' in head
+    assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body)} <= DARK_COLOURS.keys()
+    assert "#000000" not in DARK_COLOURS, "the default of SVG has no style to find"
+    for colour in DARK_COLOURS:
+        assert f'[style*="stroke: {colour}"]{{stroke:{DARK_COLOURS[colour]}!important}}' in head
 
 
 @pytest.mark.usefixtures("painted")

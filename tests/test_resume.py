@@ -25,7 +25,7 @@ from lm.data.prepare import prepare
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
 from lm.files import read_json
-from lm.report.evaluation_tables import logged
+from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, Series, checkpoint_selection_mask, evaluation_files, selection_loss
 from lm.runs.folder import steps_saved
@@ -242,7 +242,7 @@ def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, mon
 
     def write(measurement: Measurement, folder: Path, result: Evaluation, drawn: bool, written=Measurement.write) -> Path:
         names = {name for line in metrics(folder) if line["step"] == result.step for name in line}
-        missing_names.extend(logged(result).keys() - names)
+        missing_names.extend(logged_means(result).keys() - names)
         return written(measurement, folder, result, drawn)
 
     monkeypatch.setattr(Measurement, "write", write)

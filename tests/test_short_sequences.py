@@ -9,7 +9,7 @@ from lm.attention import catalogue, distance
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
-from lm.attention.routes import SHORT_BLOCK, SHORT_LENGTH, SHORT_WEIGHTS, fused_softmax, short_attention, softmax_route
+from lm.attention.routes import SHORT_BLOCK, SHORT_BLOCK_WEIGHTS, SHORT_LENGTH, fused_softmax, short_attention, softmax_route
 
 LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, SHORT_LENGTH)
 
@@ -64,7 +64,7 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
 
 
 def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
-    tensors = [x.double() for x in inputs(SHORT_LENGTH, 4, 4, heads=SHORT_WEIGHTS // SHORT_BLOCK // SHORT_LENGTH // 2 + 1)]
+    tensors = [x.double() for x in inputs(SHORT_LENGTH, 4, 4, heads=SHORT_BLOCK_WEIGHTS // SHORT_BLOCK // SHORT_LENGTH // 2 + 1)]
     for actual, expected in zip(results(blocks, *tensors), results(kernel, *tensors), strict=True):
         torch.testing.assert_close(actual, expected)
 

@@ -175,7 +175,7 @@ def test_a_run_of_several_gpus_is_not_passed_by_later_ones(tmp_path):
         return 0
 
     jobs = launching(procedure, launch, slots)
-    jobs.work()
+    jobs.train_all()
     starts = [(arm, seed) for arm, seed, _ in order]
     for seed in (1, 2, 3):
         assert starts.index(("softmax", seed)) < starts.index(("wide", seed)) < starts.index(("ssmax", seed))
@@ -204,7 +204,7 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     slots = slots_of(procedure.experiment, None, per_gpu)
     monkeypatch.setattr("lm.experiments.slots.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
-        Jobs(procedure, slots).work()
+        Jobs(procedure, slots).train_all()
     counts, widths = Counter(), Counter()
     for line in events.read_text().split("\n")[:-1]:
         event, _, devices = line.partition(" ")

@@ -42,7 +42,7 @@ def test_parquet_reads_the_named_column(tmp_path: Path):
 
 @pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>", "aa", "é"])
 def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_path: Path, separator: str, monkeypatch):
-    monkeypatch.setattr("lm.data.text_files.BLOCK", 61)
+    monkeypatch.setattr("lm.data.text_files.READ_BYTES", 61)
     text = "".join("abé\n" + separator * (n % 3) + "aé" * (n % 5) for n in range(20_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
     assert list(documents(Files(paths=[str(tmp_path)], separator=separator))) == text.split(separator)

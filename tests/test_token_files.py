@@ -21,7 +21,7 @@ from lm.data.inspect import describe
 from lm.data.prepare import prepare, summary
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
-from lm.data.token_files import CODES, FORMATS, Vocabulary
+from lm.data.token_files import DTYPES, FORMATS, Vocabulary
 from lm.data.tokenizer import encode, tokenizer_of
 from lm.errors import ConfigError, DataError
 
@@ -57,7 +57,7 @@ def modded(folder: Path, ids: list[list[int]], magic: int = 20240520, version: i
 
 def megatron(folder: Path, ids: list[list[int]], code: int = 8, end: bool = True, size: int = 10) -> Path:
     """Sequences of up to `size` ids, of which a document may have several."""
-    dtype, sequences, borders = np.dtype(CODES[code]), [], [0]
+    dtype, sequences, borders = np.dtype(DTYPES[code]), [], [0]
     for document in ids:
         ids_of_document = [*document, END] if end else document
         sequences += [ids_of_document[begin : begin + size] for begin in range(0, len(ids_of_document), size)]
@@ -90,7 +90,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
     "nanogpt": ("nanogpt", nanogpt),
     "modded-nanogpt": ("modded-nanogpt", modded),
     "llm.c of Llama 3": ("modded-nanogpt", lambda folder, ids: modded(folder, ids, 20240801, 7, "<u4")),
-    **{f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code)) for code in CODES if code > 2},
+    **{f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code)) for code in DTYPES if code > 2},
     "megatron without end of text": ("megatron", lambda folder, ids: megatron(folder, ids, end=False, size=10**6)),
     "jsonl": ("column", jsonl),
     **{f"parquet of {kind}": ("column", lambda folder, ids, kind=kind: parquet(folder, ids, kind)) for kind in ("int32", "uint64")},

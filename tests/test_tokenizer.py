@@ -257,7 +257,7 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     end = tokenizer.token_to_id(END_OF_TEXT)
     plain_ids = [[end, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
     assert (tokens.tolist(), n_documents) == ([index for ids in plain_ids for index in ids], len(texts))
-    monkeypatch.setattr("lm.data.encoding.PIECE", 10)
+    monkeypatch.setattr("lm.data.encoding.PIECE_CHARACTERS", 10)
     assert sum(len(list(pieces(text))) for text in texts) > 1_000
     assert all("".join(pieces(text)) == text for text in texts)
     for plain in ("word1 word2. ", "行\n", "A, b\n"):

@@ -109,7 +109,7 @@ def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch
     procedure = start(file, arguments[1:])
     folder, run = procedure.experiment.folder, procedure.known_runs()[0]
     monkeypatch.setattr("submitit.JobEnvironment", lambda: type("Environment", (), {"job_id": "7"}))
-    monkeypatch.setattr(engine, "RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "RECORD_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(slots.Children, "train", lambda *_: (0, 1.0))
     for record, status in ({}, 143), ({"engine": "slurm", "id": "8", "born": ""}, 143), ({"engine": "slurm", "id": "7", "born": ""}, 0):
         write_json(log_path(folder, run, "job.json"), record)

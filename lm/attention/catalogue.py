@@ -33,7 +33,7 @@ ENTRIES: dict[str, type[Options]] = {
 
 
 class _NormalizerKind(Kind):
-    """Plugins that are normalizers: their class derives from `Normalizer`, and its attribute `schema` is their class of options."""
+    """Kind of plugin for normalizers: a plugin's class derives from `Normalizer`, and the attribute `schema` is its class of options."""
 
     def options(self, code: type) -> type:
         schema = getattr(code, "schema", None)
@@ -60,7 +60,7 @@ SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """Options of all layers' normalizers: layer i takes entry i of the list `of`, which repeats. In a configuration the list suffices."""
+    """Normalizers that differ by layer: layer i takes entry i of the repeated list `of`. A configuration may give the list alone."""
 
     name = "layers"
     full_formula = "layers"
@@ -85,7 +85,7 @@ class Layers(Options):
         return _layers_label(options.label() for options in self.of)
 
     def swap_arguments(self) -> str:
-        entries = [{"name": options.name, **options.beyond_initial_values()} for options in self.of]
+        entries = [{"name": options.name, **options.non_defaults_but_init()} for options in self.of]
         return f"layers {shlex.quote(f'model.normalizer.of={yaml_flow(entries)}')}"
 
 
@@ -102,13 +102,13 @@ _CODE_ATTRIBUTES = ("score_map", "initialise", "define_scores", "normalize", "sc
 
 
 def method_ignored_by_forward(normalizer: type) -> str:
-    """The name of a method, such as `normalize`, that a class overrides although `forward`, inherited from lm, ignores it; empty: none."""
-    definition = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
-    depths = {name: normalizer.__mro__.index(_defining_class(normalizer, name)) for name in ("forward", "fused_inputs", *definition)}
+    """The name of a method, such as `normalize`, that a class overrides but lm's `forward`, which it inherits, ignores; empty if none."""
+    definitions = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
+    depths = {name: normalizer.__mro__.index(_defining_class(normalizer, name)) for name in ("forward", "fused_inputs", *definitions)}
     forward_class = _defining_class(normalizer, "forward")
     if forward_class is Normalizer or not forward_class.__module__.startswith("lm."):  # these call the definition, or are a plugin's
         return ""
-    return next((name for name in definition if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
+    return next((name for name in definitions if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
 
 
 def _defining_class(normalizer: type, name: str) -> type:
@@ -116,10 +116,10 @@ def _defining_class(normalizer: type, name: str) -> type:
 
 
 def misplaced_attribute(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """(name, right class) of an attribute of options that is set on the normalizer class, or the reverse; None: no misplaced attribute."""
-    pairs = [(name, schema) for name in _OPTION_ATTRIBUTES if hasattr(normalizer, name)]
-    pairs += [(name, normalizer) for name in _CODE_ATTRIBUTES if hasattr(schema, name)]
-    return pairs[0] if pairs else None
+    """(name, right class) of an attribute that is set on `normalizer` but belongs on `schema`, or vice versa; None if there is none."""
+    misplacements = [(name, schema) for name in _OPTION_ATTRIBUTES if hasattr(normalizer, name)]
+    misplacements += [(name, normalizer) for name in _CODE_ATTRIBUTES if hasattr(schema, name)]
+    return misplacements[0] if misplacements else None
 
 
 def implementation(name: str) -> type[Normalizer]:

@@ -40,7 +40,7 @@ def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int =
 def inputs(
     length: int, dtype: torch.dtype = torch.float64, batch: int = 2, size: int = SIZE, normalizer: Normalizer | None = None
 ) -> list[Tensor]:
-    """Random q, k, v (batch, HEADS, length, size); q and k with the features that `normalizer` makes from a layer's input."""
+    """Random q, k, v (batch, HEADS, length, size); `normalizer`, if given, appends its features of a random layer input to q and k."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
     if normalizer is not None:
@@ -50,7 +50,7 @@ def inputs(
 
 
 def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of sum(`grad` x `output`) for each of `leaves`; 0 for a leaf without influence, such as a parameter of features alone."""
+    """Gradients of sum(`grad` x `output`) for each of `leaves`; 0 for a leaf that `output` does not depend on."""
     return torch.autograd.grad(output, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
@@ -88,7 +88,7 @@ def assert_is_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raise AssertionError unless `route` gives `normalizer.weights(...) @ v` and its gradients of q, k, v (`leaves`) and parameters."""
+    """Raise AssertionError unless `route` and `normalizer.weights` @ v agree in output and gradients of q, k, v (`leaves`), parameters."""
     results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -102,7 +102,7 @@ def assert_is_definition(
 
 
 def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
-    """Raise AssertionError unless calls of `decode`, the i-th for `steps[i]` tokens, give `expected`, the output for the whole sequence."""
+    """Raise AssertionError unless `decode`, called for `steps[0]`, `steps[1]` ... tokens, gives `expected`, the sequence's output."""
     start, state, outputs = 0, None, []
     for step in steps:
         step_slice, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
@@ -126,8 +126,8 @@ def initial_values(options: Options) -> None:
     if not output.isfinite().all():
         raise ValueError("`forward` gives numbers that are not finite; a row without weight is divided by lm.attention.routes.divided")
     with torch.random.fork_rng([]):
-        first, second = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
-    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        first_normalizer, second_normalizer = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
+    for (name, a), b in zip(first_normalizer.named_parameters(), second_normalizer.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
 
 
@@ -172,13 +172,13 @@ def own_row(options: Options) -> None:
     shifted_positions = positions + 7 * (positions == positions[moved_query])
     layouts = (AttentionLayout(queries, torch.arange(length), queries + 9, causal=False) for queries in (positions, shifted_positions))
     is_other = torch.arange(length) != moved_query
-    before, after = (normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts)  # (B, H, T - 1, S); NaN: no keys
-    before_rest, after_rest = before[..., is_other], after[..., is_other]
-    factor = (before_rest * after_rest).sum(-1, keepdim=True) / before_rest.square().sum(-1, keepdim=True).clamp(min=1e-300)
-    along_keys = torch.allclose(after_rest, factor * before_rest, rtol=0, atol=1e-12)
+    old_rows, new_rows = (normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts)  # (1, H, 5, S); NaN: no keys
+    old_entries, new_entries = old_rows[..., is_other], new_rows[..., is_other]
+    factor = (old_entries * new_entries).sum(-1, keepdim=True) / old_entries.square().sum(-1, keepdim=True).clamp(min=1e-300)
+    is_along_keys = torch.allclose(new_entries, factor * old_entries, rtol=0, atol=1e-12)
     message = f"a number that belongs to query {moved_query} changes other queries' weights"
-    message += f" of key {moved_query}: it lies along the axis of keys instead of queries, unnoticed where T = S" if along_keys else ""
-    require(torch.allclose(after, before, rtol=0, atol=1e-12), message)
+    message += f" of key {moved_query}: it lies along the axis of keys instead of queries, unnoticed where T = S" if is_along_keys else ""
+    require(torch.allclose(new_rows, old_rows, rtol=0, atol=1e-12), message)
 
 
 def row_sums(options: Options) -> None:
@@ -263,8 +263,8 @@ def decoding(options: Options) -> None:
     q, k, v = inputs(length, normalizer=normalizer)
     whole_output = normalizer(q, k, v, AttentionLayout.full(length))
     layouts = [AttentionLayout.full(length).select(slice(t, t + 1), t + 1) for t in range(length)]
-    steps = [normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout) for t, layout in enumerate(layouts)]
-    assert_close(torch.cat(steps, 2), whole_output, "output of `forward` for one query at a time")
+    outputs = [normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout) for t, layout in enumerate(layouts)]
+    assert_close(torch.cat(outputs, 2), whole_output, "output of `forward` for one query at a time")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
         assert_decodes(normalizer, q, k, v, whole_output, steps)
 
@@ -277,8 +277,8 @@ def shared_keys(options: Options) -> None:
     normalizer = randomized(options)
     q, all_keys, v = inputs(30, normalizer=normalizer)
     k, v = torch.cat((all_keys[:, ::2, :, :SIZE], group_key_features(all_keys[..., SIZE:], HEADS // 2)), -1), v[:, ::2]
-    whole = normalizer(q, *normalizer.expand_kv_heads(k, v), AttentionLayout.full(30))
-    assert_decodes(normalizer, q, k, v, whole, [5, 1, 17, 7])
+    whole_output = normalizer(q, *normalizer.expand_kv_heads(k, v), AttentionLayout.full(30))
+    assert_decodes(normalizer, q, k, v, whole_output, [5, 1, 17, 7])
 
 
 def packed(options: Options) -> None:
@@ -381,12 +381,12 @@ def autocast_errors(options: Options) -> None:
 def _autocast_errors(options: Options) -> dict[str, float]:
     """Relative errors |x - x_fp64| / |x_fp64| of output and gradients, by name; dtypes as in training: autocast, q, k fp32, v bf16."""
     length, results = 256, []
-    for exact in (True, False):
-        normalizer = randomized(options, torch.float64 if exact else torch.float32)
+    for is_fp64 in (True, False):
+        normalizer = randomized(options, torch.float64 if is_fp64 else torch.float32)
         q, k, v = (x.bfloat16() for x in inputs(length, normalizer=normalizer))
-        q, k = ((x.double() if exact else x.float()).requires_grad_() for x in (q, k))
-        v = (v.double() if exact else v).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
+        q, k = ((x.double() if is_fp64 else x.float()).requires_grad_() for x in (q, k))
+        v = (v.double() if is_fp64 else v).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_fp64):
             output = normalizer(q, k, v, AttentionLayout.full(length))
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(output.dtype)
         results.append([x.detach().double() for x in (output, *gradients(output, [q, k, v], grad))])

@@ -31,7 +31,7 @@ COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machin
 
 
 def why_unusable(v: Tensor) -> str:
-    """The reason why the kernel can't compute attention with the values `v` (B, H, S, E), gradients aside; empty if it can."""
+    """The reason why the kernel, which has no gradients, can't compute attention with the values `v` (B, H, S, E); empty if it can."""
     if torch.compiler.is_compiling() or type(v) is not Tensor:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
@@ -42,13 +42,13 @@ def why_unusable(v: Tensor) -> str:
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16; q (N, T, D): the last T of the S tokens.
+    """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16: q (N, T, D) for the last T of S tokens, k (N, S, D), v (N, S, E).
 
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     output = v.new_empty(*q.shape[:2], v.size(2))
-    heads = max(1, MOST_KEYS // k.size(1))
-    for tensors in zip(*(x.split(heads) for x in (q, k, v, output)), strict=True):
+    n_heads = max(1, MOST_KEYS // k.size(1))
+    for tensors in zip(*(x.split(n_heads) for x in (q, k, v, output)), strict=True):
         _run_kernel(*tensors, scale)
     return output
 

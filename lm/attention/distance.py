@@ -8,7 +8,7 @@ from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
 
-FEW_KEYS = 4  # keys of the largest window that a CPU computes faster in a loop over distances
+LARGEST_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
 
 
 @dataclass
@@ -68,10 +68,10 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_before: int) -> Tensor:
-            """Cut x (B, H, T, X) into N blocks of w tokens, each with the `n_before` blocks before it: (B N, H, (n_before + 1) w, X)."""
+            """Cut x (B, H, T, size) into N blocks of w tokens, each after its `n_before` predecessors: (B N, H, (n_before + 1) w, size)."""
             pieces = F.pad(x, (0, 0, n_before * w, -t % w)).unflatten(2, (-1, w))
-            count = pieces.size(2) - n_before
-            return torch.cat([pieces[:, :, i : i + count] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
+            n_blocks = pieces.size(2) - n_before
+            return torch.cat([pieces[:, :, i : i + n_blocks] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
 
         query_index, key_index = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
         mask = ((key_index > query_index) & (key_index <= query_index + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
@@ -90,7 +90,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.to(dtype)
 
     def _has_few_keys(self, device: str) -> bool:
-        return self.options.size <= FEW_KEYS and device == "cpu"
+        return self.options.size <= LARGEST_LOOP_WINDOW and device == "cpu"
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """Decode as `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""
@@ -151,7 +151,7 @@ class ForgetNormalizer(SoftmaxNormalizer):
         self.w, self.b = self.parameter(0.0, self.layer.n_head, self.layer.width), self.parameter(5.0)
 
     def key_features(self, x: Tensor) -> Tensor:
-        """ln sigmoid(w.x + b), (B, H, T, 1)."""
+        """The feature ln sigmoid(w.x + b) of each key, (B, H, T, 1)."""
         with routes.without_autocast(x.device):
             gate = F.linear(x.to(self.w.dtype), self.w, self.b)
         return F.logsigmoid(gate).transpose(1, 2).unsqueeze(-1)
@@ -203,8 +203,8 @@ class StickBreakingNormalizer(Normalizer):
         return layout.visible() & (layout.distance() > 0)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Turn scores into weights. ln(1 - sigmoid(z)) is summed from the latest key back: differences of sums would lose digits."""
+        """Turn scores into weights. ln(1 - sigmoid(z)) is summed from the latest key back: subtracting running sums would lose digits."""
         visible = self.visible(layout)
-        log_rest = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the fraction that a key leaves
-        later_sums = F.pad(log_rest[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+        log_remainder = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the fraction that a key leaves
+        later_sums = F.pad(log_remainder[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
         return (F.logsigmoid(scores) + later_sums).exp().masked_fill(~visible, 0.0)

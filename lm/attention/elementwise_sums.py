@@ -28,7 +28,7 @@ OLDEST_TRITON = (3, 4)
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of scores z: `value` returns f(z). Tiles use `value_` and `derivative_`, which overwrite their arguments."""
+    """A function f of scores z: `value` and `value_` return f(z), `derivative_` (f(z), grad x f'(z)). `_` marks overwritten arguments."""
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
@@ -73,25 +73,25 @@ class _ElementwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, kind: str, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
-        wide = torch.promote_types(v.dtype, torch.float32)
-        output = torch.empty(v.shape, dtype=wide if over_sum else v.dtype, device=v.device)
-        sums = torch.empty((*v.shape[:2], 1), dtype=wide, device=v.device) if over_sum else None
-        qw, kw = q.to(wide), k.to(wide)
+        wide_dtype = torch.promote_types(v.dtype, torch.float32)
+        output = torch.empty(v.shape, dtype=wide_dtype if over_sum else v.dtype, device=v.device)
+        sums = torch.empty((*v.shape[:2], 1), dtype=wide_dtype, device=v.device) if over_sum else None
+        qw, kw = q.to(wide_dtype), k.to(wide_dtype)
         values = v.to(output.dtype)  # rows divided by their sums stay unrounded: their gradients are small differences
         with without_autocast(v.device):  # as in the backward pass
             for a, b in spans(q.size(1), TILE):
-                total = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide, device=v.device)
-                row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide, device=v.device)
+                output_block = torch.zeros(v.size(0), b - a, v.size(2), dtype=wide_dtype, device=v.device)
+                row_sum = torch.zeros(v.size(0), b - a, 1, dtype=wide_dtype, device=v.device)
                 for c, d in spans(b, TILE):
                     w = SCORE_FUNCTIONS[kind].value_(_scores(qw, kw, shift, a, b, c, d))
                     w = (w.tril_() if c == a else w).to(output.dtype)
-                    total += w @ values[:, c:d]
+                    output_block += w @ values[:, c:d]
                     if over_sum:
                         row_sum += w.sum(-1, keepdim=True)
                 if over_sum:
                     sums[:, a:b] = row_sum.masked_fill_(row_sum < SMALLEST_SUM, torch.inf)
-                    total /= row_sum
-                output[:, a:b] = total
+                    output_block /= row_sum
+                output[:, a:b] = output_block
         ctx.save_for_backward(q, k, v, shift, *((output, sums) if over_sum else ()))
         ctx.kind = kind
         return output.to(v.dtype)
@@ -100,17 +100,17 @@ class _ElementwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
-        grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, None)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        qw, kw, vw, gw = (x.to(wide) for x in (q, k, v, grad))
+        grad, mean_grad = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, None)
+        wide_dtype = torch.promote_types(v.dtype, torch.float32)
+        qw, kw, vw, gw = (x.to(wide_dtype) for x in (q, k, v, grad))
         dq, dk, dv = (torch.zeros_like(x) for x in (qw, kw, vw))
         dshift = None if shift is None else torch.zeros_like(shift)
         with without_autocast(v.device):
             for a, b in spans(q.size(1), TILE):
                 for c, d in spans(b, TILE):
                     dw = gw[:, a:b] @ vw[:, c:d].transpose(1, 2)
-                    if mean is not None:
-                        dw -= mean[:, a:b]
+                    if mean_grad is not None:
+                        dw -= mean_grad[:, a:b]
                     w, dz = SCORE_FUNCTIONS[ctx.kind].derivative_(_scores(qw, kw, shift, a, b, c, d), dw)
                     if c == a:
                         w, dz = w.tril_(), dz.tril_()
@@ -175,7 +175,7 @@ def _why_unusable(device: torch.device) -> str:
 def _compare_with_tiles(device: torch.device) -> str:
     """Compare results of the Triton kernel and of the tiles on a device: warn of a problem and return it, or return an empty text.
 
-    The comparison compiles the kernel, which is a problem where the machine lacks a C compiler or Python's headers.
+    The comparison compiles the kernel, which fails where the machine lacks a C compiler or Python's headers.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):

@@ -37,7 +37,7 @@ class AttentionLayout:
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """The results of `_document_groups`, cached for `by_documents`, by the number of sequences in the batch."""
+        """The results of `_document_groups` that `by_documents` caches: each key is a number of sequences in the batch."""
         return {}
 
     @classmethod

@@ -77,12 +77,12 @@ class LinearNormalizer(DividedNormalizer):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Decode as `Normalizer.decode`. The state is always one matrix per query head, D x E (`n: sum`: D x (E + 1))."""
         k, v = self.expand_kv_heads(k, v)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        q, k = self.features(q.to(wide), k.to(wide))
+        wide_dtype = torch.promote_types(v.dtype, torch.float32)
+        q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))
         factor, width, dtype, n_queries = self.factor(layout), v.size(-1), v.dtype, q.size(2)
         if n_queries < k.size(2):
             q = F.pad(q, (0, 0, k.size(2) - n_queries, 0))
-        v = v.to(wide)
+        v = v.to(wide_dtype)
         if factor is None:
             v = F.pad(v, (0, 1), value=1.0)  # the output for one more value, 1, is the sum of a query's weights
         with routes.without_autocast(q.device):  # autocast would round the state, a sum over all tokens
@@ -91,7 +91,7 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """sum_{j <= i} g^(i-j) q_i.k_j v_j for each i, and the new state. Keys j of earlier chunks enter by the state."""
+        """(sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, new state): g is the head's decay, `state` sums k_j v_j of earlier tokens."""
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         outputs = []

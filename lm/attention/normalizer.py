@@ -77,8 +77,8 @@ class Normalizer(ABC, Module):
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the features of the layer's input x: q (B, H, T, D + F), k (B, K, T, D + F H / K). Each is in the wider dtype of
-        vectors and features, since sums of a feature over all tokens would accumulate its rounding."""
+        """Append the features of the layer's input x: returns q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each result has the wider
+        dtype of its vectors and features, since sums of a feature over all tokens would accumulate rounding errors."""
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
@@ -97,7 +97,7 @@ class Normalizer(ABC, Module):
 
     def scale_by_position(self) -> Tensor | None:
         """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None:
-        the scores are no such multiples of q.k."""
+        scores have another form."""
         return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64) if self.scores_are_logits else None
 
     @property
@@ -130,9 +130,9 @@ class Normalizer(ABC, Module):
         Weights depend on q, k and their features through the scores alone, which include temperatures. Keys that a query does not
         see have scores, too. q, k: as in `weights`.
         """
-        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
+        wide_dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
         with routes.without_autocast(q.device):
-            return self.define_scores(q.to(wide), k.to(wide), layout)
+            return self.define_scores(q.to(wide_dtype), k.to(wide_dtype), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast. The default is z; subclasses may override it."""
@@ -237,8 +237,8 @@ class DividedNormalizer(Normalizer):
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        a = self.f(scores).masked_fill(~layout.visible(), 0.0)
-        return routes.divided(a, a.sum(-1, keepdim=True), self.factor(layout))
+        unnormalized_weights = self.f(scores).masked_fill(~layout.visible(), 0.0)
+        return routes.divided(unnormalized_weights, unnormalized_weights.sum(-1, keepdim=True), self.factor(layout))
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of f(score) over the keys that each query sees."""

@@ -51,14 +51,14 @@ class Options:
         return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
 
     def layer_options(self) -> list["Options"]:
-        """A list of the options of each normalizer: more than these options only for a list of layers (`catalogue.Layers`)."""
+        """The options of all normalizers that these options describe: [self], or for a list of layers (`catalogue.Layers`) its entries."""
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """A trained normalizer's options, with the values of `changes`; problems, at keys that begin with `path`, go to `problems`."""
+        """A trained normalizer's options, with the values of `changes`. Problems with new values, at keys below `path`, join `problems`."""
         overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)
@@ -72,7 +72,7 @@ class Options:
     def non_defaults(self) -> dict[str, Plain]:
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
 
-    def beyond_initial_values(self) -> dict[str, Plain]:
+    def non_defaults_but_init(self) -> dict[str, Plain]:
         """Values, by name, of the options that differ from their defaults, without `init`."""
         return {option: value for option, value in self.non_defaults().items() if option != "init"}
 
@@ -82,7 +82,7 @@ class Options:
 
     def swap_arguments(self) -> str:
         """The arguments of `lm swap --to` for these options, without `init`: `ssmax model.normalizer.bias=true`."""
-        overrides = self.beyond_initial_values()
+        overrides = self.non_defaults_but_init()
         return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
 
 

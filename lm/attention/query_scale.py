@@ -209,7 +209,7 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """Softmax with factor c sqrt(2 ln n), which grows as the largest of n Gaussian logits. The initial c makes its mean 1 in training."""
+    """Softmax with factor c sqrt(2 ln n), which grows as the largest of n Gaussian logits. The factor's initial mean in training is 1."""
 
     schema = SqrtLogN
 
@@ -335,7 +335,7 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """Softmax with the factor s p_n + b, at first 1 (our choice). The learned p_n have no unique scale and offset: s, b can undo both."""
+    """Softmax with the factor s p_n + b, initially 1 (our choice). The learned p_n have no unique scale and offset: s and b undo both."""
 
     schema = PN
 
@@ -363,7 +363,7 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """Softmax with q times B(ln n) (1 + tanh G(q)). At first this is softmax: G's last layer is 0, as in its source, B is 1 (our choice).
+    """Softmax with q times B(ln n) (1 + tanh G(q)), for MLPs B and G. It starts as softmax: G = 0 as in TabICLv2, B = 1 (our choice).
 
     A layer's heads share both MLPs; B has an output for each head and dimension.
     """
@@ -385,11 +385,11 @@ class QASSMaxNormalizer(FusedSoftmax):
         return q * base * gate, k
 
 
-def _mlp(size: int, n_outputs: int, start: float) -> Module:
-    """An MLP of two layers with 64 hidden units and GELU, whose outputs are all `start` at first."""
+def _mlp(size: int, n_outputs: int, first_output: float) -> Module:
+    """An MLP of two layers with 64 hidden units and GELU, whose outputs are all `first_output` at first."""
     nn = torch.nn
     layers = nn.Sequential(OrderedDict(hidden=nn.Linear(size, 64), gelu=nn.GELU(), out=nn.Linear(64, n_outputs)))
     for tensor in (layers.hidden.bias, layers.out.weight):
         nn.init.zeros_(tensor)
-    nn.init.constant_(layers.out.bias, start)
+    nn.init.constant_(layers.out.bias, first_output)
     return layers

@@ -22,7 +22,7 @@ from lm.attention.layout import AttentionLayout, uncompiled
 
 SMALLEST_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
-_counted_device: torch.device | None = None
+_simulated_device: torch.device | None = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
@@ -31,19 +31,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def executing_device(tensor: Tensor) -> torch.device:
-    """The device that decides the route of a computation with `tensor`: that of an active `with_device_limits`, else the tensor's own."""
-    return _counted_device or tensor.device
+    """The device that decides the route of a computation with `tensor`: the device of an active `with_device_limits`, else the tensor's."""
+    return _simulated_device or tensor.device
 
 
 @contextmanager
 def with_device_limits(device: torch.device) -> Iterator[None]:
     """A context in which fake CPU tensors take the routes and block sizes of `device`, to show how much memory `device` would hold."""
-    global _counted_device
-    _counted_device = device
+    global _simulated_device
+    _simulated_device = device
     try:
         yield
     finally:
-        _counted_device = None
+        _simulated_device = None
 
 
 def spans(length: int, size: int) -> list[tuple[int, int]]:
@@ -55,22 +55,22 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply rows (B, H, T, X) of weights or outputs by `factor`, expandable to (B, H, T); if it is None, divide by `total` (B, H, T, 1).
+    """Multiply `rows` (B, H, T, size), weights or outputs, by `factor`, expandable to (B, H, T), or if `factor` is None divide by `total`.
 
-    The result is in fp32 or wider. A row is 0 if its `total` is below `SMALLEST_SUM`, as where relu(z)^2 is 0 for all keys.
+    `total` is (B, H, T, 1); a row with less than `SMALLEST_SUM` becomes 0, as where relu(z)^2 is 0 for all keys. Returns fp32 or wider.
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
-        total = total.to(wide)
-        return rows.to(wide) / total.masked_fill(total < SMALLEST_SUM, torch.inf)
-    return rows * factor.unsqueeze(-1).to(wide)
+        total = total.to(wide_dtype)
+        return rows.to(wide_dtype) / total.masked_fill(total < SMALLEST_SUM, torch.inf)
+    return rows * factor.unsqueeze(-1).to(wide_dtype)
 
 
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of the undivided output, in `dtype`, and the mean gradient of a query's weights (N, T, 1). `output` is divided by `sums`.
+    """The gradient of weights x values before their division by `sums`, in `dtype`, and the mean gradient of a query's weights, (N, T, 1).
 
-    The mean is to be subtracted from the gradient of each weight. Where one key has all the weight, mean and gradient cancel. So
-    both are computed from the same rounded gradient, and the mean from `output` in fp32.
+    `grad` is the gradient of `output`. The caller subtracts the mean from each weight's gradient. Where one key has all the weight, the
+    mean and the gradient cancel. So both are computed from the same rounded gradient, and the mean from `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -81,7 +81,7 @@ def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Ten
 
 SHORT_LENGTH = 512  # most tokens of a short sequence: beyond, the fused kernel is as fast, and does not keep the T x T weights
 SHORT_BLOCK = 64  # queries of a block
-SHORT_WEIGHTS = 2**20  # most weights computed together: sets how many heads a block has
+SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together: sets how many heads a block has
 
 
 def fused_softmax(
@@ -144,15 +144,15 @@ class _ShortAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, *saved_weights = ctx.saved_tensors
-        wide = torch.promote_types(v.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        wide_dtype = torch.promote_types(v.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v))
         grad = grad.contiguous()
-        scaled_grad, v_wide = grad.to(wide) * ctx.scale, v.to(wide)
+        scaled_grad, v_wide = grad.to(wide_dtype) * ctx.scale, v.to(wide_dtype)
         with without_autocast(v.device):
             for (heads, a, b, keys), weights in zip(_short_blocks(q, k), saved_weights, strict=True):
                 dv[heads, :keys] += weights.mT @ grad[heads, a:b]
                 dweights = scaled_grad[heads, a:b] @ v_wide[heads, :keys].mT
-                dscores = torch._softmax_backward_data(dweights, weights.to(wide), -1, wide).to(v.dtype)
+                dscores = torch._softmax_backward_data(dweights, weights.to(wide_dtype), -1, wide_dtype).to(v.dtype)
                 dq[heads, a:b] = dscores @ k[heads, :keys]
                 dk[heads, :keys] += dscores.mT @ q[heads, a:b]
         return dq, dk, dv.to(v.dtype), None
@@ -161,7 +161,7 @@ class _ShortAttention(torch.autograd.Function):
 def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
     """(heads, first query, last query + 1, number of keys) of each block; q (N, T, D) are the last T of the S tokens of k (N, S, D)."""
     (n, queries), keys = q.shape[:2], k.size(1)
-    n_heads = max(1, SHORT_WEIGHTS // (SHORT_BLOCK * keys))
+    n_heads = max(1, SHORT_BLOCK_WEIGHTS // (SHORT_BLOCK * keys))
     return [(slice(h, h + n_heads), a, b, keys - queries + b) for h in range(0, n, n_heads) for a, b in spans(queries, SHORT_BLOCK)]
 
 
@@ -171,8 +171,8 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
     Queries are the last T of the S tokens.
     """
-    wide = torch.promote_types(v.dtype, torch.float32)
-    return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide), k.to(wide), v)), scale).unflatten(0, q.shape[:2])
+    wide_dtype = torch.promote_types(v.dtype, torch.float32)
+    return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v)), scale).unflatten(0, q.shape[:2])
 
 
 # ---------------------------------------------------------------- some queries at a time, from the definition
@@ -180,24 +180,24 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 BLOCK_WEIGHTS = 2**21  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
 LEAST_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
-MOST_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks in a step with 124 M parameters
+MOST_GPU_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
 WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes: softpick's takes 42
 MEMORY_DIVISOR = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
 
 
 def block_weights(device: torch.device) -> int:
-    """The most weights of a block on `device`; on a GPU a power of two, limited by its free memory at the first call in this process."""
+    """The most weights of a block on `device`; on a GPU a power of two, limited by the memory free at the first call in this process."""
     return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 
 @cache
 def _gpu_block_weights(index: int | None) -> int:
-    """`block_weights` of GPU `index` (None: the current GPU), cached, as other sizes of blocks round sums differently."""
+    """`block_weights` of GPU `index` (None: the current GPU). It is cached, as blocks of another size round sums differently."""
     if index is None:
         return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)
     weights = max(free_bytes // (MEMORY_DIVISOR * WEIGHT_BYTES), BLOCK_WEIGHTS)
-    return min(2 ** (weights.bit_length() - 1), MOST_WEIGHTS)
+    return min(2 ** (weights.bit_length() - 1), MOST_GPU_WEIGHTS)
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
@@ -207,11 +207,11 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     CPU a causal block has at most an eighth of the sequence's queries, or `LEAST_BLOCK_WEIGHTS` weights if that is more.
     """
     device, length, keys, row_weights = executing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
-    eighth, most_weights = -(-keys // 8), block_weights(device)
+    eighth_of_keys, most_weights = -(-keys // 8), block_weights(device)
     if device.type == "cpu" and layout.causal:
-        most_weights = min(most_weights, max(row_weights * eighth, LEAST_BLOCK_WEIGHTS))
+        most_weights = min(most_weights, max(row_weights * eighth_of_keys, LEAST_BLOCK_WEIGHTS))
     step = max(1, most_weights // row_weights)
-    return [(a, b, min(-(-b // eighth) * eighth, keys) if layout.causal else keys) for a, b in spans(length, step)]
+    return [(a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.causal else keys) for a, b in spans(length, step)]
 
 
 class _ByQueryBlocks(torch.autograd.Function):
@@ -223,28 +223,28 @@ class _ByQueryBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, definition: nn.Module, layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
+        ctx: FunctionCtx, module: nn.Module, layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, *parameters)
-        ctx.definition, ctx.layout = definition, layout
-        names = [name for name, _ in definition.named_parameters()]
-        compute = partial(torch.func.functional_call, definition, dict(zip(names, parameters, strict=True)))
+        ctx.module, ctx.layout = module, layout
+        names = [name for name, _ in module.named_parameters()]
+        compute_block = partial(torch.func.functional_call, module, dict(zip(names, parameters, strict=True)))
         blocks = [(_attend, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)) for a, b, s in _blocks(q, k, layout)]
         with without_autocast(v.device):
-            return torch.cat([compute(block) for block in blocks], 2)
+            return torch.cat([compute_block(block) for block in blocks], 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *parameters = ctx.saved_tensors
-        names = [name for name, _ in ctx.definition.named_parameters()]
+        names = [name for name, _ in ctx.module.named_parameters()]
         inputs = (q, k, v, *parameters)
         grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]  # sums over the blocks
         for a, b, s in _blocks(q, k, ctx.layout):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                output = torch.func.functional_call(ctx.definition, values, (_attend, *leaves[:3], ctx.layout.select(slice(a, b), s)))
+                output = torch.func.functional_call(ctx.module, values, (_attend, *leaves[:3], ctx.layout.select(slice(a, b), s)))
                 block_grads = torch.autograd.grad(output, leaves, grad[:, :, a:b], allow_unused=True)
             slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for total, value in zip(slices, block_grads, strict=True):

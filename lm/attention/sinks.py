@@ -20,7 +20,7 @@ class SinkBase(SoftmaxNormalizer):
     """
 
     kernel = "fused softmax"
-    logit: str  # b in words, for `kernel_description`
+    logit_text: str  # b in words, for `kernel_description`
 
     @abstractmethod
     def sink(self, reference: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class SinkBase(SoftmaxNormalizer):
         return routes.fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return f"{routes.softmax_route(device, self.layer.train_length + 1)} with one more key, of logit {self.logit} and value 0"
+        return f"{routes.softmax_route(device, self.layer.train_length + 1)} with one more key, of logit {self.logit_text} and value 0"
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Softmax1(Options):
 
 class Softmax1Normalizer(SinkBase):
     schema = Softmax1
-    logit = "0"
+    logit_text = "0"
 
     def sink(self, reference: Tensor) -> Tensor:
         return reference.new_zeros(self.layer.n_head)
@@ -81,7 +81,7 @@ class Sink(Options):
 
 class SinkNormalizer(SinkBase):
     schema = Sink
-    logit = "b"
+    logit_text = "b"
 
     def initialise(self) -> None:
         self.b = self.parameter(self.options.init)

@@ -10,8 +10,8 @@ from lm.attention.options import N_HELP, Options
 from lm.schema import key
 
 
-def relative_to_largest(z: Tensor, layout: AttentionLayout) -> Tensor:
-    """Logits z minus the query's largest visible logit (detached: weights don't depend on this shift); -inf for masked keys."""
+def subtract_largest_logit(z: Tensor, layout: AttentionLayout) -> Tensor:
+    """Logits z minus the query's largest visible logit, without its gradient (weights don't depend on the shift); -inf for masked keys."""
     z = z.masked_fill(~layout.visible(), -math.inf)
     return z - z.amax(-1, keepdim=True).detach()
 
@@ -30,11 +30,11 @@ class SparsemaxNormalizer(Normalizer):
     schema = Sparsemax
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        z = relative_to_largest(scores, layout)
-        over_bound = z - threshold(z.detach(), 1)
-        positive_part = over_bound.relu()
+        z = subtract_largest_logit(scores, layout)
+        z_minus_tau = z - threshold(z.detach(), 1)
+        positive_part = z_minus_tau.relu()
         # Solve the linear equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
-        return (over_bound - (positive_part.sum(-1, keepdim=True) - 1) / positive_part.detach().sign().sum(-1, keepdim=True)).relu()
+        return (z_minus_tau - (positive_part.sum(-1, keepdim=True) - 1) / positive_part.detach().sign().sum(-1, keepdim=True)).relu()
 
 
 @dataclass
@@ -51,21 +51,21 @@ class Entmax15Normalizer(Normalizer):
     schema = Entmax15
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        z = relative_to_largest(scores, layout) / 2
-        over_bound = z - threshold(z.detach(), 2)
-        positive_part = over_bound.relu()
+        z = subtract_largest_logit(scores, layout) / 2
+        z_minus_tau = z - threshold(z.detach(), 2)
+        positive_part = z_minus_tau.relu()
         # Solve the quadratic equation for tau on the support of `positive_part`: exact, and with the gradient of tau.
         total, excess = positive_part.sum(-1, keepdim=True), positive_part.square().sum(-1, keepdim=True) - 1
         support_size = positive_part.detach().sign().sum(-1, keepdim=True)
-        return (over_bound - excess / (total + (total.square() - support_size * excess).clamp(min=1e-30).sqrt())).relu().square()
+        return (z_minus_tau - excess / (total + (total.square() - support_size * excess).clamp(min=1e-30).sqrt())).relu().square()
 
 
 def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
-    """The tau (..., 1) at which relu(z - tau) has p-norm 1, to 32 times the dtype's eps, for rows z (..., S) whose largest entry is 0.
+    """The tau (..., 1) at which relu(z - tau) has p-norm 1, with an error of 32 eps at most, for rows z (..., S) whose largest entry is 0.
 
     Newton's method on g(tau) = |relu(z - tau)| - 1, convex and falling, starts at tau = -1 and does not pass the root. With slope = -g',
     each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S^(2 / p) at most, and no
-    slope is below 1. z has no gradient.
+    slope is below 1. z must not require a gradient.
     """
     tau, positive_part, bits = torch.full_like(z[..., :1], -1), torch.empty_like(z), -math.log2(torch.finfo(z.dtype).eps)
     for _ in range(math.ceil(math.log2(z.size(-1)) / p + (bits - 5) / 2)):
@@ -125,13 +125,13 @@ class SoftpickNormalizer(Normalizer):
     schema = Softpick
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        a, _ = self._unnormalized_weights(scores, layout)
-        return a.relu() / (a.abs().sum(-1, keepdim=True) + 1e-8)
+        signed_weights, _ = self._unnormalized_weights(scores, layout)
+        return signed_weights.relu() / (signed_weights.abs().sum(-1, keepdim=True) + 1e-8)
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         """ln of the sum of |e^z - 1| over the keys that each query sees."""
-        a, top = self._unnormalized_weights(scores, layout)
-        return a.abs().sum(-1).log() + top.squeeze(-1)
+        signed_weights, top = self._unnormalized_weights(scores, layout)
+        return signed_weights.abs().sum(-1).log() + top.squeeze(-1)
 
     def _unnormalized_weights(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
         """(e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1): the largest score of the keys that a query sees, at least 0."""

@@ -142,7 +142,7 @@ def _backward_keys(
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of dk and of the first piece of dv (`FIRST`), or of another piece of dv, in a loop over blocks of queries.
+    """Compute a block of dk and of the first piece of dv if `FIRST`, else of another piece of dv alone, in a loop over blocks of queries.
 
     All tiles of weights are (keys, queries), so that none is ever transposed.
     """

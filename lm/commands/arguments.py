@@ -11,7 +11,7 @@ from lm.files import expand_home
 from lm.machine import without_garbage_collection
 from lm.schema import Plain
 
-Results = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
+OutFile = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
 Source = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="run folder, checkpoint or export")]
 NewFolder = Annotated[Path, typer.Option("--out", "-o", help="folder to create")]
@@ -29,14 +29,14 @@ AllowPlugin = Annotated[
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Call `lm.runs.loading.with_shape_of`: merge keys of files, of the model `init_from`, and overrides. Imports torch when called."""
+    """Return keys of files, of the model `init_from` and of overrides, merged by `lm.runs.loading.with_shape_of`, which imports torch."""
     with without_garbage_collection():
         from lm.runs.loading import with_shape_of
 
     return with_shape_of(init_from, file_keys, overrides)
 
 
-def check_results(out: Path | None) -> None:
+def check_out_file(out: Path | None) -> None:
     """Raise ConfigError if the file name `out` ends neither in .csv nor in .json."""
     if out and out.suffix not in (".csv", ".json"):
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")

@@ -47,7 +47,7 @@ def compare(
     interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
-    from lm.experiments.compare import VERDICTS, Work, compare_experiments, print_commands
+    from lm.experiments.compare import VERDICTS, TrainingOptions, compare_experiments, print_commands
     from lm.experiments.experiment_file import read_experiment
 
     modes = {"--plan": plan, "--report-only": report_only, "--commands": commands, "--submit": submit}
@@ -63,12 +63,12 @@ def compare(
         raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
-    work = Work(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
+    run_options = TrainingOptions(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
     if commands:
-        print_commands(files, overrides, work)
+        print_commands(files, overrides, run_options)
     else:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare_experiments(files, overrides, work, plan, report_only, out)
+            compare_experiments(files, overrides, run_options, plan, report_only, out)
         for path in files if as_json else ():
             print((read_experiment(path, overrides).folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 

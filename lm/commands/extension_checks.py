@@ -124,10 +124,10 @@ def same_documents(source: OutsideSource) -> None:
 
     read from files or a fixed seed, in a fixed order
     """
-    first, second = (list(islice(source.documents(), MAX_DOCUMENTS)) for _ in range(2))
-    require(all(isinstance(text, str) for text in first), "a document is no text")
-    require(any(text.strip() for text in first), "all documents are blank")
-    require(first == second, "the second call gives other documents")
+    documents, repeated_documents = (list(islice(source.documents(), MAX_DOCUMENTS)) for _ in range(2))
+    require(all(isinstance(text, str) for text in documents), "a document is no text")
+    require(any(text.strip() for text in documents), "all documents are blank")
+    require(documents == repeated_documents, "the second call gives other documents")
 
 
 def plain_identity(source: OutsideSource) -> None:
@@ -147,8 +147,8 @@ def pure_sequences(task: Task) -> None:
     with _task_text(task) as text:
         for subset in ("train", "test"):
             for index in range(20):
-                first, second = (example(task, 1, index, 256, subset, text) for _ in range(2))
-                require(bool((first.tokens == second.tokens).all()), f"{subset} sequence {index} differs the second time")
+                sample, repeated_sample = (example(task, 1, index, 256, subset, text) for _ in range(2))
+                require(bool((sample.tokens == repeated_sample.tokens).all()), f"{subset} sequence {index} differs the second time")
 
 
 def answers_in_place(task: Task) -> None:
@@ -224,9 +224,9 @@ def same_numbers(options: EvaluationConfig) -> None:
     give the options that switch it on; draw from a generator of a fixed seed
     """
     require(options.wanted(Config().data), "with these options it is not wanted")
-    (_, first), (_, second) = _measure_twice(options)
-    require(len(first) > 0, "it gives no series")
-    require(first == second, "the second time it gives other numbers")
+    (_, series), (_, repeated_series) = _measure_twice(options)
+    require(len(series) > 0, "it gives no series")
+    require(series == repeated_series, "the second time it gives other numbers")
 
 
 def leaves_model(options: EvaluationConfig) -> None:
@@ -248,19 +248,19 @@ KINDS: dict[str, tuple[Table, tuple[Callable[..., None], ...]]] = {  # the table
 }
 
 
-def check_extension(noun: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
+def check_extension(kind: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (promise, breach) for each promise of an extension, both in words; the breach is empty if the promise is kept.
 
     Args:
-        noun: one of `KINDS`.
+        kind: a key of `KINDS`, such as `optimizer`.
         name: `package.module:Class`, or an entry point's name.
         overrides: `option=value`, options of the class.
 
     Raises ConfigError: the class can't be imported, is of another kind or lm's own, or has no such options.
     """
-    table, checks = KINDS[noun]
+    table, checks = KINDS[kind]
     with PLUGINS.trusted():
-        options = build_named(table, {"name": name, **read_overrides(overrides)}, noun)
+        options = build_named(table, {"name": name, **read_overrides(overrides)}, kind)
     if not isinstance(options, table.kind.base):
-        raise ConfigError([Problem(noun, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")])
+        raise ConfigError([Problem(kind, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")])
     return checked_promises(options, checks)

@@ -75,7 +75,7 @@ def missing_requirements() -> dict[str, list[str]]:
     }
 
 
-def lines(content: Mapping[str, Plain]) -> list[str]:
+def fact_lines(content: Mapping[str, Plain]) -> list[str]:
     """Format facts, by heading, as the lines that `lm info` prints."""
     output = []
     for title, block in content.items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, Checkpoint, NewFolder, Results, Source, check_results, paths_and_overrides, split_overrides
+from lm.commands.arguments import AllowPlugin, Checkpoint, NewFolder, OutFile, Source, check_out_file, paths_and_overrides, split_overrides
 from lm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def eval_(
     checkpoint: Checkpoint = "last",
     suite: Suite = "",
     needle: NeedleOption = False,
-    out: Results = None,
+    out: OutFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON, one object each, and nothing else")] = False,
     allow_plugin: AllowPlugin = None,
 ) -> None:
@@ -50,12 +50,12 @@ def eval_(
     """
     from lm.evaluation.evaluate import evaluate_runs
 
-    check_results(out)
+    check_out_file(out)
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
-    grid = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
+    needle_overrides = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, suite, grid + overrides)
+            results = evaluate_runs(folders, checkpoint, suite, needle_overrides + overrides)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise
@@ -89,7 +89,7 @@ def diagnose(
     layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated")] = None,
     head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated")] = None,
     checkpoint: Checkpoint = "last",
-    out: Results = None,
+    out: OutFile = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Describe the attention of trained models.
@@ -98,7 +98,7 @@ def diagnose(
     (docs/diagnostics.md). Those of runs are kept in evaluations/. With --text: maps of single heads' weights.
     """
     sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")
-    check_results(out)
+    check_out_file(out)
     if text is None and (layer or head):
         raise ConfigError(f"--{'layer' if layer else 'head'}: of the maps that --text draws; give a text, too")
     if text is None:

@@ -21,7 +21,7 @@ from lm.commands.arguments import paths_and_overrides, with_shape_of
 from lm.config.load import load
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
-from lm.experiments.compare import REPORT, VERDICTS, Work, compare_experiments
+from lm.experiments.compare import REPORT, VERDICTS, TrainingOptions, compare_experiments
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.judging import INTERVALS
 from lm.experiments.run_table import Direction, judge_table
@@ -128,7 +128,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs = {jobs!r}: must be at least 1")
     with _silence_unless(verbose):
-        compare_experiments(files, overrides, Work(jobs), report_only=not train)
+        compare_experiments(files, overrides, TrainingOptions(jobs), report_only=not train)
     procedure = open_experiment(files[0], overrides)
     folder = procedure.experiment.folder
     runs = dict.fromkeys(run.config.run_folder for run in procedure.known_runs() if run.has_begun)

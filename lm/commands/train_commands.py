@@ -58,10 +58,10 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = Fals
 
     Versions, devices, kernels, wandb, and what is missing of each extra: the first thing to put into a report of a problem.
     """
-    from lm.commands.info import facts, lines
+    from lm.commands.info import fact_lines, facts
 
     content = facts()
-    print(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
+    print(json.dumps(content, indent=1) if as_json else "\n".join(fact_lines(content)))
 
 
 def normalizers() -> None:

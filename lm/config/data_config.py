@@ -17,7 +17,7 @@ SHORTEST_PIECE = 16  # fewest tokens in a piece of `DocumentLengths`
 
 
 class SequenceLengths:
-    """Base of options that set one sequence length for each training step; every step has `optim.batch_tokens` tokens."""
+    """Base class of options that set one sequence length for each training step; every step has `optim.batch_tokens` tokens."""
 
     name: ClassVar[str]
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
@@ -131,7 +131,7 @@ class DocumentLengths(SequenceLengths):
 
     After Dataset Decomposition (arXiv 2405.13226). A document of D tokens is cut into D // `data.seq_len` pieces of `data.seq_len` tokens.
     The remaining D % `data.seq_len` tokens are cut into pieces by binary digits: 100 = 64 + 32 + 4 gives pieces of 64 and 32 tokens.
-    Up to 15 tokens fit in no piece; each epoch draws how many of these are at the document's start. Documents below 16 tokens are left out.
+    Up to 15 tokens fit in no piece; each epoch draws how many of them are skipped at the start. Documents below 16 tokens are left out.
     """
 
     name: ClassVar[str] = "documents"
@@ -192,8 +192,8 @@ class Files:
         other_formats = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
-                is_name = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
-                remedy = f"write it as .{suffix}" if is_name else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
+                lacks_dot = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
+                remedy = f"write it as .{suffix}" if lacks_dot else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
                 yield Problem("suffixes", suffix, "is not a suffix of text files", remedy)
 
 
@@ -267,7 +267,7 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data, such as versions or file hashes, that change if the documents do. lm adds the options and the code's digest."""
+        """Plain data, e.g. file hashes, that change if the documents do; lm identifies token stores by them, the options and the code."""
 
     def licence(self) -> str:
         """The licence of the text."""

@@ -19,7 +19,7 @@ Suite = Literal["quick", "full"]
 Quantity = Literal["loss", "accuracy"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
-AUTO_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
+AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
 MAX_OVERRUN = 7  # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
 MAX_SEQUENCES = 10**6
@@ -56,16 +56,16 @@ class EvaluationConfig(Timing):
         return bool(getattr(self, self.switch))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
-        """Yield contradictions between this block and other keys, by paths relative to this block; used only if the evaluation is on."""
+        """Yield contradictions between this block and other keys, by paths relative to this block; called only if the evaluation is on."""
         return ()
 
     def metrics(self, data: DataConfig) -> list[str] | None:
-        """Names, as in metrics.jsonl, of the metrics with one value per sequence or question, for a model trained on `data`. None if the
-        names are unknown before the evaluation has run."""
+        """Names in metrics.jsonl of metrics with one value per sequence or question; None if unknown before the evaluation has run."""
         return None
 
     def inference_problems(self, normalizers: list[Options]) -> Iterator[Problem]:
-        """Yield errors in the options that this block's inference settings give to `normalizers`; used even if the evaluation is off."""
+        """Yield problems of normalizer options in this block's inference settings: none of `normalizers` has the option, or its value is
+        invalid. These options are checked even if the evaluation is off, as the values of other keys are."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         for index, setting in enumerate(settings):
             yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
@@ -128,7 +128,7 @@ class LongContextConfig(EvaluationConfig):
     @property
     def longest_factor(self) -> float:
         """Length of the longest sequences that this evaluation may measure, in training lengths."""
-        return AUTO_FACTOR if self.length_factor == "auto" else self.length_factor
+        return AUTO_LENGTH_FACTOR if self.length_factor == "auto" else self.length_factor
 
     def metric(self, setting: str) -> str:
         return f"long/loss {setting}"
@@ -436,8 +436,8 @@ class EvalConfig:
         return f"eval.others[{plugin_kinds.index(kind)}]" if kind in plugin_kinds else f"eval.{kind}"
 
     def problems(self) -> Iterator[Problem]:
-        counts = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._plugin_evaluations)])
-        for kind, count in counts.items():
+        counts_by_kind = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._plugin_evaluations)])
+        for kind, count in counts_by_kind.items():
             if count > 1:
                 yield Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`")
 
@@ -458,7 +458,7 @@ class EvalConfig:
         return {name: value for name, value in plain.items() if value is not None and name not in TIMING_KEYS}
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        validation = {"sequences": min(32, self.sequences)} if name == "quick" else {}
+        validation_changes = {"sequences": min(32, self.sequences)} if name == "quick" else {}
         changes_by_kind = {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}
-        others = [to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._plugin_evaluations]
-        return validation | changes_by_kind | ({"others": others} if others else {})
+        plugin_blocks = [to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._plugin_evaluations]
+        return validation_changes | changes_by_kind | ({"others": plugin_blocks} if plugin_blocks else {})

@@ -27,15 +27,15 @@ class RopeScaling:
         return getattr(self, "factor", None) or max(1.0, length / trained_length)
 
     def theta(self, theta: float, head_size: int, s: float) -> float:
-        """RoPE's base under this scaling, from the base `theta` in training."""
+        """RoPE's base at scaling factor `s`, from the base `theta` in training."""
         return theta
 
     def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
-        """Scaled radians per token of each pair of dimensions, (pairs,); `periods`: the periods of each pair within the training length."""
+        """Radians per token of each pair, (pairs,), at scaling factor `s`; `periods`: periods of each pair within the training length."""
         return frequencies
 
     def logit_factor(self, s: float) -> float:
-        """The factor by which this scaling multiplies the attention logits."""
+        """The factor by which this scaling multiplies the attention logits at scaling factor `s`."""
         return 1.0
 
 
@@ -52,7 +52,7 @@ class ThetaFactor(RopeScaling):
 
 @dataclass(frozen=True)
 class Interpolation(RopeScaling):
-    """Position interpolation, arXiv 2306.15595: all frequencies divided by s."""
+    """Position interpolation, arXiv 2306.15595: all frequencies divided by s, which is `factor`, or the length in training lengths."""
 
     name: ClassVar[str] = "interpolation"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -63,7 +63,7 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling: theta times s^(D / (D - 2)) for head size D, which divides the lowest frequency by s and keeps the highest."""
+    """NTK-aware scaling by factor s: theta times s^(D / (D - 2)) for head size D. Divides the lowest frequency by s, keeps the highest."""
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -97,7 +97,7 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """RoPE scaling and normalizer options with which a trained model is evaluated; its weights do not change (`lm.model.swapped`)."""
+    """RoPE scaling and normalizer options with which a trained model is evaluated, by `lm.model.swapped`; the weights do not change."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
@@ -119,7 +119,7 @@ class InferenceSetting:
         return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """Return the normalizer options as changed by this setting, and the problems; `path`: the key path of `normalizer` in errors."""
+        """Return the normalizer options as changed by this setting, and problems of the changes; `path`: path of the key `normalizer`."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
         problems += [
@@ -130,10 +130,10 @@ class InferenceSetting:
 
     def unused_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
         """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q; `path`: the setting's key path."""
-        layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
-        if not layers or not getattr(self.rope, "temperature", False):
+        unscaled_layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
+        if not unscaled_layers or not getattr(self.rope, "temperature", False):
             return []
-        reason = f"is a factor on queries, and none on the scores of {layers[0].name}"
+        reason = f"is a factor on queries, and none on the scores of {unscaled_layers[0].name}"
         return [Problem(f"{path}.rope.temperature", True, reason, "set it to false")]
 
     def missing_options(self, normalizers: list[Options]) -> list[str]:
@@ -149,7 +149,7 @@ def _number_text(value: float) -> str:
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
-    """Yield the problems of an evaluation's inference settings for a model with this `position`; paths are relative to its block."""
+    """Yield problems of an evaluation's inference settings, given the model's `position`; paths are relative to the evaluation's block."""
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         labels = [setting.label for setting in settings]
         yield Problem("inference", labels, "must be a list of different inference settings", "set it to [{}]")

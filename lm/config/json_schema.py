@@ -28,7 +28,7 @@ def configuration_schema() -> Schema:
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The JSON Schema of a block with the fields of `schema` as keys; if `name` is given, the block has a key `name` with that value."""
+    """The JSON Schema of a configuration block whose keys are the fields of `schema`; if `name` is given, a key `name` has this value."""
     properties = {
         spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)} for spec in fields(schema)
     }
@@ -68,12 +68,12 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 
 def _interpolable(value: Schema) -> Schema:
-    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well; returned unchanged if any string is valid."""
+    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well; return it unchanged if it accepts strings."""
     return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
-    """The JSON Schema of a choice between the blocks in `table`, as a name or a block; a block of the name `default` may omit `name`."""
+    """The JSON Schema of a choice of a class in `table`: its name, or a block of its options; a block without `name` means `default`."""
     options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)

@@ -20,7 +20,7 @@ from lm.config.tree import Config, keys_acting_in
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, build_named, cross_key_problems, effect, field_at, flatten, is_block, reference, suggest, to_plain
+from lm.schema import Plain, build, build_named, cross_key_problems, effect, flatten, is_block, key_field, reference, suggest, to_plain
 
 
 def check(config: Config) -> Iterator[Problem]:
@@ -40,19 +40,19 @@ def check(config: Config) -> Iterator[Problem]:
     if model.transfer is not None and optim.optimizer.width_exponent is None:
         reason = "has no rule for rates that transfer (model.transfer)"
         yield Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer")
-    step_length, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
-    batch_floor = optim.batch_tokens // step_length * step_length
-    sizes = " or ".join(str(size) for size in (batch_floor, -(-optim.batch_tokens // step_length) * step_length) if size)
+    min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
+    batch_floor = optim.batch_tokens // min_batch * min_batch
+    batch_sizes = " or ".join(str(size) for size in (batch_floor, -(-optim.batch_tokens // min_batch) * min_batch) if size)
     cores = os.cpu_count() or 1
     machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # the run may be for another machine
     if optim.batch_tokens % data.seq_len:
-        reason = f"is not a multiple of data.seq_len x devices x num_nodes = {step_length}"
-        yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {sizes}")
+        reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
+        yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
     elif sequences % config.world_size:
         reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len)"
-        remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {sizes}"
+        remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
         yield Problem("trainer.devices", trainer.devices, f"{reason}{machine_note}", remedy)
-    if trainer.micro_batch and optim.batch_tokens % step_length == 0 and config.rank_sequences % trainer.micro_batch:
+    if trainer.micro_batch and optim.batch_tokens % min_batch == 0 and config.rank_sequences % trainer.micro_batch:
         divisors = (size for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1) if config.rank_sequences % size == 0)
         reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
         yield Problem("trainer.micro_batch", trainer.micro_batch, reason, f"e.g. {next(divisors)}")
@@ -183,11 +183,11 @@ def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -
             tree = merge(tree, plain)
             name = name or Path(argument).stem
     changes = read_overrides(overrides)
-    weights = changes.get("init_from", tree.get("init_from"))
-    if isinstance(weights, str) and "${" in weights:
-        weights = resolve_interpolations(merge(tree, changes))["init_from"]
-    has_weights = merge_model_keys and weights and isinstance(weights, str)
-    tree = merge_model_keys(weights, tree, changes) if has_weights else merge(tree, changes)
+    init_from = changes.get("init_from", tree.get("init_from"))
+    if isinstance(init_from, str) and "${" in init_from:
+        init_from = resolve_interpolations(merge(tree, changes))["init_from"]
+    has_weights = merge_model_keys and init_from and isinstance(init_from, str)
+    tree = merge_model_keys(init_from, tree, changes) if has_weights else merge(tree, changes)
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = name or "run"
     with PLUGINS.trusted():
@@ -197,7 +197,7 @@ def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -
 
 
 def refuse_unused_temperatures(config: Config) -> None:
-    """Raise ConfigError if YaRN's temperature would not scale some normalizer's scores; `parse` allows this, for trained models."""
+    """Raise ConfigError if YaRN's temperature would not scale some normalizer's scores; `parse` allows it in trained models."""
     normalizers = [phase.normalizer for phase in config.plan]
     if problems := [
         problem
@@ -314,7 +314,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        is_empty = not text and (spec := field_at(Config, path)) and spec.type is str  # of other types, an empty value is null
+        is_empty = not text and (spec := key_field(Config, path)) and spec.type is str  # of other types, an empty value is null
         blocks.append({path: "" if is_empty else _override_value(text, abbreviated(override, 80))})
     return nest_keys(*blocks)
 
@@ -386,7 +386,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
         old, alternative = result.get(name), ALTERNATIVES.get(f"{prefix}{name}")
         if alternative and value and alternative not in changes:
             result.pop(alternative, None)
-        spec = field_at(Config, f"{prefix}{name}")
+        spec = key_field(Config, f"{prefix}{name}")
         if value is None and is_block(old) and not (spec and "optional" in spec.metadata):
             raise ConfigError(
                 [Problem(f"{prefix}{name}", None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))]

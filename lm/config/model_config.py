@@ -86,8 +86,8 @@ class YarnScaling(TrainedScaling):
         if self.whole_pairs:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         first, last = max(ends[0], 0), min(ends[1], head_size - 1)
-        pairs = frequencies.new_tensor(range(len(frequencies)))
-        divided_fraction = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+        pair_indices = frequencies.new_tensor(range(len(frequencies)))
+        divided_fraction = ((pair_indices - first) / (last - first or 0.001)).clamp(0, 1)
         return frequencies * (1 - divided_fraction + divided_fraction / self.factor)
 
     @property
@@ -169,7 +169,7 @@ class Rope(Position):
 
 @dataclass
 class Learned(Position):
-    """A learned vector per position; can't be evaluated beyond the training length."""
+    """A learned vector for each position up to the training length, beyond which the model can't be evaluated."""
 
     name: ClassVar[str] = "learned"
     has_last_position: ClassVar[bool] = True
@@ -201,7 +201,7 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """The resolved values, by key, of options of `model` that may be null; any two configurations of one model have equal values."""
+        """Values, by key, of options of `model` that may be null, nulls resolved; equal in all configurations that define one model."""
         return {
             "n_kv_head": model.kv_heads,
             "head_size": model.value_dims,
@@ -259,7 +259,7 @@ class GAUBlock:
             yield Problem("block.expansion", self.expansion, reason, f"set it to {1 / model.n_embd:.2g} or more")
         if model.n_head != 1:
             yield Problem("n_head", model.n_head, "a gated attention unit has one head", "set model.n_head=1")
-        gau_features = {
+        feature_by_option = {
             "mlp": "no MLP",
             "n_mlp": "no MLP",
             "n_kv_head": "one head",
@@ -271,7 +271,7 @@ class GAUBlock:
             "mlp_bias": "no MLP",
         }
         defaults = {spec.name: spec.default for spec in fields(model)}
-        for name, feature in gau_features.items():
+        for name, feature in feature_by_option.items():
             if (value := getattr(model, name)) != defaults[name]:
                 yield Problem(name, value, f"a gated attention unit has {feature}", "drop it")
 
@@ -393,15 +393,15 @@ class ModelConfig:
         return 4 * self.n_embd if self.mlp != "swiglu" else -(-8 * self.n_embd // (3 * 64)) * 64
 
     def problems(self) -> Iterator[Problem]:
-        dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
+        key_dims, length_reason = self.key_dims, f"lists more than the {self.n_layer} layers of model.n_layer"
         remedy = "shorten the list: it is repeated over the layers"
         yield from self.block.model_problems(self)
         if self.position.rotates:
-            if dims % 2:
+            if key_dims % 2:
                 name, value = self.block.key_dims_option(self)
-                yield Problem(name, value, f"gives heads of odd size {dims}, which RoPE can't rotate", "make it even")
-            if self.position.rotated(dims) == 0:
-                reason = f"rotates nothing of a head of size {dims}"
+                yield Problem(name, value, f"gives heads of odd size {key_dims}, which RoPE can't rotate", "make it even")
+            if self.position.rotated(key_dims) == 0:
+                reason = f"rotates nothing of a head of size {key_dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
             if len(self.position.layers) > self.n_layer:
                 yield Problem("position.layers", self.position.layers, length_reason, remedy)
@@ -429,12 +429,12 @@ class ModelConfig:
             reason = "is of blocks of attention and MLP, not of gated attention units"
             yield Problem("transfer", self.base_shape, reason, "drop it")
             return
-        width = self.base_shape["base_width"]
+        base_width = self.base_shape["base_width"]
         counts = {"n_head": self.n_head, "n_kv_head": self.kv_heads} | ({"n_mlp": self.n_mlp} if self.n_mlp else {})
         for name, count in counts.items():
-            if count * width % self.n_embd:
+            if count * base_width % self.n_embd:
                 rule = "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
-                reason = f"gives a base model of {name} = {count * width / self.n_embd:.4g}: {rule}"
+                reason = f"gives a base model of {name} = {count * base_width / self.n_embd:.4g}: {rule}"
                 remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
-                yield Problem("transfer.base_width", width, reason, remedy)
+                yield Problem("transfer.base_width", base_width, reason, remedy)
                 return

@@ -38,12 +38,12 @@ class Chance:
 
 
 class Task(ABC):
-    """Base class of the options of synthetic tasks. Under "Disjoint", a docstring says what training and test sequences never share."""
+    """Base class of the options of synthetic tasks. Under "Disjoint", docstrings say which contents training and test never share."""
 
     name: ClassVar[str]
 
     def make(self, draw: object, length: int, text: object) -> object:
-        """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: lm.data.tasks makes the sequences of lm's own.
+        """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: for lm's own tasks, lm.data.tasks does it.
 
         Args:
             draw: a `Draw`, the source of all random numbers.
@@ -87,7 +87,7 @@ class MQAR(Task):
     symbols of its own. So a value occurs only in its pair and in its answer.
 
     Disjoint: lists of (key, value), by their hash; a single pair may occur in both subsets. With `held_out: pairs`, single pairs are
-    disjoint: test sequences have the pairs whose key and value, each counted from 0, sum to a multiple of 8, and training the others.
+    disjoint: test sequences have the pairs whose key and value, each counted from 0, sum to a multiple of 8, and training all others.
     A model that has memorised the pairs of training is then wrong in test sequences more often than chance.
     """
 

@@ -98,13 +98,13 @@ class AdamW(Optimizer):
 
     @property
     def width_exponent(self) -> float:
-        """Return 1: if all entries of a matrix change by d, its outputs change by up to width times d."""
+        """Return 1: a change of d in all entries of a matrix changes its outputs by up to width times d, so rates fall as 1 / width."""
         return 1.0
 
 
 @dataclass
 class Muon(AdamW):
-    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, by its options, for other groups."""
+    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, with AdamW's options, for others."""
 
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"

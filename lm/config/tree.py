@@ -71,7 +71,7 @@ class Config:
 
     @property
     def first_step(self) -> int | None:
-        """The step at which the run starts; None if it branches from last.ckpt or a run folder, as only the checkpoint file holds it."""
+        """The step at which the run starts; None for a branch from last.ckpt or a run folder: only the checkpoint file holds the step."""
         if not self.branch_from:
             return 0
         match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
@@ -171,7 +171,7 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
-    """Shorten a block's list of normalizers for the layers to its period, with the same effect; other blocks are returned unchanged."""
+    """Shorten a block's list of normalizers, repeated over the layers, to the shortest equivalent; other blocks are returned unchanged."""
     normalizer = block.get("normalizer") if isinstance(block, dict) else None
     normalizers = normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
     if not isinstance(normalizers, list) or not normalizers:
@@ -184,12 +184,12 @@ def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
 # ---------------------------------------------------------------- the effect of a key
 
 
-LEARNED_EFFECTS = ("model", "training", "numerics")  # values of `Effect.affects` for keys that change the learned weights, but the seed's
+LEARNED_EFFECTS = ("model", "training", "numerics")  # values of `Effect.affects`, except `seed`, for keys that change the learned weights
 
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
 def effect_of(path: str) -> Effect:
-    """The effect of the key at a dotted path; a key that this version does not know is taken to affect training."""
+    """The `Effect` of the key at a dotted path: what it affects, in which commands. A key unknown to this version affects training."""
     return effect(Config, path) or Effect()
 
 

@@ -128,8 +128,8 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
         reason = " ".join(filter(None, (error.context, error.problem))) + (f" (line {mark.line + 1})" if mark else "")
         if "character that" in reason:  # libyaml doesn't name the character
             line = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)[mark.line]
-            tab = "\t" in line[: mark.column + 1]
-            reason += f": {abbreviated(as_written(line.strip()), 60)}" + ("; indent with spaces, not with a tab" if tab else "")
+            has_tab = "\t" in line[: mark.column + 1]
+            reason += f": {abbreviated(as_written(line.strip()), 60)}" + ("; indent with spaces, not with a tab" if has_tab else "")
     except yaml.reader.ReaderError as error:
         reason = f"character {error.position} is no text: {error.reason}"
     except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: tags on unsuitable text, such as !!int x

@@ -23,18 +23,18 @@ from lm.data.tasks import TaskError, Text, example, integer_hash
 from lm.errors import ConfigError, Problem
 
 T = TypeVar("T")
-BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
+SLOTS_PER_BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
 _SAMPLER_SEED = 2**61  # seed word that separates the draws of a sampler from the draws of epochs
 
 
-def members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two int64 arrays (sum of `counts`,) for items in consecutive groups of sizes `counts`: each item's group, and its index there."""
+def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two int64 arrays (sum of `counts`,) for items in groups of sizes `counts`: each item's group, and its index in the group."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """Return `draws[number]`, made by `draw` if it is missing. The cache `draws` keeps the blocks or epochs `number` and `number` - 1."""
+    """Return draw `number` of the cache `draws`. If it is missing, make it by `draw`, and keep the draws `number` and `number` - 1 only."""
     if number not in draws:
         for old_number in [old_number for old_number in draws if old_number != number - 1]:
             del draws[old_number]
@@ -43,11 +43,11 @@ def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
 
 
 class StratifiedSampler:
-    """Assigns slots 0, 1, ... to streams: a stream with a fraction w of all weights gets one slot, at random, in about every 1 / w slots.
+    """Assigns slots 0, 1, ... of `seq_len` tokens to streams (sources or tasks) at random, in proportion to the streams' weights.
 
-    A slot holds `seq_len` tokens; a stream is a source or a task (`DrawnLengths` uses steps as slots and lengths as streams). Each stream
-    draws one due time in each interval of 1 / w slots; slots go to streams in the order of due times. A stream gets t x w of the first t
-    slots, to within 1 + w x number of streams. The random due times keep a stream from always filling the same slots of a step.
+    A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in the order of due
+    times. The stream gets t x w of the first t slots, with an error of at most 1 + w x number of streams. As due times are random, no
+    stream always fills the same slots of a step. `DrawnLengths` assigns steps to lengths instead of slots to streams.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -59,8 +59,8 @@ class StratifiedSampler:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def assign(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Two int64 arrays (k,) for `slots` (k,): the index of each slot's stream, and the slot's number, from 0, within this stream."""
-        block_numbers, slots_in_block = np.divmod(slots, BLOCK)
+        """Return two int64 arrays (k,) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this stream."""
+        block_numbers, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
         streams, stream_slots = np.empty_like(slots), np.empty_like(slots)
         for block in np.unique(block_numbers):
             is_in_block = block_numbers == block
@@ -68,15 +68,15 @@ class StratifiedSampler:
         return streams, stream_slots
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two arrays of `assign` for the `BLOCK` slots from slot `block` x BLOCK on."""
-        return _cached_draw(self._blocks, block, lambda: self._draw_block(block * BLOCK))
+        """Return the two arrays of `assign` for the `SLOTS_PER_BLOCK` slots from slot `block` x `SLOTS_PER_BLOCK` on."""
+        return _cached_draw(self._blocks, block, lambda: self._draw_block(block * SLOTS_PER_BLOCK))
 
     def _draw_block(self, first_slot: int) -> tuple[np.ndarray, np.ndarray]:
         # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from `begin` to `end`.
-        begin, end = first_slot - len(self.weights) - 1, first_slot + BLOCK + len(self.weights) + 1
+        begin, end = first_slot - len(self.weights) - 1, first_slot + SLOTS_PER_BLOCK + len(self.weights) + 1
         stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
         counts = np.ceil(end * self.weights).astype(np.int64) + 1 - stream_starts
-        streams, index_in_stream = members(counts)
+        streams, index_in_stream = group_indices(counts)
         stream_slots = index_in_stream + stream_starts[streams]
         # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy versions.
         shifts = []
@@ -84,7 +84,7 @@ class StratifiedSampler:
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
             shifts.append(random.advance(start).random_raw(count) / 2**64)
         due_times = (stream_slots + np.concatenate(shifts)) / self.weights[streams]
-        order = np.argsort(due_times, kind="stable")[first_slot - stream_starts.sum() :][:BLOCK]
+        order = np.argsort(due_times, kind="stable")[first_slot - stream_starts.sum() :][:SLOTS_PER_BLOCK]
         return streams[order], stream_slots[order]
 
 
@@ -119,7 +119,7 @@ def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
 
 
 class StepwiseLengths(Lengths):
-    """Sequence lengths by a schedule: from each step (key) of `length_by_step` on, its length (value) is used; steps ascend from 0."""
+    """Gives lengths by the schedule `length_by_step`, {first step at which a length is used: this length}, whose steps ascend from 0."""
 
     def __init__(self, length_by_step: Mapping[int, int]):
         self.steps, self.lengths, self.shortest = list(length_by_step), list(length_by_step.values()), min(length_by_step.values())
@@ -129,7 +129,7 @@ class StepwiseLengths(Lengths):
 
 
 class DrawnLengths(Lengths):
-    """Sequence lengths drawn at random for each step: a length's weight is its fraction of the steps, and so of the tokens."""
+    """Draws a length at random for each step, in proportion to `weights` {length: weight}; all steps have the same number of tokens."""
 
     def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
         self.lengths = sorted(weights)
@@ -137,15 +137,15 @@ class DrawnLengths(Lengths):
         self.sampler = StratifiedSampler([weights[length] for length in self.lengths], (*seed_words, _LENGTH_SEED))
 
     def __call__(self, step: int) -> int:
-        block, step_in_block = divmod(step, BLOCK)
+        block, step_in_block = divmod(step, SLOTS_PER_BLOCK)
         return self.lengths[self.sampler.block(block)[0][step_in_block]]
 
 
 class DocumentPieces(Lengths):
-    """Cuts each document into pieces of power-of-two lengths (`DocumentLengths`), `longest` to 16 tokens; each piece is one sequence.
+    """Cuts each document into pieces of 16 to `longest` tokens, all powers of two (`DocumentLengths`); each piece is one sequence.
 
-    Up to 15 tokens of a document fit in no piece: each epoch draws how many are skipped at the document's beginning, the rest at its
-    end. The target of the text's last token is the text's first token. All pieces of a step have one length; the order of steps is random.
+    Up to 15 tokens of a document fit in no piece: each epoch skips a random number of them at the document's beginning and the others at
+    its end. The target of the split's last token is the split's first token. A step has pieces of one length; the order of steps is random.
     An epoch fills as many whole steps as it can with pieces of each length, chosen at random, and leaves out the remaining pieces.
 
     Args:
@@ -166,7 +166,7 @@ class DocumentPieces(Lengths):
         length = longest
         while length >= SHORTEST_PIECE:
             counts = (sizes - starts) // length
-            document, piece = members(counts)
+            document, piece = group_indices(counts)
             self.pieces[length] = document, starts[document] + piece * length
             starts += counts * length
             length //= 2
@@ -271,7 +271,7 @@ class Stream(Protocol):
 
 
 class TextStream:
-    """Reads sequences from the `n_tokens` tokens of a split from index `first` on (one source's text), joined end to start into a circle.
+    """Reads sequences from one source's text: `n_tokens` tokens of a split, beginning at index `first`, joined end to start into a circle.
 
     Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts the circle, from a random
     token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a random order. A sequence's last token is
@@ -314,7 +314,7 @@ class TextStream:
 
 
 class TaskStream:
-    """Makes training sequences of a synthetic task, in which only predictions of answers count; two of them may be equal by chance.
+    """Makes training sequences of a synthetic task, in which only answers count in the loss; two sequences may be equal by chance.
 
     Raises TaskError: the task needs sequences of more than `shortest` tokens, has no training contents (keys, numbers), or lacks filler.
     """
@@ -334,8 +334,8 @@ class TrainSequences:
 
     Args:
         batch_slots: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, the tasks, and the lengths of sequences. A step's text does not depend on the lengths, unless
-            `data.lengths` is `documents`. No token is padding.
+        data: the sources' weights, the tasks, and the lengths of sequences. Unless `data.lengths` is `documents`, a step
+            has the same text whatever its sequence length. No token is padding.
         max_steps: number of steps of the run; a curriculum changes the sequence length at fractions of this number.
     """
 
@@ -473,7 +473,7 @@ def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1
     n_windows = spans // length
-    document, window = members(n_windows)
+    document, window = group_indices(n_windows)
     starts = offsets[:-1][document] + (spans - n_windows * length)[document] // 2 + window * length
     count = min(limit, len(starts))
     return starts[np.arange(count) * len(starts) // max(1, count)]

@@ -46,7 +46,7 @@ class Journal:
 
     @property
     def n_documents(self) -> int:
-        """The number n of documents of which the tokens of the first n are on disk."""
+        """The number of documents, counted from the first document, whose tokens are on disk."""
         return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:
@@ -65,7 +65,7 @@ class Journal:
         self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
 
     def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
-        """Return the number of documents on disk and the splits' writers; if files differ from the journal, 0 and writers of new splits."""
+        """Return the number of documents on disk and {split: writer}. If files differ from the journal: 0, and writers of empty splits."""
         writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             progress = self.entry.get(name)
@@ -116,7 +116,7 @@ def read_spool(path: Path) -> Iterator[str]:
 
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
-SEQUENCES = 64  # sequences of each task that a store without text holds in each split
+TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 MIN_ANSWERS_PER_SYMBOL, MOST_COUNTED_SEQUENCES = 16, 8192  # limits of `_answer_counts`: answers per symbol, sequences per task
 MOST_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
@@ -124,7 +124,7 @@ TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents: sizes, hashes and assignment to the splits. A reading is a `Reading`."""
+    """The result of the first pass over all documents: sizes, hashes and assignment to splits. `_readings` gives the order of readings."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
@@ -136,7 +136,7 @@ class Scan:
     ids: dict[str, int]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
 
     @property
-    def source(self) -> np.ndarray:
+    def source_indices(self) -> np.ndarray:
         """The index of the source that each document comes from, in `DataConfig.sources`: int64 (documents,)."""
         return np.repeat(self.sources, np.diff(self.ends, prepend=0))
 
@@ -227,7 +227,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         for writer in writers.values():
             stack.callback(writer.close)
         encoded_bytes = int(scan.n_bytes[:n_encoded][is_stored[:n_encoded]].sum())
-        is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source[n_encoded:]]
+        is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source_indices[n_encoded:]]
         workers = data.prepare_workers or default_workers(int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum()))
         unsaved_bytes = 0
         with progress.bytes("encode", total_bytes, encoded_bytes) as advance:
@@ -260,7 +260,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write a store of tasks over symbols; returns as `_build_text_store`. The unigram cross-entropy is computed from answers alone."""
+    """Write a store of tasks over symbols, except the manifest. Returns the manifest's entries, with answers' unigram cross-entropy."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -271,12 +271,12 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
     tokenizer = symbol_tokenizer(tasks)
     n_symbols = vocab_size(tokenizer)
     write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    sources = [SourceCounts(task.name, licence, 0, SEQUENCES, SEQUENCES * (length + 1)) for task in tasks]  # a byte a symbol
+    sources = [SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]  # a byte a symbol
     counts: dict[str, np.ndarray] = {}
     with ExitStack() as stack:
         writers = {name: stack.enter_context(closing(SplitWriter(folder, name, n_symbols, n_symbols - 1))) for name in SPLITS}
         for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
-            for task, index in product(tasks, range(SEQUENCES)):
+            for task, index in product(tasks, range(TASK_SEQUENCES)):
                 writer.add(np.array([n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
             counts[name] = _answer_counts(tasks, length, subset, n_symbols, MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0)
         sources_by_split = dict.fromkeys(SPLITS, sources)
@@ -285,10 +285,10 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
-    """Count how often each of `size` symbols is an answer in `SEQUENCES` sequences of each task: int64 (size,). Until `min_answers` answers
-    are counted in total, further sequences of each task are added, up to `MOST_COUNTED_SEQUENCES`."""
+    """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,). If these sequences have
+    fewer than `min_answers` answers in total, more sequences of each task are counted, up to `MOST_COUNTED_SEQUENCES`."""
     counts, sequences = np.zeros(n_symbols, np.int64), 0
-    while sequences < SEQUENCES or (sequences < MOST_COUNTED_SEQUENCES and counts.sum() < min_answers):
+    while sequences < TASK_SEQUENCES or (sequences < MOST_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
             sequence = example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)
@@ -297,9 +297,9 @@ def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: in
 
 
 def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment: int) -> list[SourceCounts]:
-    source = scan.source[scan.assignment == assignment]
-    documents = np.bincount(source, minlength=len(names)).tolist()
-    n_bytes = np.bincount(source, scan.n_bytes[scan.assignment == assignment], len(names)).astype(int).tolist()
+    source_indices = scan.source_indices[scan.assignment == assignment]
+    documents = np.bincount(source_indices, minlength=len(names)).tolist()
+    n_bytes = np.bincount(source_indices, scan.n_bytes[scan.assignment == assignment], len(names)).astype(int).tolist()
     return [SourceCounts(*facts) for facts in zip(names, licences, [0] * len(names), documents, n_bytes, strict=True)]
 
 
@@ -320,11 +320,11 @@ def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Sca
 
 
 def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
-    """Hash every document, find copies, and hold out the documents with the smallest hashes of each source.
+    """Hash every document, find copies, and hold out the documents of each source that have the smallest hashes.
 
     Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own validation split
     is held out whole; training documents that are also in such a split are left out as copies. Other copies are left out only with
-    `data.deduplicate`. If `data.val_fraction` is 1 (text for evaluation alone, never a run's), all documents are held out.
+    `data.deduplicate`. If `data.val_fraction` is 1 (for text on which models are evaluated, not trained), all documents are held out.
     """
     hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:
@@ -374,8 +374,8 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
     """Return the hashes of the documents to hold out: each source's smallest, until their documents reach `fraction` of the source's bytes.
 
-    No source gives all its hashes. A document with more than half of a source's bytes, and more than `fraction` of them, stays in
-    training. Such a source gives hashes until they reach `fraction` of its bytes, or half of the bytes of its other documents if less.
+    No source contributes all its hashes. A large document, with more than half of a source's bytes and more than `fraction` of them, stays
+    in training. A source with a large document contributes hashes until they reach `fraction` of its bytes or half of its other bytes.
 
     sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """
@@ -407,7 +407,7 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
 
 
 def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """Yield (text or ids, 64-bit hash, UTF-8 bytes) for each document to keep; count blank, too short and too long ones in `omissions`."""
+    """Yield (text or ids, 64-bit hash, UTF-8 bytes) of documents to keep; count blank, too short and too long documents in `omissions`."""
     spool, vocabulary = reading.spool, reading.vocabulary
     has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # then ids are hashed as text, to find copies
     has_spool = spool and spool.exists()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch: encoding needs a hundred times its bytes
-PIECE = 1 << 20  # characters of a piece, in which a long document is encoded
+PIECE_CHARACTERS = 1 << 20  # characters of a piece, in which a long document is encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 LONGEST_WORD = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
@@ -72,19 +72,19 @@ class Encoder:
         for document in documents:
             if isinstance(document.content, str):
                 tokens = next(text_tokens)
-                self._check(document.content, tokens)
+                self._check_reversible(document.content, tokens)
             else:
                 tokens = document.content.astype(self.dtype)
             token_arrays.append(np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.begins else tokens)
         return EncodedBatch(documents, np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays]))
 
     def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
-        group_numbers = np.cumsum([len(text) for text in texts]) // PIECE
+        group_numbers = np.cumsum([len(text) for text in texts]) // PIECE_CHARACTERS
         for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(group_numbers)) + 1):
             for ids in encode(self.tokenizer, [texts[n] for n in group]):
                 yield np.array(ids, self.dtype)
 
-    def _check(self, text: str, tokens: np.ndarray) -> None:
+    def _check_reversible(self, text: str, tokens: np.ndarray) -> None:
         if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
             return
         decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
@@ -116,9 +116,9 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Split a text between words: yield pieces a little longer than `PIECE` characters, then the rest of the text."""
+    """Split a text between words: yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the text."""
     begin = 0
-    while len(text) - begin > PIECE and (cut := _BETWEEN_WORDS.search(text, begin + PIECE)):
+    while len(text) - begin > PIECE_CHARACTERS and (cut := _BETWEEN_WORDS.search(text, begin + PIECE_CHARACTERS)):
         yield text[begin : cut.start()]
         begin = cut.start()
     yield text[begin:]
@@ -135,18 +135,18 @@ def short_words(text: str) -> Iterator[str]:
 
 
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
-    """Encode documents with `workers` threads, and yield batches in order. The `tokenizers` library releases Python's interpreter lock.
+    """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield the batches in order.
 
     Long documents are encoded in pieces if this leaves their tokens unchanged (`cuts_between_words`), so memory holds few pieces at a time.
     """
     encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
-    parts = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
+    document_pieces = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
     queue: deque[Future[EncodedBatch]] = deque()
     thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
     if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
         os.environ[_PARALLELISM_VARIABLE] = "false"
     try:
-        for batch in _batches(chain.from_iterable(parts)):
+        for batch in _batches(chain.from_iterable(document_pieces)):
             queue.append(thread_pool.submit(encoder, batch))
             if len(queue) == 2 * workers - 1:
                 yield queue.popleft().result()
@@ -158,7 +158,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
 
 
 def default_workers(n_bytes: int) -> int:
-    """Return how many threads to encode `n_bytes` bytes of text with: one per usable core, fewer for small texts."""
+    """Return the number of threads to encode `n_bytes` bytes of text: one per usable core, fewer for small texts."""
     return max(1, min(usable_cores(), n_bytes // MIN_BYTES_PER_THREAD))
 
 

@@ -94,7 +94,7 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def describe(store: Store, samples: int) -> Iterator[str]:
-    """Yield lines on the store: files, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
+    """Yield lines that report files, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
     shards = sum(len(getattr(store, name).shards) for name in SPLITS)
@@ -137,7 +137,7 @@ def describe(store: Store, samples: int) -> Iterator[str]:
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:
-    """Yield a histogram's lines: for document lengths from one power of two to the next, number of documents and fraction of all tokens."""
+    """Yield lines of a histogram of document lengths, binned by powers of two: number of documents and fraction of all tokens."""
     if not split.n_documents:
         yield f"{name}: no documents"
         return

@@ -117,8 +117,8 @@ def summary(store: Store) -> str:
     omission_labels = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
     omission_counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in omission_labels.items() if manifest["left_out"].get(name)]
     if (unreadable := manifest["unreadable"])["count"]:
-        amount = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
-        omission_counts.append(f"{amount} unreadable, the first: {unreadable['first'][0]}")
+        unreadable_text = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
+        omission_counts.append(f"{unreadable_text} unreadable, the first: {unreadable['first'][0]}")
     omissions = f" ({', '.join(omission_counts)})" if omission_counts else ""
     val_fraction = manifest["val_fraction"]
     has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
@@ -131,25 +131,24 @@ def summary(store: Store) -> str:
     )
 
 
-def check_sequences(store: Store, config: Config, fixed: str = "") -> None:
-    """Check that the store's text is long enough for a sequence of `config.data.seq_len` tokens.
+def check_sequences(store: Store, config: Config, fixing_model: str = "") -> None:
+    """Raise ConfigError if the training text, the held-out text or a source is too short for one sequence of `config.data.seq_len` tokens.
 
-    fixed: path of a trained model whose training length sets `data.seq_len`, for the error; empty: the user may change this key.
-
-    Raises ConfigError: the training text, the held-out text or a source is too short for one sequence.
+    fixing_model: path of the trained model whose training length fixes `data.seq_len`: the error names it, and the remedy is more text.
+        Empty: the user may also lower `data.seq_len`.
     """
     seq_len = config.data.seq_len
     name, n_tokens = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
     if n_tokens <= seq_len:
         reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {n_tokens:,}"
-        if fixed:
-            raise ConfigError([Problem("data.source", store.path.name, f"too little text for {fixed}: {reason}", "name more text")])
+        if fixing_model:
+            raise ConfigError([Problem("data.source", store.path.name, f"too little text for {fixing_model}: {reason}", "name more text")])
         raise ConfigError([Problem("data.seq_len", seq_len, reason, f"set it to {n_tokens - 1} or less, or add text")])
     is_mixed = len(config.data.sources) > 1 and config.data.text_weight  # otherwise sources' weights draw no sequence
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
         if is_mixed and weighted.weight and source.n_tokens <= seq_len:
-            size = f"its training text has {source.n_tokens:,} tokens"
-            reason = f"its weight is {weighted.weight:g}, but {size}, and a sequence needs {seq_len + 1:,}"
+            size_clause = f"its training text has {source.n_tokens:,} tokens"
+            reason = f"its weight is {weighted.weight:g}, but {size_clause}, and a sequence needs {seq_len + 1:,}"
             raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, "add text, leave it out, or lower data.seq_len")])
 
 

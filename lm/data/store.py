@@ -96,7 +96,7 @@ class Split:
         return tokens
 
     def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-        """Return windows, int64 (k, length + 1), that begin at `starts` (k,) in the circle of `n_tokens` tokens from index `first` on."""
+        """Return int64 windows (k, length + 1), `starts` (k,) tokens after `first` in a circle of the `n_tokens` tokens from `first` on."""
         index = (starts[:, None] + np.arange(length + 1)) % n_tokens
         return self.tokens_at(first + index).astype(np.int64)
 
@@ -170,7 +170,7 @@ class Store:
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint is a seed of the order of training data.
 
-    The first shard's name, e.g. train-00000.bin, enters as train.bin, its name in earlier versions, so older stores keep this order.
+    The first shard's name, e.g. train-00000.bin, is hashed as train.bin, its name in earlier versions: older stores keep their fingerprint.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
@@ -220,7 +220,7 @@ def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     """Return the split `name` of the store at `path`, checked against the manifest.
 
-    Raises ValueError: the files differ from the manifest; KeyError, TypeError and others: its entries are missing or of a wrong type.
+    Raises ValueError: the files differ from the manifest; KeyError, TypeError and others: manifest entries are missing or of a wrong type.
     """
     entries = manifest["splits"][name]
     sources = tuple(SourceCounts(**source) for source in entries["sources"])
@@ -345,7 +345,7 @@ class SplitWriter:
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk. Returns two manifest entries: of the split, with each source's number of tokens, and of its files."""
+        """Finish the split on disk. Returns two maps of manifest entries: counts of the split and of each source, and the split's files."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
@@ -443,7 +443,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def npy(values: np.ndarray) -> bytes:
-    """Return `values` as the bytes of a .npy file, to be written by other means: `np.save` hides the error of a full disk."""
+    """Return `values` as the bytes of a .npy file. `write_file` writes these bytes, as `np.save` hides the error of a full disk."""
     buffer = io.BytesIO()
     np.save(buffer, values)
     return buffer.getvalue()

@@ -99,7 +99,7 @@ def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(np.asarray(contents, "<i8").tobytes(), digest_size=8).digest(), "little")
 
 
-def require(room: int, contents: str, length: int) -> None:
+def require_room(room: int, contents: str, length: int) -> None:
     """Raise NoRoom if `contents` don't fit: `room`, the number of positions left for filler, is negative."""
     if room < 0:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
@@ -147,16 +147,16 @@ class Text:
 
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
     width = 1 if task.joined else 2
-    require(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
+    require_room(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
     pairs = 1 + draw.integer(task.pairs) if task.varied and draw.subset == "train" else task.pairs
     queries = min(task.queries, pairs)
     query_start = length + 1 - 2 * queries
-    first_filler, first_pair = task.keys + task.values, task.keys + task.values + task.filler
-    tokens = first_filler + draw.integers(task.filler, length + 1)
+    first_filler_id, first_pair_id = task.keys + task.values, task.keys + task.values + task.filler
+    tokens = first_filler_id + draw.integers(task.filler, length + 1)
     starts, query_pairs = draw.block_starts(query_start, [width] * pairs), draw.order(pairs, queries)
     keys, values = _keys_and_values(task, pairs, draw)
     if task.joined:
-        tokens[starts] = first_pair + keys * task.values + values
+        tokens[starts] = first_pair_id + keys * task.values + values
     else:
         tokens[starts], tokens[starts + 1] = keys, task.keys + values
     tokens[query_start::2], tokens[query_start + 1 :: 2] = keys[query_pairs], task.keys + values[query_pairs]
@@ -183,7 +183,7 @@ def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np
 
 def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Example:
     n_filler = length - 2 * task.span
-    require(n_filler, f"a string of {task.span} and its copy", length)
+    require_room(n_filler, f"a string of {task.span} and its copy", length)
     tokens = task.symbols + draw.integers(task.filler, length + 1)
     start, answer_start = draw.integer(n_filler + 1), length + 1 - task.span
     for _ in draw.attempts():
@@ -196,7 +196,7 @@ def copy(task: Copy, draw: Draw, length: int, text: Text | None = None) -> Examp
 
 
 def induction(task: Induction, draw: Draw, length: int, text: Text | None = None) -> Example:
-    require(length - 3, "two marks and two symbols", length)
+    require_room(length - 3, "two marks and two symbols", length)
     start = draw.integer(length - 2)  # position of the first mark; the last two tokens are the question and its answer
     for _ in draw.attempts():
         tokens = draw.integers(task.symbols, length + 1)
@@ -208,7 +208,7 @@ def induction(task: Induction, draw: Draw, length: int, text: Text | None = None
 
 
 def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) -> Example:
-    require(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
+    require_room(length - 1 - 2 * task.items, f"{task.items} items, the mark and the answer", length)
     tokens = task.priorities + task.payloads + draw.integers(task.filler, length + 1)
     starts = draw.block_starts(length - 1, [2] * task.items)
     for _ in draw.attempts():
@@ -223,7 +223,7 @@ def maximum(task: Maximum, draw: Draw, length: int, text: Text | None = None) ->
 
 def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None) -> Example:
     n_instructions, start = divmod(length + 1, 2)
-    require(length - 3, "a write and a read", length)
+    require_room(length - 3, "a write and a read", length)
     write_id, ignore_id, read_id = task.symbols, task.symbols + 1, task.symbols + 2
     threshold = round((1 - task.ignored) / 2 * 2**32)
     for _ in draw.attempts():
@@ -280,18 +280,18 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
 
 
 def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) -> Example:
-    parts = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
-    question, grass = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS_FILLER)
+    phrases = [text.encode(part) for part in (" The pass key is", ". Remember it.", " is the pass key.")]
+    question, grass_tokens = text.encode(" What is the pass key? The pass key is"), text.encode(GRASS_FILLER)
 
     def filler(draw: Draw, count: int) -> np.ndarray:
-        return np.resize(grass, count) if task.filler == "grass" else text.filler(draw, count)
+        return np.resize(grass_tokens, count) if task.filler == "grass" else text.filler(draw, count)
 
     def build(numbers: list[np.ndarray]) -> Example:
         (number,) = numbers
-        sentence = np.concatenate((parts[0], number, parts[1], number, parts[2]))
+        sentence = np.concatenate((phrases[0], number, phrases[1], number, phrases[2]))
         sentences = [] if task.absent else [sentence]
         sequence, answers, starts = haystack(draw, length, sentences, [(question, number)], task.depth, filler)
-        evidence, needles = (span(0, 0),) * 2 if task.absent else (span(starts + len(parts[0]), len(number)), span(starts, len(sentence)))
+        evidence, needles = (span(0, 0),) * 2 if task.absent else (span(starts + len(phrases[0]), len(number)), span(starts, len(sentence)))
         return Example(sequence, answers, evidence, needles)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
@@ -322,13 +322,13 @@ def haystack(
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Insert `sentences` into `filler`, append questions with answers; return the sequence (length + 1,), the answers' spans (Q, 2) and
-    the sentences' start positions, int64. `depth`: fraction of filler before `sentences[0]`; None, and for other sentences: random.
+    the sentences' starts, int64. `depth`: fraction of filler before `sentences[0]`, or None: random, as for all other sentences.
 
     Raises NoRoom: no room for the sentences and questions.
     """
     ending = [part for pair in answered_questions for part in pair]
     n_filler = length + 1 - sum(map(len, [*sentences, *ending]))
-    require(n_filler, "the needles and their questions", length)
+    require_room(n_filler, "the needles and their questions", length)
     depths = draw.integers(n_filler + 1, len(sentences))  # tokens of filler before each sentence
     if depth is not None and sentences:
         depths[0] = round(depth * n_filler)
@@ -401,7 +401,7 @@ def _problem_of(sequence: object, length: int, vocab_size: int) -> str:
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
-    """Raise TaskError if the task can't make sequences of `length` predicted tokens, or fewer than `count` different sequences."""
+    """Raise TaskError if the task can't make sequences of `length` predicted tokens, or can't make `count` different sequences."""
     example(task, seed, 0, length, subset, text)
     if count > (n_distinct := task.n_distinct(length, subset)):
         subset_name = "test" if subset == "test" else "training"

@@ -26,7 +26,7 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     import pyarrow
 
-BLOCK = 1 << 14  # bytes read at a time
+READ_BYTES = 1 << 14  # bytes read at a time
 ROWS = 256  # rows of a parquet file or hub dataset read at a time
 UTF8_REMEDY = "convert it to UTF-8 (e.g. iconv -f latin1 -t utf-8)"
 
@@ -63,7 +63,7 @@ class UnreadableGuard:
         if self.location and isinstance(error, Exception) and not isinstance(error, Unreadable):
             import pyarrow
 
-            error = damaged(self.location, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
+            error = unreadable_error(self.location, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
         if not isinstance(error, Unreadable):
             return False
         error.n_bytes = self.n_bytes if error.n_bytes is None else error.n_bytes
@@ -127,8 +127,8 @@ def check_column(location: str, column: str, names: list[str]) -> None:
         raise Unreadable(f"{location}: {names.count(column)} columns are named '{column}'; rename all but one")
 
 
-def damaged(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
-    """Make an `Unreadable` from the `error` that reading the file, or part of a file, at `location` raised. `n_bytes`: bytes not read."""
+def unreadable_error(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
+    """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one. `n_bytes`: number of bytes not read."""
     if isinstance(error, PermissionError | FileNotFoundError):
         reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
         return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
@@ -245,10 +245,10 @@ def _reason_missing(path: Path) -> str:
 
 def _reader_of(path: Path, source: Files) -> Reader | None:
     """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not supported."""
-    compressed = path.suffix.lower() in (".gz", ".zst")
-    suffix = (Path(path.stem) if compressed else path).suffix.lower()
+    is_compressed = path.suffix.lower() in (".gz", ".zst")
+    suffix = (Path(path.stem) if is_compressed else path).suffix.lower()
     reader = _read_txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
-    return None if compressed and reader is _read_parquet else reader
+    return None if is_compressed and reader is _read_parquet else reader
 
 
 def _supported_suffixes(source: Files) -> str:
@@ -258,7 +258,7 @@ def _supported_suffixes(source: Files) -> str:
 
 
 def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Iterator[str | np.ndarray]:
-    """Yield the documents of files, whose suffixes tell their formats; `parse` makes a document of a value in a row.
+    """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a document.
 
     `on_error` is called with the error of each file, document or row that can't be read.
     """
@@ -275,7 +275,7 @@ def size_of(paths: Iterable[Path]) -> int:
 class _FileStream(io.RawIOBase):
     """A stream of a file's bytes, decompressed if the suffix is .gz or .zst, by pyarrow: `zstandard` would not report a truncated file.
 
-    Raises Unreadable: the file is damaged; its content up to about 64 kB before the damage has been read.
+    Raises Unreadable: the file is damaged. Up to about 64 kB of content before the damage are lost, too.
     """
 
     file = None  # until `__init__` opens it: Python closes a stream whose `__init__` failed, too
@@ -294,7 +294,7 @@ class _FileStream(io.RawIOBase):
         try:
             return self.stream.readinto(buffer)
         except self.errors as error:
-            raise damaged(str(self.path), error, self.file.size() - self.file.tell()) from None
+            raise unreadable_error(str(self.path), error, self.file.size() - self.file.tell()) from None
 
     def close(self) -> None:
         if self.file is not None:
@@ -303,7 +303,7 @@ class _FileStream(io.RawIOBase):
 
 
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
-    with io.BufferedReader(_FileStream(path), BLOCK) as file:
+    with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
             with UnreadableGuard(on_error, len(content)):
                 text = _decode(content, begin, str(path))
@@ -312,7 +312,7 @@ def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Ite
 
 
 def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
-    """Yield (index of the first byte, bytes) of each document between separators, whose line ends may be \\n or \\r\\n in the file.
+    """Yield (index of the first byte, bytes) of each document between separators. A line end in a separator matches \\n and \\r\\n.
 
     The split can't cut a character in two: in UTF-8 no character's bytes begin within another character.
     """
@@ -321,7 +321,7 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
     max_match_bytes = len(separator) + len(lines)
     begin, content = 0, bytearray()
     try:
-        while block := file.read1(BLOCK):
+        while block := file.read1(READ_BYTES):
             search_start = max(0, len(content) + 1 - max_match_bytes)
             content += block
             while separator and (match := pattern.search(content, search_start)):
@@ -348,7 +348,7 @@ def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
 
 def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
     begin = 0
-    with io.BufferedReader(_FileStream(path), BLOCK) as file:
+    with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
             with UnreadableGuard(on_error, len(line)):

@@ -18,7 +18,7 @@ import numpy as np
 
 from lm.config.data_config import Files, TokenizerOptions, Tokens
 from lm.data import text_files
-from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, damaged, files_in, size_of
+from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, files_in, size_of, unreadable_error
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
@@ -121,7 +121,7 @@ def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """Functions of a file format of ids: list a source's files, read a file's documents, and list a file's parts, such as .idx and .bin."""
+    """A file format of ids, as functions that list a source's files, read a file's documents, and list a file's parts (.idx and .bin)."""
 
     files: Callable[[Tokens], list[Path]]
     documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
@@ -170,8 +170,8 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
     if size % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")
-    low, high = ids[:_BLOCK:2], ids[1:_BLOCK:2]
-    if size % 4 == 0 and len(high) >= 64 and high.max() < 16 <= low.max():
+    low_halves, high_halves = ids[:_BLOCK:2], ids[1:_BLOCK:2]
+    if size % 4 == 0 and len(high_halves) >= 64 and high_halves.max() < 16 <= low_halves.max():
         reason = "every second id is below 16, as in ids of 4 bytes, and 2 are read"
         raise Unreadable(f"{path}: {reason}; write them to Parquet, for data.source.format=column")
     yield from _split_stream(path, ids, vocabulary, on_error, border_offset=1)
@@ -208,7 +208,7 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error:
 
 
 INDEX_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("borders", "<u8")])
-CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of ids by code; 6 and 7 are floating-point
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of ids by code; 6 and 7 are floating-point
 
 
 def _index_and_ids(path: Path) -> list[Path]:
@@ -229,19 +229,19 @@ def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error:
     if not len(header) or header["magic"][0] != b"MMIDIDX":
         raise refusal("is no index of Megatron (it begins otherwise): damaged, or of another format")
     _, version, code, n_sequences, n_borders = header[0].item()
-    if version != 1 or code not in CODES:
-        raise refusal(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, CODES))}) are read")
+    if version != 1 or code not in DTYPES:
+        raise refusal(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, DTYPES))}) are read")
     begin = INDEX_HEADER.itemsize
     expected_size = begin + 12 * n_sequences + 8 * n_borders
     if path.stat().st_size == expected_size + n_sequences:
         raise refusal("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
     if path.stat().st_size != expected_size:
-        counts = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
-        raise refusal(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {counts}: damaged")
+        expected_content = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
+        raise refusal(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {expected_content}: damaged")
     sizes = np.fromfile(path, "<i4", n_sequences, offset=begin).astype(np.int64)
     pointers = np.fromfile(path, "<i8", n_sequences, offset=begin + 4 * n_sequences)
     borders = np.fromfile(path, "<i8", n_borders, offset=begin + 12 * n_sequences)
-    dtype = np.dtype(CODES[code])
+    dtype = np.dtype(DTYPES[code])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     if (sizes < 0).any() or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
         raise refusal("its sequences do not follow each other: damaged")
@@ -283,7 +283,7 @@ def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: On
     except DataError:
         raise
     except Exception as error:  # the library has no common base class
-        raise damaged(str(path), error) from None
+        raise unreadable_error(str(path), error) from None
 
 
 FORMATS: dict[str, TokenFormat] = {

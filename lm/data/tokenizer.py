@@ -48,8 +48,8 @@ def identity(spec: TokenizerOptions) -> dict[str, Plain]:
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
-    plain = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # they end generation only
-    return plain | {name: hashlib.sha256(read(Path(plain[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
+    options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # they end generation only
+    return options | {name: hashlib.sha256(read(Path(options[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
 
 
 def origin(spec: TokenizerOptions) -> dict[str, Plain]:
@@ -237,7 +237,7 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
 
 
 def read_tokenizer(path: Path) -> str | None:
-    """Return the text of a tokenizer.json: the file `path` or one in this folder, else converted from older files there; None: no files.
+    """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from the folder's older files; else None.
 
     Raises DataError: files can't be read, or transformers, which converts them, or a package that it needs is not installed.
     """
@@ -271,7 +271,7 @@ def read_tokenizer(path: Path) -> str | None:
 
 
 def named_tokenizer(path: Path) -> str:
-    """Return the text of a tokenizer.json as `read_tokenizer` does, for a path of the user; if there is no tokenizer, raise DataError."""
+    """Return the text of a tokenizer.json as `read_tokenizer` does, but raise DataError if there is none at `path`."""
     content = read_tokenizer(path)
     if content is None:
         raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
@@ -308,15 +308,15 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
         raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)")
     try:
         lines = read(merges, "data.tokenizer.merges").decode().replace("\r\n", "\n").split("\n")
-        pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-        assert all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in pairs)
+        merge_pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        assert all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in merge_pairs)
     except (ValueError, AssertionError):
         raise DataError(
             f"{merges}: not a vocab.bpe that goes with {vocab.name}: two of its tokens a line (data.tokenizer.merges)"
         ) from None
     from tokenizers import pre_tokenizers
 
-    return _byte_bpe(ids, pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return _byte_bpe(ids, merge_pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
@@ -334,10 +334,10 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     pattern, end_id = ENCODINGS[encoding]
     if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or not _valid_ids(ranks.values()) or max(ranks.values()) >= end_id:
         raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
-    pairs = []
+    merge_pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks]
-        pairs += sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merge_pairs += sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     from tokenizers import Regex, pre_tokenizers
 
     word_splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -345,7 +345,7 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     byte_characters = _byte_characters()
     spellings = {token: "".join(byte_characters[byte] for byte in token) for token in ranks}
     ids = {spellings[token]: rank for token, rank in ranks.items()}
-    return _byte_bpe(ids, [(spellings[first], spellings[second]) for first, second in pairs], end_id, splitter, ignore_merges=True)
+    return _byte_bpe(ids, [(spellings[first], spellings[second]) for first, second in merge_pairs], end_id, splitter, ignore_merges=True)
 
 
 def _valid_ids(ids: Collection[int]) -> bool:

@@ -90,23 +90,23 @@ class AttentionRows:
         return _query_by_key(self.layout.distance())
 
     @cached_property
-    def size(self) -> Tensor:
-        """Magnitudes |weights|, (H, T, S)."""
+    def magnitudes(self) -> Tensor:
+        """The absolute value of each weight, (H, T, S)."""
         return self.weights.abs()
 
     @cached_property
-    def total(self) -> Tensor:
+    def abs_sum(self) -> Tensor:
         """Sum of |weights| of each row, (H, T); NaN where the sum is 0, so that quotients by it are undefined."""
-        total = self.size.sum(-1)
+        total = self.magnitudes.sum(-1)
         return total.masked_fill(total == 0, math.nan)
 
     @cached_property
     def descending_weights(self) -> Tensor:
         """Magnitudes |weights| of each row from the largest to the smallest, (H, T, S)."""
-        return self.size.sort(-1, descending=True).values
+        return self.magnitudes.sort(-1, descending=True).values
 
     @cached_property
-    def content(self) -> Tensor:
+    def scores_without_decay(self) -> Tensor:
         """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear attention).
 
         Shuffled scores are returned unchanged: this part can't be told from the rest any more.
@@ -128,8 +128,8 @@ class AttentionRows:
 
     @cached_property
     def moments(self) -> Moments:
-        """Moments of `content` over the keys that each query sees, (H, T) each."""
-        return score_moments(self.content, self.visible)
+        """Moments of `scores_without_decay` over the keys that each query sees, (H, T) each."""
+        return score_moments(self.scores_without_decay, self.visible)
 
     @cached_property
     def is_finite(self) -> Tensor:
@@ -139,7 +139,7 @@ class AttentionRows:
     @cached_property
     def is_defined(self) -> Tensor:
         """Mask, (H, T) bool, of rows that can be described: their scores and weights are finite, and not all weights are 0."""
-        return self.is_finite & (self.size.sum(-1) > 0)
+        return self.is_finite & (self.magnitudes.sum(-1) > 0)
 
     def select(self, queries: Tensor) -> "AttentionRows":
         """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
@@ -157,7 +157,7 @@ class AttentionRows:
 
         The order is the same for all heads. The weights then follow from the distribution of the scores alone, wherever keys stand.
 
-        order: (T, S) numbers. The visible keys, sorted by these numbers, get the scores of the visible keys in the sequence's order.
+        order: (T, S) numbers. The i-th visible key of the sequence gives its score to the visible key with the i-th smallest number.
         """
         origins = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in the sequence's order
         destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
@@ -212,7 +212,7 @@ class Statistic:
 class QuerySums:
     """Sums over all queries of a sequence by head, such as sums of weights by key position; rows that are not `is_defined` do not count.
 
-    P: the shape of the sums of a head.
+    P: the shape of one head's sums, such as (2 x length,).
     """
 
     name: str  # as in `Statistic`
@@ -238,9 +238,9 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class DerivedNumbers:
-    """A quantity computed from several statistics: `values` has one value, (1,), or one for each point of `axis`.
+    """Numbers computed from several statistics (`Family.derive`): `values` is one number, (1,), or one for each point of `axis`.
 
-    label: words that distinguish several quantities of one `name`.
+    label: words that distinguish several results with the same `name`.
     """
 
     name: str
@@ -283,13 +283,13 @@ class Measures:
         ]
 
     @property
-    def numbers(self) -> int:
+    def vector_length(self) -> int:
         """The number of values in the vector of one sequence and model."""
         return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
     def vectors(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
-        """The vector of all statistics of a sequence, (numbers,); with `order` a second vector, of the rows with shuffled scores.
+        """The vector of all statistics of a sequence, (`vector_length`,); with `order` a second vector, of the rows with shuffled scores.
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
 
@@ -328,7 +328,7 @@ class Measures:
                 total[layer] += value.float().cpu()
 
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
-        """The values, by the names of the statistics, in the `vectors`, (N, numbers), of N sequences."""
+        """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
@@ -347,14 +347,14 @@ def orders(index: int, queries: int, length: int) -> Tensor:
 
 
 def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.ndarray:
-    """The mean, float64, of the values that are not NaN; NaN where all values are."""
+    """The mean, float64, of the values that are not NaN; NaN where all values are NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about means of nothing
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
 def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """The axis for ranges, (first, last), of the number of visible keys; a range's point is its geometric mean."""
+    """The x axis of series with a value for each range, (first, last), of the number of visible keys: x is the range's geometric mean."""
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)
 

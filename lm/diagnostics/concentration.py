@@ -16,7 +16,7 @@ WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = n S^2 of each row with `sparsity` S: 1 for weight on one key, n for equal weights, 1 / sum a^2 if |a| sum to one."""
+    """N_eff = (sum |a|)^2 / sum a^2 of each row's weights a: 1 for weight on one key, the number of visible keys for equal weights."""
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
@@ -24,19 +24,19 @@ def entropy(rows: AttentionRows) -> Tensor | None:
     """Entropy -sum a ln a, nats; None for normalizers whose weights do not sum to one, NaN for rows with a negative weight."""
     if not rows.normalizer.options.rows_sum_to_one:
         return None
-    p = rows.weights / rows.total.unsqueeze(-1)
+    p = rows.weights / rows.abs_sum.unsqueeze(-1)
     return -torch.special.xlogy(p, p).sum(-1)
 
 
 def relative_entropy(rows: AttentionRows) -> Tensor | None:
-    """The entropy of each row over ln n, n visible keys: 0 for weight on one key, 1 for equal weights; None as for `entropy`."""
+    """Each row's entropy divided by ln (number of visible keys): 0 for weight on one key, 1 for equal weights; None as for `entropy`."""
     nats = entropy(rows)
     return None if nats is None else nats / rows.n.log()
 
 
 def keys_with_most_weight(rows: AttentionRows) -> Tensor:
     """The least number of keys of each row that together have the fraction `WEIGHT_FRACTION` of the row's weight."""
-    is_short = rows.descending_weights.cumsum(-1) < WEIGHT_FRACTION * rows.total.unsqueeze(-1)
+    is_short = rows.descending_weights.cumsum(-1) < WEIGHT_FRACTION * rows.abs_sum.unsqueeze(-1)
     return (is_short.sum(-1) + 1).float().where(rows.is_defined, math.nan)
 
 
@@ -52,11 +52,15 @@ def log_sum(rows: AttentionRows) -> Tensor | None:
 def family(top_k: list[int], nearest: list[int]) -> Family:
     """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
 
-    def largest_weight(k: int) -> Statistic:
-        return Statistic(f"weight on the largest {k}", "fraction", lambda rows: rows.descending_weights[..., :k].sum(-1) / rows.total)
+    def largest_weight(n_keys: int) -> Statistic:
+        return Statistic(
+            f"weight on the largest {n_keys}", "fraction", lambda rows: rows.descending_weights[..., :n_keys].sum(-1) / rows.abs_sum
+        )
 
-    def nearest_weight(k: int) -> Statistic:
-        return Statistic(f"weight on the nearest {k}", "fraction", lambda rows: (rows.size * (rows.distance < k)).sum(-1) / rows.total)
+    def nearest_weight(n_keys: int) -> Statistic:
+        return Statistic(
+            f"weight on the nearest {n_keys}", "fraction", lambda rows: (rows.magnitudes * (rows.distance < n_keys)).sum(-1) / rows.abs_sum
+        )
 
     def row_sum(rows: AttentionRows) -> Tensor | None:
         return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
@@ -69,13 +73,16 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
         Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
-        Statistic("mean distance", "tokens", lambda rows: (rows.size * rows.distance).sum(-1) / rows.total),
+        Statistic("mean distance", "tokens", lambda rows: (rows.magnitudes * rows.distance).sum(-1) / rows.abs_sum),
         *map(largest_weight, top_k),
         *map(nearest_weight, nearest),
     ]
     row_totals = [
         Statistic(
-            "weight on the first token", "fraction", lambda rows: (rows.size * rows.is_first_token).sum(-1) / rows.total, in_reports=True
+            "weight on the first token",
+            "fraction",
+            lambda rows: (rows.magnitudes * rows.is_first_token).sum(-1) / rows.abs_sum,
+            in_reports=True,
         ),
         Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
         Statistic("sum of weights", "weight", row_sum),

@@ -76,24 +76,24 @@ def _unit_vectors(v: Tensor) -> Tensor:
 
 
 def log_n_times_largest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x the largest weight) of each row, at most `log_c2` by Lemma 1 (arXiv 2508.17821); None where the lemma does not apply."""
+    """ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
 def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x the smallest weight) of each row, at least ln C1 = -ln C2 by Lemma 1 (arXiv 2508.17821); None where the lemma fails."""
+    """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2 of Lemma 1 (arXiv 2508.17821) of each row: 2 a, a the largest |score| of a visible key. None where the lemma does not apply."""
+    """ln C2, 2 x the largest |score| of each row: C2 / n bounds weights by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
-    """Whether weights are F(score) over their sum, with F > 0 everywhere, and scores do not change when a query sees more keys."""
+    """Whether weights are e^score over their sum, and scores do not depend on the number of keys, as in Lemma 1 of arXiv 2508.17821."""
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
@@ -108,7 +108,7 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
 
 
 def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
-    """ln (n x weights), (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma 1 does not apply."""
+    """ln (n x weight) of n keys, (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma 1 does not apply."""
     if not lemma_1_applies(rows):
         return None
     return rows.scores.masked_fill(~rows.visible, -math.inf).log_softmax(-1) + rows.n.log().unsqueeze(-1)

@@ -49,10 +49,10 @@ from lm.runs.evaluations import Axis
 
 @dataclass(frozen=True)
 class TopKeys:
-    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|, for each N: (G, R).
+    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|: (G, R), G numbers N, R queries.
 
-    NaN where a query sees too few keys. The module defines s, d~ and r. The envelopes are no bounds: they assume keys that lie uniformly on
-    a sphere, independently of weights, and take r from the data.
+    NaN where a query sees too few keys. The module's docstring defines s, d~ and r. The envelopes are no bounds: they assume keys that lie
+    uniformly on a sphere, independently of weights, and take r from the data.
     """
 
     distance: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
@@ -66,7 +66,7 @@ class TopKeys:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """The expectation of d~ over N random keys (Theorem 1 of arXiv 2508.17821), for each N: (G, R); NaN where a query sees fewer keys."""
+    """Expected d~ (see the module) of N random keys, Theorem 1 of arXiv 2508.17821: (G, R), G numbers N, R queries; NaN: too few keys."""
 
     uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, x- = sum a_j x_j: Theorem 1 as quoted, which is too large
     corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): norms of means, a lower bound
@@ -75,39 +75,39 @@ class RandomKeys:
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
-    """d~, N_s and their bounds (Theorems 1 and 2 of arXiv 2508.17821) for the N keys of the largest |weights|, for each N in `counts`.
+    """Distances from the sum of the N largest weighted keys, and bounds on them (arXiv 2508.17821), for R queries and each N in `counts`.
 
-    weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E).
+    weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E), the keys' vectors.
     """
     order = _largest_first(weights, visible, counts)
     n, length = visible.sum(-1), x.norm(dim=-1)
     farthest, nearest = _extreme_distances(x, order, counts)
     total, not_negative = weights.sum(-1), (weights >= 0).all(-1)
-    rows = []
+    by_count = []
     for index, (count, (rest_mask, excess, distance)) in enumerate(zip(counts, _sum_gaps(weights, visible, x, order, counts), strict=True)):
         top_mask = visible & ~rest_mask
         near_mask = top_mask & (excess <= excess.masked_fill(~rest_mask, torch.inf).amin(-1, keepdim=True))
         r = distance.masked_fill(~rest_mask, torch.inf).amin(-1)
         indices = order[:, :count]
         alpha, longest = weights.gather(1, indices), length[indices].amax(-1)
-        span = farthest[index].masked_fill(~rest_mask, 0.0).amax(-1).sqrt()
-        mass = alpha.sum(-1)
-        bound = (total - mass) * span + ((n - count + 1) * mass - total) * longest
+        largest_distance = farthest[index].masked_fill(~rest_mask, 0.0).amax(-1).sqrt()
+        top_total = alpha.sum(-1)
+        bound = (total - top_total) * largest_distance + ((n - count + 1) * top_total - total) * longest
         lower, upper = _envelopes(alpha, longest, nearest[index], r)
         values = (distance * rest_mask).sum(-1), bound.where(not_negative, torch.nan), near_mask.sum(-1) / count, lower, upper
         is_too_many = torch.stack((n < count, n < count, n <= count, n <= count, n <= count))
-        rows.append((torch.stack(values).masked_fill(is_too_many, torch.nan), near_mask, top_mask))
-    values, near_masks, top_masks = map(torch.stack, zip(*rows, strict=True))
+        by_count.append((torch.stack(values).masked_fill(is_too_many, torch.nan), near_mask, top_mask))
+    values, near_masks, top_masks = map(torch.stack, zip(*by_count, strict=True))
     return TopKeys(*values.unbind(1), near_masks, top_masks)
 
 
 def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """`TopKeys.distance` alone, (G, R), for each N in `counts`."""
+    """`TopKeys.distance` alone, (G, R), for the G numbers N in `counts` and R queries."""
     return _distances(weights, visible, x, _largest_first(weights, visible, counts), counts)
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
-    """`RandomKeys` for each N in `counts`; `draws`: (R, S) random numbers, whose order draws keys without replacement."""
+    """`RandomKeys` for each N in `counts`; the keys with the largest of the random numbers `draws`, (R queries, S keys), are the sample."""
     order = draws.masked_fill(~visible, -torch.inf).topk(min(counts[-1], weights.size(1)), -1).indices
     n, square = visible.sum(-1, keepdim=True).to(weights.dtype), x.square().sum(-1)
     product = (weights @ x) @ x.T  # x_i . x-
@@ -115,7 +115,7 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
     own_squares, cross_products = weights.square() * square, weights * product  # |y_i|^2 and y_i . x-, of y_i = a_i x_i
     # For each key i: the sum over all other keys of the squared deviations of y from its mean.
     rest_spread = own_squares.sum(-1, keepdim=True) - own_squares - (mean_square - 2 * cross_products + own_squares).clamp(min=0) / (n - 1)
-    rows = []
+    by_count = []
     for count in counts:
         c = count / (n - 1)
         uncorrected = (weights + c).square() * square - 2 * (weights + c) * product + mean_square
@@ -126,8 +126,8 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
             rest_fraction * (squared_norm.clamp(min=0).sqrt() * visible).sum(-1)
             for squared_norm in (uncorrected, corrected, corrected + spread)
         ]
-        rows.append(torch.stack(expectations).masked_fill(n.squeeze(-1) < count, torch.nan))
-    return RandomKeys(*torch.stack(rows, 1), _distances(weights, visible, x, order, counts))
+        by_count.append(torch.stack(expectations).masked_fill(n.squeeze(-1) < count, torch.nan))
+    return RandomKeys(*torch.stack(by_count, 1), _distances(weights, visible, x, order, counts))
 
 
 def counts_up_to(largest: int) -> list[int]:
@@ -139,19 +139,19 @@ def counts_up_to(largest: int) -> list[int]:
 
 
 def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
-    """Indices of the keys of each row from the largest |weight| on, (R, largest N) int64; invisible keys come last."""
+    """Indices, (R, largest N) int64, of the keys of each of R queries, from the largest |weight| on; invisible keys come last."""
     return weights.abs().masked_fill(~visible, -1.0).topk(min(counts[-1], weights.size(1)), -1).indices
 
 
 def _added_keys(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """The keys, (R, keys), that each N in `counts` adds to the keys of the previous N, in each row's `order`, (R, largest N)."""
+    """For each N in `counts`, the keys, (R queries, keys), that it adds to the previous N's keys, in each query's `order`, (R, keys)."""
     return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
 def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Squared distances for each N: the largest from each key to the first N keys in each row's `order`, (G, R, S), and the smallest.
+    """Squared distances: each key's largest to the first N keys in a query's `order`, (G, R, S), and the smallest between two of these N.
 
-    The smallest distance, (G, R), is between two of the first N keys, and is infinite for N = 1.
+    The smallest distance, (G, R), is infinite for N = 1. Shapes: G numbers N in `counts`, R queries, S keys.
     """
 
     def pairs(keys: Tensor, others: Tensor) -> Tensor:
@@ -168,15 +168,15 @@ def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple
 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
-    """d~, (G, R), for the first N keys in each row's `order`: the sum over other keys of |a_i x_i - s|, s the sum of a_i x_i over the N."""
+    """Sum over keys i beyond the first N in `order` of |a_i x_i - s|, s the sum of a_i x_i over the N: (G numbers N, R queries)."""
     distance_sums = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _sum_gaps(weights, visible, x, order, counts)]
     return torch.stack(distance_sums).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
 
 
 def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each N, the mask of the keys beyond the first N in each row's `order`, |a_i x_i - s|^2 - |s|^2, and |a_i x_i - s|: (R, S) each.
+    """For each N in `counts`: mask of the keys beyond the first N in `order`, |a_i x_i - s|^2 - |s|^2, and |a_i x_i - s|, (R, S) each.
 
-    The difference of squares tells small weights apart: their distances are all |s| except for rounding.
+    s is the sum of a_i x_i over the first N. The difference of squares tells small weights apart: their distances round to |s|.
     """
     rest_mask, square, s = visible, x.square().sum(-1), x.new_zeros(len(order), x.size(1))
     for count, keys in zip(counts, _added_keys(order, counts), strict=True):
@@ -187,13 +187,13 @@ def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts
 
 
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper envelope of the fraction N_s / N of N keys that lie within r of their weighted sum s (Theorem 2), (R,) each.
+    """Envelopes (Theorem 2, arXiv 2508.17821) of the fraction of N keys whose a_i x_i lies within r of the keys' sum s: lower, upper, (R,).
 
-    The envelopes are 1 - mean(xi_i) / r, and mean exp(-(xi_i - r)_+^2 / (2 M^2)), in arXiv 2508.17821. xi_i bounds |a_i x_i - s| of
-    key i from above, if weights are not negative; M is `longest`.
+    They are 1 - mean(xi_i) / r and mean exp(-(xi_i - r)_+^2 / (2 longest^2)). xi_i bounds |a_i x_i - s| of key i from above, if weights
+    are not negative. R is the number of queries.
 
-    alpha: (R, N), weights of the N keys.
-    longest, nearest, r: (R,) each, the largest |x| of these keys, their smallest squared distance, and r.
+    alpha: (R, N), weights a_i of the N keys; r: (R,), a radius.
+    longest, nearest: (R,) each, the largest |x| of the N keys, and the smallest squared distance between two of them.
     """
     own_squares = alpha.square()
     other_squares = own_squares.sum(-1, keepdim=True) - own_squares  # sum of the other weights' squares
@@ -231,28 +231,28 @@ def few_key_counts(length: int) -> list[int]:
 
 
 def means(sums: np.ndarray) -> np.ndarray:
-    """Means over rows, (octaves, quantities, points, ...), of `sums` (see `totals_and_counts`); NaN where there are no rows."""
+    """Means over queries, (octaves, quantities, points, ...), of `sums`, which `totals_and_counts` describes; NaN without queries."""
     total, rows = totals_and_counts(sums)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(rows > 0, total / rows, np.nan)
 
 
 def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split `sums`, (..., octaves, 2, quantities, points), into sums over rows and numbers of rows, (octaves, quantities, points, ...)."""
+    """Split `sums`, (..., octaves, 2, quantities, points), into sums over queries and their number, (octaves, quantities, points, ...)."""
     arrays = np.moveaxis(sums, (-4, -3, -2, -1), (0, 1, 2, 3))
     return arrays[:, 0], arrays[:, 1]
 
 
 @dataclass(frozen=True)
 class Theorems:
-    """Sums over a model's rows for Theorems 1 and 2 and for Lemma 2, with the options `config`."""
+    """Sums over a model's queries of the quantities of Theorems 1 and 2 and of Lemma 2 (arXiv 2508.17821), with the options `config`."""
 
     config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """d~ and its expectations (`DISTANCES`), summed over queries, for each N of `many_key_counts`; None if there are no queries."""
+        """Sums over queries of d~ (see the module) of N largest and N random keys (`DISTANCES`), by N and octave; None without queries."""
 
-        def measure(part: AttentionRows, most_keys: int) -> Tensor:
+        def measure(octave_rows: AttentionRows, most_keys: int) -> Tensor:
             counts = [count for count in many_key_counts(length) if count <= most_keys / 4]
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
@@ -260,17 +260,17 @@ class Theorems:
                 random = random_keys(weights, visible, x, counts, draws)
                 return torch.stack((top_distances(weights, visible, x, counts), *vars(random).values()))
 
-            values, missing_count = self._by_rows(part, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
+            values, missing_count = self._by_rows(octave_rows, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
             return F.pad(values, (0, 0, 0, 0, 0, missing_count), value=math.nan)
 
         generator = _generator(rows)
         return self._sums_within(rows, octaves(length), measure)
 
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of the quantities `SEPARABLE`, for each N of `few_key_counts`; the last two are quantities of a whole layer."""
+        """Sums over queries of the quantities `SEPARABLE` of N largest keys, by N and octave; the last two describe whole layers."""
 
-        def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            counts, heads = few_key_counts(length), len(part.weights)
+        def measure(octave_rows: AttentionRows, most_keys: int) -> Tensor:
+            counts, heads = few_key_counts(length), len(octave_rows.weights)
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 top = top_keys(weights, visible, x, counts)
@@ -278,7 +278,7 @@ class Theorems:
                 return torch.stack((top.separable, top.lower, top.upper, top.distance / top.bound))
 
             masks: list[tuple[Tensor, Tensor]] = []
-            head_values = self._by_rows(part, len(counts), at_counts)
+            head_values = self._by_rows(octave_rows, len(counts), at_counts)
             shape = len(counts), heads, -1, masks[0][0].size(-1)
             near_count, top_count = (torch.cat(mask, 1).view(shape).any(1).sum(-1) for mask in zip(*masks, strict=True))
             numbers = torch.tensor(counts, device=top_count.device).unsqueeze(-1)
@@ -288,24 +288,24 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums of `DIFFERENCES` for each temperature and step at the last query, None if it is not in the last octave; fp64, norms in fp32.
+        """Changes of weights (`DIFFERENCES`) at the last query by temperature and step, None outside the last octave; fp64, norms in fp32.
 
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 logits are q.k / T.
         """
 
-        def measure(part: AttentionRows, most_keys: int) -> Tensor:
-            is_left_out = part.is_first_token & (not self.config.first_token)  # its score stays, and its weight does not count
+        def measure(octave_rows: AttentionRows, most_keys: int) -> Tensor:
+            is_left_out = octave_rows.is_first_token & (not self.config.first_token)  # its score stays, and its weight does not count
 
             def weights_at(scores: Tensor, temperature: Tensor | float) -> Tensor:
                 scores = torch.where(is_left_out, logits.to(scores.dtype), scores)
-                return part.normalizer.normalize(scores / temperature, part.layout).masked_fill(is_left_out, 0.0)
+                return octave_rows.normalizer.normalize(scores / temperature, octave_rows.layout).masked_fill(is_left_out, 0.0)
 
-            root_head_size = math.sqrt(part.normalizer.layer.head_size)
-            logits = part.scores.masked_fill(~(part.visible | is_left_out), 0.0).unsqueeze(0) * root_head_size  # (1, H, T, S)
-            random_directions = directions(part.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
+            root_head_size = math.sqrt(octave_rows.normalizer.layer.head_size)
+            logits = octave_rows.scores.masked_fill(~(octave_rows.visible | is_left_out), 0.0).unsqueeze(0) * root_head_size  # (1, H, T, S)
+            random_directions = directions(octave_rows.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
             temperatures = torch.tensor(self.config.temperatures).view(-1, 1, 1, 1).to(logits)
             stacked_logits = logits.expand(len(temperatures), -1, -1, -1)
-            norms = spectral_norm(partial(weights_at, temperature=temperatures), stacked_logits, part.visible, generator)
+            norms = spectral_norm(partial(weights_at, temperature=temperatures), stacked_logits, octave_rows.visible, generator)
             points = []
             for (temperature, norm), step in product(zip(self.config.temperatures, norms, strict=True), self.config.steps):
                 rates = finite_difference(partial(weights_at, temperature=temperature), logits, step, random_directions)
@@ -316,12 +316,12 @@ class Theorems:
         return self._sums_within(rows.select((rows.after == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
 
     def vectors(self, rows: AttentionRows) -> Tensor:
-        """The vectors x of each key, (1, S, E), or of each head and key, (H, S, E)."""
+        """The keys' vectors x that `config.vectors` names: (1, S, E), or (H, S, E) if each head has its own."""
         x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.config.vectors].float()
         return F.normalize(x, dim=-1) if self.config.unit else x
 
     def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Values (quantities, G, H, T) of all rows, by `measure`: weights (R, S), visible (R, S), x (S, E) -> values (quantities, G, R)."""
+        """Values (quantities, points, H, T) of all rows; measure: weights, visible (R, S), x (S, E) -> values (quantities, points, R)."""
         key_indices = rows.visible.any(0).nonzero().squeeze(-1)
         keys = slice(int(key_indices[0]), int(key_indices[-1]) + 1)
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
@@ -336,17 +336,17 @@ class Theorems:
     def _sums_within(
         self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
     ) -> Tensor | None:
-        """Sums over the rows within each range of `bounds`, and numbers of these rows, (H, octaves, 2, quantities, G); None without rows.
+        """Sums over queries, and their number, in each range of `bounds`, (H, ranges, 2, quantities, points); None without queries.
 
-        bounds: (first, last) numbers of visible keys; measure: rows, most visible keys -> values (quantities, G, H, T), or NaN.
+        bounds: (first, last) numbers of visible keys; measure: rows, most visible keys -> values (quantities, points, H, T), or NaN.
         """
         rows = rows if self.config.first_token else rows.without_first
         sums: dict[int, Tensor] = {}  # by index in `bounds`
         for index, (low, high) in enumerate(bounds):
             indices = ((rows.n >= low) & (rows.n <= high)).nonzero().squeeze(-1)
             if len(indices):
-                part = rows.select(indices)
-                values = measure(part, high).masked_fill(~part.is_defined, math.nan)
+                octave_rows = rows.select(indices)
+                values = measure(octave_rows, high).masked_fill(~octave_rows.is_defined, math.nan)
                 sums[index] = torch.stack((values.nan_to_num(nan=0.0).sum(-1), (~values.isnan()).sum(-1).to(values)))
         if not sums:
             return None
@@ -360,7 +360,7 @@ def _generator(rows: AttentionRows) -> torch.Generator:
 
 
 def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """D and p, (G,) each, of two-sided Kolmogorov-Smirnov tests of the columns of two samples, (size, G) each.
+    """D and p, (columns,) each, of two-sided Kolmogorov-Smirnov tests of two samples, (size, columns) each, column by column.
 
     Values that are not finite are left out; NaN where a sample is empty. D is the largest difference of the two distribution functions.
     """
@@ -373,23 +373,23 @@ def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray,
 
 
 def critical_count(p: np.ndarray, counts: Sequence[int], level: float) -> float:
-    """The smallest number N of `counts` at which p, (G,), is at least `level`: no difference is shown; NaN if there is no such N."""
+    """The smallest of `counts` (numbers of keys) whose test has `p` of at least `level`, so shows no difference; NaN if there is none."""
     accepted_indices = np.flatnonzero(p >= level)
     return float(counts[accepted_indices[0]]) if len(accepted_indices) else math.nan
 
 
-def samples(sums: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
-    """Up to `size` means of single heads, (means, G), so that models with any number of heads are tested with equal power.
+def head_mean_samples(sums: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """Up to `size` means of single heads, (means, points), so that models with any number of heads are tested with equal power.
 
     The sequences are divided into size / heads groups, rounded up; if there are fewer sequences, each sequence is a group. Each head has
     a mean for each group. If there are more than `size` means, `size` evenly spread means are taken.
 
-    sums: (N, heads, G), sums over rows in N sequences; rows: (N, heads, G), number of these rows.
+    sums: (N, heads, points), sums over queries in each of N sequences; counts: (N, heads, points), numbers of these queries.
     """
     sequences, heads, _ = sums.shape
     groups = min(sequences, -(-size // heads))
     with np.errstate(invalid="ignore"):
-        group_means = [sums[start::groups].sum(0) / rows[start::groups].sum(0) for start in range(groups)]
+        group_means = [sums[start::groups].sum(0) / counts[start::groups].sum(0) for start in range(groups)]
     head_means = np.concatenate(group_means)
     return head_means[np.linspace(0, len(head_means) - 1, min(size, len(head_means))).round().astype(int)]
 
@@ -433,7 +433,7 @@ def family(config: LimitsConfig, every: int) -> Family:
 
     return Family(
         (
-            Statistic("n x largest weight", "", lambda rows: rows.size.amax(-1) * rows.n, has_exponent=True),  # 1 for equal weights
+            Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),  # 1 for equal weights
             Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
@@ -460,7 +460,7 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
 
 
 def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """d~ (`TopKeys.distance`) and its expectations: by N in the last octave of visible keys, and by octave for N = `LENGTH_CURVE_KEYS`."""
+    """d~ (see the module) of N largest and N random keys: by N in the last octave of visible keys, by octave at N = `LENGTH_CURVE_KEYS`."""
     counts = many_key_counts(values.length)
     distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
@@ -471,7 +471,7 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Critical N as a fraction of visible keys, by octave of visible keys; D of the Kolmogorov-Smirnov tests by N, in the last octave."""
+    """By octave, critical N / visible keys: the least N at which d~ of largest and random keys do not differ; by N, tests' D."""
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
@@ -487,18 +487,18 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
 
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
-    """Samples (size, N) of heads' means in one octave of visible keys: of d~ of the largest weights, and of the `expectation` of d~."""
+    """Two samples of heads' mean d~ in one octave of visible keys, (size, N) each: largest weights, and `DISTANCES[expectation]`."""
     total, rows = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     sample_pair = []
     for quantity in (0, expectation):
         by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
         shape = (len(by_head), -1, by_head.shape[-1])
-        sample_pair.append(samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
+        sample_pair.append(head_mean_samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
     return sample_pair
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """N_s / N (`TopKeys.separable`), its envelopes, d~ / its bound, and quantities of layers: by N, in the last octave of visible keys."""
+    """The quantities `SEPARABLE` by N, means over heads in the last octave of visible keys; also the first quantity at `PLATEAU_KEYS`."""
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
@@ -516,7 +516,7 @@ def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Finite differences and the spectral norm by temperature; each is the largest of the means of single heads, as in the paper."""
+    """Finite differences and spectral norm of the weights by temperature, each for the head with the largest mean, as in the paper."""
     shape = len(config.temperatures), len(config.steps)
     by_head = means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)

@@ -58,7 +58,7 @@ class Retrieval:
 
 @dataclass(frozen=True, eq=False)
 class RetrievingHead:
-    """The head with the largest mean weight on the needle, over questions."""
+    """The head with the largest mean weight on the needle (the key to retrieve) over Q questions."""
 
     layer: int  # from 0
     head: int  # from 0
@@ -71,7 +71,7 @@ class RetrievingHead:
 
 @torch.no_grad()
 def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False) -> RetrievingHead | None:
-    """The head that answers the questions of sequences of one length; None if the module's formula holds for no layer.
+    """The head with the largest mean weight on the needle in sequences of one length; None if the module's formula holds for no layer.
 
     The formula holds for weights e^score over their sum that cover all keys up to the query and do not depend on distance. A key is
     filler if its token's id and the id of the token before it are in `filler`. With `any_map` heads with other weights are searched, too,
@@ -110,7 +110,7 @@ def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, 
     n (Q,), then slope, weight on the needle, N_eff and entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
-    weights = rows.weights if is_exp else (rows.size / rows.total.unsqueeze(-1)).nan_to_num()
+    weights = rows.weights if is_exp else (rows.magnitudes / rows.abs_sum.unsqueeze(-1)).nan_to_num()
     fractions = weights.double().transpose(0, 1)  # (Q, H, S)
     scores = rows.scores.double().transpose(0, 1) if is_exp else fractions.clamp_min(1e-300).log()
     scores = scores.masked_fill(~rows.visible.unsqueeze(1), -math.inf)

@@ -42,51 +42,51 @@ def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def exp_sparsity(std: Tensor) -> Tensor:
-    """S of weights e^score: exp(-std^2 / 2), whatever the mean. The closed form holds for n keys while std < `condensation_scale(n)`."""
+    """Sparsity S of weights e^score, exp(-std^2 / 2), whatever the scores' mean; holds for n keys while std < `condensation_scale(n)`."""
     return (-std.square() / 2).exp()
 
 
 def condensation_scale(n: Tensor) -> Tensor:
-    """sqrt(ln n / 2), the standard deviation of n Gaussian scores from which on the largest weights dominate E[a^2] of weights e^score.
+    """sqrt(ln n / 2), the standard deviation of n Gaussian scores above which the sparsity S of weights e^score leaves `exp_sparsity`.
 
-    Scores 2 gamma standard deviations above the mean make up E[a^2] = e^(2 beta + 2 gamma^2). The largest of n Gaussian scores lies
-    sqrt(2 ln n) standard deviations above the mean. With larger gamma, n keys do not contain the scores that make up the expectation,
-    and S stays above its closed form.
+    If scores have the standard deviation std, E[e^(2 score)] stems from scores around 2 std standard deviations above the mean. The largest
+    of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std > sqrt(ln n / 2), n keys thus lack the scores that
+    make up this expectation, and S stays above its closed form.
     """
     return (n.log() / 2).sqrt()
 
 
 def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> Tensor:
-    """S of e^score for n Gaussian scores of each standard deviation in `std` (K,), also beyond condensation; a mean over draws."""
+    """Sparsity S, (K,), of e^score for n Gaussian scores of each standard deviation in `std`, (K,); a mean over `draws` random samples."""
     noise = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
     visible = torch.ones(n, dtype=torch.bool)
     return torch.stack([sparsity((scale * noise).softmax(-1), visible).mean() for scale in std])
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of weights relu(score), r, Phi and phi from `_ratio`: (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi); 1 / sqrt(pi) at r = 0."""
+    """Sparsity S of weights relu(score): (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), r = mean / std, normal Phi(r) and density phi(r)."""
     r, cdf, density = _ratio(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S = E w / sqrt(E w^2) of weights w = relu(score)^2; 1 / sqrt(6) at r = 0. `_ratio` gives r, Phi and phi.
+    """Sparsity S of weights relu(score)^2, r = mean / std of Gaussian scores, Phi(r) the normal distribution function, phi(r) its density.
 
-    ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi)
+    ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi); 1 / sqrt(6) at r = 0
     """
     r, cdf, density = _ratio(mean, std)
     return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
 
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of the scores themselves, which may be negative: at least sqrt(2 / pi) = .798, so such weights cannot concentrate."""
+    """Sparsity S of weights that are the scores, which may be negative: at least sqrt(2 / pi) = .798, so they cannot concentrate."""
     beta, gamma = mean.double(), std.double()
     mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(beta / gamma / math.sqrt(2))
     return mean_magnitude / (beta.square() + gamma.square()).sqrt()
 
 
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """S of products query.key of non-negative features, if a key's D features are independent, each of this mean and standard deviation.
+    """Sparsity S of weights query.key of D non-negative features, if a key's features are independent, with the mean and std given.
 
     1 / sqrt(1 + ((sigma / mu) ||q||_2 / ||q||_1)^2), mu = mean, sigma = std, q = query (..., D). The ratio of norms is 1 / sqrt(D) to 1.
     """
@@ -94,9 +94,9 @@ def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> T
 
 
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
-    """S of n weights g^t, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1: 1 for g = 1, near sqrt((1 + g) / (n (1 - g))) for large n.
+    """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1; near sqrt((1 + g) / (n (1 - g))) for large n.
 
-    S of products of independent weights is the product of their S: S of a decay multiplies S of the content, whatever the content's map.
+    S of products of independent weights is the product of their S: S of a decay multiplies S of the weights without the decay.
     """
     log_g, n = torch.broadcast_tensors(log_decay.double(), n.double())
     g = log_g.exp()
@@ -105,7 +105,7 @@ def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
 
 
 def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """r = beta / gamma, the normal distribution function Phi(r) and the density phi(r), in fp64."""
+    """r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
     r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
     tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))  # exact where Phi's terms cancel
@@ -126,9 +126,9 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
 
 
 def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Tensor:
-    """Sums of `values` over each of `size` groups of entries, then the number of entries that count in each group: (..., 2 size).
+    """Sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in each group: (..., 2 size).
 
-    values, counts: (..., T, S); groups: int64, broadcastable to (T, S): each entry's group, such as its key position or distance.
+    values, counts: (..., T, S); groups: int64, broadcastable to (T, S): each pair's group, such as its key position or distance.
     """
     groups = groups.expand(values.shape).flatten(-2)
     zeros = values.new_zeros(*values.shape[:-2], size)
@@ -137,9 +137,9 @@ def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Ten
 
 
 def variance_explained(sums: np.ndarray) -> np.ndarray:
-    """The fraction of the variance that the groups explain, (...) float64, from `group_sums` of N sequences, (N, ..., 2 size).
+    """The fraction of weights' variance that groups of keys explain, (...) float64, by `group_sums` of N sequences, (N, ..., 2 size).
 
-    Only groups that occur in two sequences or more count; NaN where no group does.
+    Only groups (key positions or distances) that occur in two sequences or more count; NaN where no group does.
     """
     size = sums.shape[-1] // 2
     counts = sums[..., size:]
@@ -186,7 +186,7 @@ CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by `Normalize
 
 
 def closed_form(rows: AttentionRows) -> Tensor | None:
-    """S in closed form, from the moments of each query's scores, (H, T); None for weights without a closed form.
+    """Sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for weights without a closed form.
 
     For non-negative features the closed form supposes independent components, with the moments of all features of the keys that a query
     sees. Moments of the query's products with keys are not used: with these the formula would hold even for dependent components.
@@ -209,18 +209,18 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """1 for queries whose scores spread too much for the closed form of exp to hold for their keys, else 0; None for other score maps."""
+    """1 for queries whose scores have a standard deviation above `condensation_scale`, else 0, (H, T); None if weights are no e^score."""
     return (rows.moments.std > condensation_scale(rows.n)).float() if rows.normalizer.score_map == "exp" else None
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
-    """S of each row minus its closed form, (H, T); None for weights without a closed form."""
+    """The sparsity S of each query's weights minus its closed form, (H, T); None for weights without a closed form."""
     expected_sparsity = closed_form(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
 def family() -> Family:
-    """S against its closed form, the moments of the scores, and the variance of the weights that positions explain."""
+    """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that positions explain."""
     by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),
         Statistic("score mean", "", lambda rows: rows.moments.mean),

@@ -51,7 +51,7 @@ class Answers:
     place: np.ndarray  # (N,) int64, the token's index within its answer
 
     def whole_answers(self, token_hits: np.ndarray) -> np.ndarray:
-        """Mask, (Q,) bool, of the answers whose tokens all are true in `token_hits`, (N,) bool by answer token."""
+        """For each whole answer, (answers,) bool, whether `token_hits`, (N,) bool, is true at all its answer tokens."""
         return np.minimum.reduceat(token_hits, np.flatnonzero(self.place == 0)).astype(bool)
 
 
@@ -65,8 +65,8 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
     spans = [(index, *span) for index, item in enumerate(examples) for span in item.questions]
     tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
     sequence, position, token_index = tokens[:, 0], tokens[:, 1] - 1, tokens[:, 2]
-    counts = np.bincount(sequence, minlength=len(examples))  # answer tokens in each sequence
-    column = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+    answer_token_counts = np.bincount(sequence, minlength=len(examples))  # answer tokens in each sequence
+    column = np.arange(len(sequence)) - np.repeat(np.cumsum(answer_token_counts) - answer_token_counts, answer_token_counts)
 
     def measure(indices: list[int]) -> Tensor:
         is_in_batch = np.isin(sequence, indices)
@@ -76,12 +76,12 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
         hidden, targets = decoder.hidden(batch, start)[locations[0], locations[1] - start], batch.targets[locations[0], locations[1]]
         predictions = argmax_tokens(hidden, decoder.head)
         hits = [(answer == targets).float() for answer in (predictions, roll_out(decoder, batch, locations, predictions))]
-        result = torch.zeros(len(indices), max(counts), 3, device=device.device)
+        result = torch.zeros(len(indices), max(answer_token_counts), 3, device=device.device)
         result[locations[0], torch.from_numpy(column[is_in_batch])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
         return result
 
     lengths = [len(item.tokens) - 1 for item in examples]
-    nll, right, rolled_out = by_sequence([decoder], lengths, (max(counts), 3), device, measure, progress)[sequence, column].T
+    nll, right, rolled_out = by_sequence([decoder], lengths, (max(answer_token_counts), 3), device, measure, progress)[sequence, column].T
     return Answers(nll, right > 0.5, rolled_out > 0.5, sequence, token_index)
 
 
@@ -90,8 +90,8 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
 
     A sequence is read again with the model's answers in it until the answers no longer change. Each reading settles at least the next
     answer token, and mostly all, since an answer token depends on earlier tokens alone. A settled sequence leaves the batch. A sequence
-    whose answer tokens are all correct, except perhaps the last, is not read again. Tokens before the first answer token in the other
-    sequences are read once, later tokens in each reading.
+    whose answer tokens are all correct, except perhaps the last, is not read again. In the sequences that are read again, the tokens before
+    the first answer token are read once, and later tokens in each reading.
 
     Args:
         locations: (2, N) int64, ascending: for each answer token the index of its sequence in the batch, and the position that predicts it.
@@ -121,7 +121,7 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
 
 
 class AnswerMeasurement(Measurement):
-    """Base of measurements of answers in fp32, by sequence length (`length_factors` times the training length) and inference setting."""
+    """Base of measurements of a model's answers to questions in fp32, at the lengths of `length_factors` and by inference setting."""
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
@@ -148,7 +148,7 @@ class AnswerMeasurement(Measurement):
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
-        """A series, for reports, of the fraction of correct whole answers; `chance`: accuracy of guessing, None if not a single number."""
+        """A series, for reports, of the fraction of correct whole answers; `chance`: mean accuracy of guessing, None if it is not known."""
         display = Shown(
             "Accuracy by sequence length",
             "sequences with questions",
@@ -161,10 +161,10 @@ class AnswerMeasurement(Measurement):
         return self.length_series("accuracy", "fraction", samples, **fields)
 
 
-def unit_sample(sha256: str, unit_index: np.ndarray, values: np.ndarray) -> Sample:
-    """A sample with the mean and number of the values of each unit. values: (N,); unit_index: (N,), index from 0 of each value's unit."""
-    counts = np.bincount(unit_index)
-    return Sample(sha256, (np.bincount(unit_index, values) / counts)[:, None], counts, np.arange(len(counts)))
+def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray) -> Sample:
+    """A sample with the mean and number of each sequence's `values`, (N,); sequence_index: (N,), from 0, the sequence of each value."""
+    counts = np.bincount(sequence_index)
+    return Sample(sha256, (np.bincount(sequence_index, values) / counts)[:, None], counts, np.arange(len(counts)))
 
 
 class Recall(AnswerMeasurement):
@@ -205,10 +205,10 @@ class Recall(AnswerMeasurement):
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
             question_sequence = answers.sequence[answers.place == 0]
-            samples["whole"].append(unit_sample(sha256, question_sequence, answers.whole_answers(answers.right)))
-            samples["rolled out"].append(unit_sample(sha256, question_sequence, answers.whole_answers(answers.rolled_out)))
-            samples["token"].append(unit_sample(sha256, answers.sequence, answers.right))
-            samples["loss"].append(unit_sample(sha256, answers.sequence, answers.nll))
+            samples["whole"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.right)))
+            samples["rolled out"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.rolled_out)))
+            samples["token"].append(sequence_sample(sha256, answers.sequence, answers.right))
+            samples["loss"].append(sequence_sample(sha256, answers.sequence, answers.nll))
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
         log_names = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
@@ -230,7 +230,7 @@ HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 @dataclass(frozen=True)
 class Trial:
-    """A question about a number in a text: the prompt, the answer's tokens, other answers to rank it among, and the number itself."""
+    """A question about a number in a text: the prompt, the correct answer, and other answers among which the correct one is ranked."""
 
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
@@ -262,7 +262,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     cache = DecodingCache(length)
     first_logits = decoder.head(decoder(prompts, cache=cache, first=prompts.size(1) - 1)).float()  # (B, 1, V)
     outputs = _greedy_tokens(decoder, first_logits, cache.fork(1), max(len(trial.answer) for trial in questions) + 2)
-    rows = []
+    score_rows = []
     for index, trial in enumerate(questions):
         candidates = [trial.answer, *trial.others]
         nll, hits = _candidate_nll(decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates)))
@@ -270,10 +270,10 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
         prediction = text.decode(outputs[index].cpu().numpy()).strip()
         first_digit, exact = prediction[:1] == trial.number[:1], re.match(r"\d*", prediction)[0] == trial.number
         gap = nll[0] - nll[1:].min() if trial.others else 0
-        rows.append(
+        score_rows.append(
             [float(value) for value in (exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap)]
         )
-    return torch.tensor(rows)
+    return torch.tensor(score_rows)
 
 
 def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache, count: int) -> Tensor:
@@ -387,13 +387,13 @@ class NeedleMeasurement(AnswerMeasurement):
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.haystack = Text(store)
-        base = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
-        self.tasks = {f"depth {100 * depth:g}%": replace(base, depth=depth) for depth in self.asked.depths}
-        self.tasks["no needle"] = replace(base, absent=True)
+        task = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
+        self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in self.asked.depths}
+        self.tasks["no needle"] = replace(task, absent=True)
         lengths, reasons = self.lengths, {}
         for length in lengths:
             try:
-                example(base, QUESTION_SEED, 0, length, "test", self.haystack)
+                example(task, QUESTION_SEED, 0, length, "test", self.haystack)
             except NoRoom as error:
                 reasons[length] = str(error)
             except TaskError:  # `check_room` raises it as a ConfigError
@@ -401,11 +401,11 @@ class NeedleMeasurement(AnswerMeasurement):
         self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
         self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
         for length in self.lengths:
-            self.check_room(base, length, "length_factors", self.asked.trials)
+            self.check_room(task, length, "length_factors", self.asked.trials)
         if self.asked.heads_at:
-            self.check_room(base, self.heads_length, "heads_at")
+            self.check_room(task, self.heads_length, "heads_at")
         if self.asked.finetune.steps:
-            self.check_room(base, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
+            self.check_room(task, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")
@@ -448,12 +448,12 @@ class NeedleMeasurement(AnswerMeasurement):
         return super().precision(device) + (f", fine-tuned in {training_precision}" if training_precision != "32" else "")
 
     def _chance(self, task: Needle) -> float | None:
-        """Mean accuracy of guessing over the trials, which may end before a sequence's last question; None: no single number applies."""
+        """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or the only number."""
         candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
         return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
 
     def _answer_series(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
-        """Series of exact answers over all depths and in the control, for reports; then a series for each task and metric of `SCORED`."""
+        """Accuracy over all depths and in the control without needle, for reports; then series for each task and metric of `SCORED`."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
@@ -474,9 +474,9 @@ class NeedleMeasurement(AnswerMeasurement):
             chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
             for column, (metric, unit) in enumerate(SCORED):
                 samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
-                levels = {} if chance_levels.get(metric) is None else {"chance": chance_levels[metric]}
+                chances = {} if chance_levels.get(metric) is None else {"chance": chance_levels[metric]}
                 interval = "wilson" if unit == "fraction" else "none"
-                series.append(self.length_series(metric, unit, samples, what=name, references=levels, interval=interval, **common_fields))
+                series.append(self.length_series(metric, unit, samples, what=name, references=chances, interval=interval, **common_fields))
         return series
 
     def _scores(self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore) -> "_Scores":

@@ -32,7 +32,7 @@ from lm.schema import Plain
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """Maps of the attention weights of all heads on one sequence: K x K cells, each with one weight of its queries and keys."""
+    """Maps of all heads' attention on one sequence: K x K cells; each shows the weight of one of its queries on one of its keys."""
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
     weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query of the cell sees a key of it, or not finite
@@ -63,9 +63,9 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     sequence = torch.cat((tokens, tokens[:1])).unsqueeze(0)  # the appended token is a target that is not read
     for block in attention_blocks(decoder, Batch.of(sequence)):
         rows = AttentionRows.from_block(block)
-        later_keys = rows.without_first
-        effective[block.layer][:, block.queries.cpu()] = (effective_keys(later_keys) / later_keys.n).cpu()
-        magnitude = rows.size.masked_fill(~rows.visible, -1.0)
+        rows_without_first = rows.without_first
+        effective[block.layer][:, block.queries.cpu()] = (effective_keys(rows_without_first) / rows_without_first.n).cpu()
+        magnitude = rows.magnitudes.masked_fill(~rows.visible, -1.0)
         column_peaks, peak_keys = F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
         peak_keys = peak_keys + torch.arange(0, side * size, size, device=peak_keys.device)  # (H, T, K), index of the key
         head = torch.arange(len(column_peaks), device=peak_keys.device).unsqueeze(-1)
@@ -223,10 +223,10 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
             if layers is None and heads is None and len(shown_heads) > MOST_HEADS:
                 shown_heads = maps.most_concentrated(MOST_HEADS)
             count_prefix = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
-            amount = f"{len(ids):,} tokens, {len(text):,} characters; {count_prefix}{maps.effective.size} heads"
-            amount += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
+            size_text = f"{len(ids):,} tokens, {len(text):,} characters; {count_prefix}{maps.effective.size} heads"
+            size_text += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""
             name = folder_name + (f", {setting.label}" if len(settings) > 1 else "")
-            yield ShownModel(name, amount, model.folder, setting.label, tokens, characters, maps, shown_heads)
+            yield ShownModel(name, size_text, model.folder, setting.label, tokens, characters, maps, shown_heads)
             advance(1)
 
 

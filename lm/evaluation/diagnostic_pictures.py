@@ -1,4 +1,4 @@
-"""The picture of diagnostics: statistics by the number of visible keys, with maps of heads, and heads' S beside its closed forms."""
+"""The picture of diagnostics: statistics by the number of visible keys, with maps of heads, and heads' sparsity S against closed forms."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,9 +16,9 @@ CLOSED_FORM, STD, MEAN, DIFFERENCE, BEYOND_CONDENSATION = (
 CURVE_POINTS = 60  # points of a curve of theory
 PANEL_SIZE = 4.8, 3.4  # inches
 Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all layers, NaN where it is not defined
-Keys = tuple[int, float]  # the fewest and the most visible keys
+KeyCounts = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
-HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, Keys], Frame]  # the heads' x; (largest x, keys) -> frame
+HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCounts], Frame]  # heads' x; (largest x, key counts) -> frame
 
 
 def diagnostics(series: Sequence[Series]) -> Picture | None:
@@ -40,9 +40,9 @@ def diagnostics(series: Sequence[Series]) -> Picture | None:
     for metric in dict.fromkeys(entry.metric for entry in derived_series):
         rows.append(_derived_panels([entry for entry in derived_series if entry.metric == metric], settings))
     columns = max(map(len, rows))
-    theory = sparsity_panels(series, settings)
-    one_row = [panel for row in theory for panel in row]
-    rows += [one_row] if 0 < len(one_row) <= columns else theory
+    sparsity_rows = sparsity_panels(series, settings)
+    sparsity_row = [panel for row in sparsity_rows for panel in row]
+    rows += [sparsity_row] if 0 < len(sparsity_row) <= columns else sparsity_rows
     columns = max(map(len, rows))
     panels = [panel for row in rows for panel in row + [None] * (columns - len(row))]
     return Picture(panels, settings, "", columns, PANEL_SIZE)
@@ -94,10 +94,10 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
 
 
 def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """Panels of heads' S (`lm.diagnostics.sparsity`) with closed forms of S: a row for all keys, and a row without the first token.
+    """Panels of each head's S = E|a| / sqrt(E[a^2]), a its weights, with closed forms of S: a row for all keys, a row without first tokens.
 
-    S of weights e^score is drawn over the scores' standard deviation, S of other score maps over the scores' mean / standard deviation, and
-    S of every score map over its closed form. A column without heads is left out. There are no panels if there are no closed forms.
+    Columns show S of weights e^score as a function of the scores' standard deviation, and S of weights that are no e^score as a function of
+    the scores' mean / standard deviation; the third shows every S as a function of its closed form. Columns without heads are left out.
     """
     if not any(entry.metric == CLOSED_FORM for entry in series):
         return []
@@ -107,7 +107,7 @@ def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[
     return [[_theory_panel(heads, ending, x, frame, keys, settings) for x, frame in columns] for ending, heads in rows.items()]
 
 
-def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: FrameFunction, keys: Keys, settings: list[str]) -> Panel:
+def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: FrameFunction, keys: KeyCounts, settings: list[str]) -> Panel:
     traces = []
     for index, (setting, values) in enumerate(heads.items()):
         x_values, sparsity = x(values), values[CLOSED_FORM] + values[DIFFERENCE]
@@ -135,32 +135,32 @@ def _theory_trace(label: str, x: torch.Tensor | tuple[float, float], y: torch.Te
     return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, in_legend=True)
 
 
-def _exp_frame(x_max: float, keys: Keys) -> Frame:
-    """Axis and curves for weights e^score: S in closed form; S of Gaussian scores and `condensation_scale` for each number of `keys`."""
-    scale = torch.linspace(0, 1.1 * x_max, CURVE_POINTS, dtype=torch.float64)
-    curves = [_theory_trace("closed form, e^score", scale, exp_sparsity(scale), 0)]
+def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
+    """Label and range of x (the scores' standard deviation), curves of the sparsity S of e^score, and `condensation_scale` of n keys."""
+    std = torch.linspace(0, 1.1 * x_max, CURVE_POINTS, dtype=torch.float64)
+    curves = [_theory_trace("closed form, e^score", std, exp_sparsity(std), 0)]
     for dashes, n in enumerate(keys, 1):
-        curves.append(_theory_trace(f"{number(n)} Gaussian scores", scale, simulated_sparsity(scale, int(n)), dashes))
-        limit = condensation_scale(torch.tensor(float(n))).item()
-        curves.append(_theory_trace(f"condensation of {number(n)}", (limit, limit), (0, 1.02), dashes + 3))
+        curves.append(_theory_trace(f"{number(n)} Gaussian scores", std, simulated_sparsity(std, int(n)), dashes))
+        condensation_std = condensation_scale(torch.tensor(float(n))).item()
+        curves.append(_theory_trace(f"condensation of {number(n)}", (condensation_std, condensation_std), (0, 1.02), dashes + 3))
     return "standard deviation of scores (logit scale)", None, curves
 
 
-def _ratio_frame(x_max: float, keys: Keys) -> Frame:
-    """Axis and curves for other score maps: closed forms of S, over the scores' mean divided by their standard deviation."""
-    ratio, unit = torch.linspace(-4, 4, CURVE_POINTS, dtype=torch.float64), torch.tensor(1.0)
+def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
+    """Label and range of x (the scores' mean / standard deviation), and closed forms of the sparsity S of weights that are no e^score."""
+    ratio, unit_std = torch.linspace(-4, 4, CURVE_POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
-        "relu(score)^2": relu2_sparsity(ratio, unit),
-        "relu(score)": relu_sparsity(ratio, unit),
-        "score": identity_sparsity(ratio, unit),
+        "relu(score)^2": relu2_sparsity(ratio, unit_std),
+        "relu(score)": relu_sparsity(ratio, unit_std),
+        "score": identity_sparsity(ratio, unit_std),
         "products of non-negative features": torch.where(ratio > 0, ratio / (1 + ratio.square()).sqrt(), torch.nan),
     }
     traces = [_theory_trace(f"closed form, {name}", ratio, curve, dashes) for dashes, (name, curve) in enumerate(curves.items())]
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 
-def _identity_frame(x_max: float, keys: Keys) -> Frame:
-    """Axis and curve for any score map: the line on which measured S equals its closed form."""
+def _identity_frame(x_max: float, keys: KeyCounts) -> Frame:
+    """Label and range of x (the sparsity S in closed form, for weights of any kind), and the line on which measured S equals it."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory_trace("equal", (0, 1), (0, 1), 0)]
 
 

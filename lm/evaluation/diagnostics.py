@@ -75,7 +75,7 @@ def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` windows of `options.text`, or of held-out data: as in validation, or within documents at another length.
+    """Up to `options.sequences` windows of `options.text`, else of held-out data, each within a document at other lengths than training.
 
     Raises:
         ConfigError: no document is long enough, or sequences are so short that no query sees `LEAST_KEYS` keys.
@@ -85,18 +85,18 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
     if options.text:
         return sequences_of_text(store.tokenizer(), store.end_of_text, options, length)
     if config.data.symbolic:
-        held_out = validation_sequences(store, config)
-        count = min(options.sequences, len(held_out.sequences))
-        indices = np.arange(count) * len(held_out.sequences) // count
-        return HeldOut(held_out.sequences[indices], held_out.token_bytes)
+        validation = validation_sequences(store, config)
+        count = min(options.sequences, len(validation.sequences))
+        indices = np.arange(count) * len(validation.sequences) // count
+        return HeldOut(validation.sequences[indices], validation.token_bytes)
     if options.length_factor == 1:
-        held_out = spread_sequences(store, config, length, options.sequences)
+        windows = spread_sequences(store, config, length, options.sequences)
     else:
-        held_out = HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
-    if not len(held_out.sequences):
+        windows = HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
+    if not len(windows.sequences):
         reason = f"needs held-out documents of {length + 1:,} tokens, the longest has {store.val.longest:,}"
         raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it lower")])
-    return held_out
+    return windows
 
 
 def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
@@ -211,7 +211,7 @@ def describe(
 def statistics_of(
     decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """`Measures`, and vectors of statistics for each sequence, (N, 3, numbers) fp32: of the model, the untrained model, shuffled scores.
+    """`Measures`, and (N, 3, values) fp32: each sequence's statistics of the model, of the untrained model, and with shuffled scores.
 
     Sequences are split over the ranks of `device`; every rank returns all vectors. All ranks call it.
     """
@@ -228,15 +228,15 @@ def statistics_of(
     def measure(indices: list[int]) -> Tensor:
         return torch.stack([vectors(index) for index in indices])
 
-    return measures, by_sequence([decoder, untrained_decoder], held_out.lengths, (3, measures.numbers), device, measure, progress)
+    return measures, by_sequence([decoder, untrained_decoder], held_out.lengths, (3, measures.vector_length), device, measure, progress)
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
-    """Predictions for a model of recall (docs/half-length.md) in two series for each inference setting. The first has the length at which
-    the model fails, the second, by sequence length, the weight of its retrieving head on the key that a question asks for.
+    """Predictions for a model of recall (docs/half-length.md), two series for each inference setting. The first is the length from which on
+    the retrieving head's median weight on the key asked for is below 1/2; the second is this weight by sequence length.
 
-    Models with RoPE or learned positions, and models of other tasks, have no series: the prediction was not tested on them. The first
-    series is left out if the weight is below 1/2 at the training length already, or at no length.
+    Models with RoPE or learned positions, and models of other tasks than recall, have no series: the prediction was not tested on them.
+    The first series is left out if the weight is below 1/2 at the training length already, or stays above 1/2 at every length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
@@ -277,7 +277,7 @@ class _ModelSeries:
                 yield from ((statistic, setting, values) for setting, values in self.models.items())
 
     def overall_means(self) -> Iterator[Series]:
-        """Series of statistics' means over queries, heads and layers, with intervals over documents; then of mean exponents (`_fits`)."""
+        """Series of each statistic's mean over queries, heads, layers, with intervals over documents; of mean b of statistic ~ keys^b."""
         for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED_FRACTIONS, *self.measures.accumulated]):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
             samples, statistic_values = (), values.by_head.get(statistic.name)
@@ -298,14 +298,14 @@ class _ModelSeries:
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
     def derived_series(self) -> Iterator[Series]:
-        """Series that families derive from several of their statistics (`Family.derive`)."""
+        """Series that families of statistics compute from several statistics (`Family.derive`)."""
         for family in self.measures.families:
             for setting, values in self.models.items():
                 for entry in family.derive(values):
                     yield self._series(entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry))
 
     def head_means(self) -> Iterator[Series]:
-        """Series by layer and head of each statistic's means over sequences and queries, and of exponents of growth and R^2 (`_fits`)."""
+        """Series by layer and head: each statistic's mean over sequences and queries, and b and R^2 of statistic ~ (visible keys)^b."""
         for statistic, setting, values in self._model_values([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED_FRACTIONS]):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
@@ -322,7 +322,7 @@ class _ModelSeries:
                 yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
-        """Statistic, setting, and (layers, H) exponents of growth with n visible keys up to `train_length` and R^2, for each model."""
+        """Statistic, setting, b of statistic ~ n^b for n <= `train_length` visible keys, and R^2, (layers, H) each, for each model."""
         for statistic, setting, values in self._model_values(statistic for statistic in self.measures.per_query if statistic.has_exponent):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, r_squared = exponent(values.by_query[statistic.name], n, statistic.log)
@@ -342,7 +342,7 @@ class _ModelSeries:
     def _series(
         self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
     ) -> Series:
-        """A series of the statistic, or of `metric`, a number without a unit that is computed from the statistic."""
+        """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed from the statistic."""
         return Series(
             KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
             np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
@@ -353,9 +353,9 @@ class _ModelSeries:
         """Title and caption with which reports show a statistic; None if reports leave it out."""
         if not statistic.in_reports:
             return None
-        amount = f"{len(self.held_out.sequences):,} of {self.held_out.length:,} tokens, {len(self.measures.queries)} queries each"
+        sequences_text = f"{len(self.held_out.sequences):,} of {self.held_out.length:,} tokens, {len(self.measures.queries)} queries each"
         caption = f"{statistic.name} of attention weights, mean over heads"
-        return Shown(f"Attention: {statistic.name}", "held-out sequences of diagnostics", amount, caption)
+        return Shown(f"Attention: {statistic.name}", "held-out sequences of diagnostics", sequences_text, caption)
 
 
 def _exponent_of(statistic: Statistic) -> str:
@@ -393,7 +393,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         if (folder / DESCRIPTION).is_file() and files:
             model = load(source, checkpoint)
             text = text_config(model, files)
-            text.eval = _eval_block(text.eval.diagnostics)
+            text.eval = _diagnostics_alone(text.eval.diagnostics)
             results += evaluate_model(parse(merge(to_plain(text), changes)), model, [KIND])
         elif (folder / CONFIG).is_file():
             config = parse(merge(to_plain(read_config(folder)), changes))
@@ -419,8 +419,8 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
     config = config_of(model, changes)
     options = config.eval.diagnostics
     if options.text:
-        held_out = sequences_of_text(*model.tokenizer_and_start(), options, sequence_length(options, model.spec.seq_len))
-        measurement = Diagnostics(config, None, held_out)
+        sequences = sequences_of_text(*model.tokenizer_and_start(), options, sequence_length(options, model.spec.seq_len))
+        measurement = Diagnostics(config, None, sequences)
     elif model.config is None:
         remedy = "set eval.diagnostics.text=FILE, or name a configuration of text"
         raise RunError(f"{model.path}: has no training run behind it, whose held-out text could be read; {remedy}")
@@ -435,14 +435,14 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
 
 
 def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
-    """A model's training configuration, or a configuration of its shape whose training keys mean nothing, with `changes` merged in."""
+    """A model's training configuration, or defaults with the model's shape if it has no training run; `changes` are merged in."""
     config = model.config
     if config is None:
-        config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_eval_block())
+        config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_diagnostics_alone())
         config.data.seq_len = config.optim.batch_tokens = model.spec.seq_len
     return parse(merge(to_plain(config), changes))
 
 
-def _eval_block(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """An `eval` block that asks for diagnostics alone, since other evaluations may not work for the model."""
+def _diagnostics_alone(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
+    """Options of `eval` that ask for validation and diagnostics alone, since other evaluations may not work for the model."""
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

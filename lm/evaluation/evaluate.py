@@ -37,7 +37,7 @@ def evaluate_runs(
     Args:
         folders: run folders; or model folders, and configurations of the text that they are measured on.
         checkpoint: `last`, `best` or a step; for a single run also a path.
-        suite: a name of `SUITES` or a YAML file with an `eval` block; empty: the `eval` block of the run's configuration.
+        suite: a name of `SUITES` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
         overrides: `key=value` of keys that act in `lm eval`, merged in after the suite.
 
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
@@ -111,7 +111,7 @@ def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: 
 
 
 def open_store(config: Config, model: Loaded) -> Store:
-    """The token store that a model was trained on: the store of its fingerprint, or a new one of the same tokens.
+    """The token store that a model was trained on, found by its fingerprint, or built again from the sources if it is gone.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens.
     """
@@ -150,9 +150,7 @@ def text_config(model: Loaded, files: list[Path]) -> Config:
     The configuration is not checked against the model's limits, such as learned positions: overrides may still change it, and `parse`
     then checks the result.
 
-    Raises:
-        ConfigError: a configuration that is wrong, or has no text.
-        RunError: the model has no tokenizer.
+    Raises ConfigError: a configuration is wrong, or has no text; RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start()
     base, spec = load_configuration([str(path) for path in files]), model.spec
@@ -175,6 +173,6 @@ def model_on_text(model: Loaded, config: Config) -> tuple[Loaded, Store]:
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """
     store = prepare(config.data, progress=True)
-    check_sequences(store, config, fixed=str(model.path))
+    check_sequences(store, config, fixing_model=str(model.path))
     metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": model.spec.vocab_size, "plugins": model.spec.plugins}
     return replace(model, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store

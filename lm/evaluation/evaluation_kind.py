@@ -36,11 +36,10 @@ def ignore(units: int) -> None:
 class Measurement(ABC):
     """Base of the kinds of evaluation: measures series of a decoder by a configuration's options, and keeps results in run folders.
 
-    Raises (when constructed):
-        LMError: the store does not hold the data that the evaluation needs.
+    Raises LMError when constructed: the store does not hold the data that the evaluation needs.
     """
 
-    kind: ClassVar[str]  # name of the evaluation's block in `eval`
+    kind: ClassVar[str]  # key of the evaluation's options in `eval`
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
@@ -48,12 +47,12 @@ class Measurement(ABC):
 
     @property
     def asked(self) -> Timing:
-        """The evaluation's block of `eval` in the configuration; it also sets when the evaluation runs during training."""
+        """The evaluation's options in the configuration, under `eval`, including those that set when it runs during training."""
         return self.config.eval.kinds[self.kind]
 
     @property
     def asked_plain(self) -> dict[str, Plain]:
-        """The evaluation's block of `eval`, without the keys that set when the evaluation runs, and for how long."""
+        """The evaluation's options in the configuration, without those that set when it runs during training, and for how long."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in TIMING_KEYS}
 
     def with_settings(self, **fields: Plain) -> dict[str, Plain]:
@@ -69,7 +68,7 @@ class Measurement(ABC):
     @property
     @abstractmethod
     def work(self) -> int:
-        """The number of units of work that `measure` reports to `progress` in all."""
+        """The total, such as the number of sequences, of the counts with which `measure` calls `progress`."""
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
@@ -120,10 +119,10 @@ class Measurement(ABC):
     def cache_path(self, run: Path, weights: str, device: Device) -> Path:
         """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
         model = function_options(self.config.model)
-        facts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
+        key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
         if ":" in getattr(self.asked, "name", ""):  # a plugin, whose `options` may lack keys that decide its result
-            facts += [self.asked_plain, self.config.eval.sequences]
-        return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(facts)[:16]}.json"
+            key_parts += [self.asked_plain, self.config.eval.sequences]
+        return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
         """The result of `weights` that a run folder keeps; None if no file holds it, or if the file is damaged, which a note reports."""

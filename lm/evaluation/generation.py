@@ -28,7 +28,7 @@ class Sampling:
 class Continuation:
     """Sequences of equal length that sampled tokens continue together, with a cache of keys and values.
 
-    The number of keys n (docs/n.md) is defined as in training: `n: visible` counts the tokens so far, `n: sample` is `length`.
+    The number of keys n (docs/n.md) follows the option `n`, as in training: `visible` counts the tokens so far, `sample` is `length`.
 
     Args:
         prompts: token ids that each sequence begins with; all prompts have the same length, of at least one.
@@ -71,10 +71,10 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = logits.argsort(descending=True)[: sampling.top_k]
-    p = (logits[order] / sampling.temperature).softmax(-1)
+    probabilities = (logits[order] / sampling.temperature).softmax(-1)
     if sampling.top_p is not None:
-        p = p[: int((p.cumsum(-1) < sampling.top_p).sum()) + 1]  # the most probable token always stays
-    return int(order[torch.multinomial(p, 1, generator=generator)])
+        probabilities = probabilities[: int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1]  # the most probable token always stays
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:

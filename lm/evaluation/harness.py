@@ -122,8 +122,8 @@ class HarnessLM(LM):
     def split_windows(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
         """Windows of at most `max_length` + 1 tokens in which each token of `continuation` is predicted once.
 
-        There is one window, cut on the left, if it can hold the continuation. Else windows follow each other, as in the harness, and
-        the last window begins so early that it has `max_length` inputs.
+        There is one window, cut on the left, if it can hold the continuation. Else the continuation is cut into consecutive windows, as in
+        the harness, and the last window begins so early that it has `max_length` inputs.
         """
         if len(continuation) <= self.max_length:
             return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
@@ -325,8 +325,8 @@ class Downstream(Measurement):
 
     def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
         """Series of a task's metrics in the harness's results; reports also show how many of its requests were too long for the model."""
-        cuts = {"requests lost tokens on the left": model.n_cut[task], "may write fewer tokens than they ask for": model.n_shortened[task]}
-        request_notes = "".join(f", {count:,} {phrase}" for phrase, count in cuts.items() if count)
+        notes = {"requests lost tokens on the left": model.n_cut[task], "may write fewer tokens than they ask for": model.n_shortened[task]}
+        request_notes = "".join(f", {count:,} {phrase}" for phrase, count in notes.items() if count)
         for key, mean in results["results"][task].items():
             metric, has_filter, filter_name = key.partition(",")
             if not has_filter or metric.endswith("_stderr") or isinstance(mean, str):

@@ -66,7 +66,7 @@ class HeldOut:
 
     @property
     def counts(self) -> np.ndarray:
-        """Mask, (N, length) bool, of the predictions that count in means."""
+        """Mask, (N, length) bool, of the predictions that means include: of answer tokens in tasks, else all."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
@@ -78,7 +78,7 @@ class HeldOut:
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of `values`, (N, length), of predictions that count in the sequences `selection`, and a sample of means by sequence."""
+        """The mean of `values`, (N, length), where `counts`, over the sequences `selection`, and a sample with each sequence's mean."""
         values, counts = values[selection], self.counts[selection]
         sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
@@ -102,7 +102,7 @@ def validation_sequences(store: Store, config: Config) -> HeldOut:
 
 
 def spread_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOut:
-    """At most `limit` sequences of `length`, spread evenly over the held-out text; documents see each other as in training."""
+    """At most `limit` sequences of `length`, spread evenly over the held-out text; a token sees other documents if it does in training."""
     return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
 
 
@@ -200,7 +200,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
-    """The sum of -log2 p of the predicted tokens in the sequences of `selection`, over the UTF-8 bytes that these tokens stand for."""
+    """The sum of -log2 p of the predicted tokens of the sequences `selection`, divided by the number of UTF-8 bytes of these tokens."""
     n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.counts[selection]).sum(dtype=np.float64)
     return float(nll[selection].sum(dtype=np.float64) / math.log(2) / n_bytes)
 
@@ -280,22 +280,22 @@ class Validation(Measurement):
         return len(self.held_out.sequences)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        held_out, data = self.held_out, self.config.data
-        nll = nll_by_token(decoder, held_out, device, progress=progress)
+        sequences, data = self.held_out, self.config.data
+        nll = nll_by_token(decoder, sequences, device, progress=progress)
         trained_mask = self.trained_mask
-        bits = None if data.symbolic else bits_per_byte(nll, held_out, trained_mask)
-        (loss, _), (_, sample) = held_out.means(nll, trained_mask), held_out.means(nll)
-        level, level_name = unigram_loss(self.store, data)
-        series = validation_series(loss, bits, level, held_out.length, sample.part(trained_mask), self.fingerprint, level_name)
+        bits = None if data.symbolic else bits_per_byte(nll, sequences, trained_mask)
+        (loss, _), (_, sample) = sequences.means(nll, trained_mask), sequences.means(nll)
+        unigram_level, level_name = unigram_loss(self.store, data)
+        series = validation_series(loss, bits, unigram_level, sequences.length, sample.part(trained_mask), self.fingerprint, level_name)
         labels = (
             task_names([to_plain(task.task) for task in data.tasks])
             if data.symbolic
             else [source.label for source in self.store.val.sources]
         )
         for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
-            selection = held_out.sources == number
+            selection = sequences.sources == number
             if selection.any():
-                loss, sample = held_out.means(nll, selection)
+                loss, sample = sequences.means(nll, selection)
                 fields = {"samples": (sample,), "data_fingerprint": self.fingerprint, "logged": (f"val/loss {label}",)}
                 series.append(self.series(LOSS, NATS, "lower", loss, what=label, **fields))
         return series
@@ -329,29 +329,29 @@ class Texts(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        sha256 = {name: held_out.sha256 for name, held_out in self.held_out.items()}
+        sha256 = {name: sequences.sha256 for name, sequences in self.held_out.items()}
         return {"seq_len": self.config.data.seq_len, "sequences_sha256": sha256, "documents": self.config.data.documents}
 
     @property
     def work(self) -> int:
-        return sum(len(held_out.sequences) for held_out in self.held_out.values())
+        return sum(len(windows.sequences) for windows in self.held_out.values())
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         series = []
-        for name, held_out in self.held_out.items():
-            nll = nll_by_token(decoder, held_out, device, progress)
+        for name, sequences in self.held_out.items():
+            nll = nll_by_token(decoder, sequences, device, progress)
             count, fingerprint = len(nll), self.stores[name].fingerprint
-            selection = selection_mask(fingerprint, held_out.document_labels)
-            display = Shown("Other texts, at the training length", "sequences of other texts", f"{count:,} of {held_out.length:,} tokens")
+            selection = selection_mask(fingerprint, sequences.document_labels)
+            display = Shown("Other texts, at the training length", "sequences of other texts", f"{count:,} of {sequences.length:,} tokens")
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
             sequence_means = nll.mean(1, dtype=np.float64)[:, None]
             series += [
                 self.series(
-                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(held_out.sample(sequence_means),),
+                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(sequences.sample(sequence_means),),
                     data_fingerprint=fingerprint if splits else "", interval="documents", logged=(self.asked.metric(name),), shown=display,
                 ),
                 self.series(
-                    "bits per byte", "", "lower", bits_per_byte(nll, held_out), what=name,
+                    "bits per byte", "", "lower", bits_per_byte(nll, sequences), what=name,
                     logged=(self.asked.metric(name, "bits_per_byte"),), shown=display,
                 ),
             ]  # fmt: skip
@@ -376,7 +376,7 @@ class LongContext(Measurement):
         return len(self.held_out.sequences) * len(self.asked.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        held_out, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
+        sequences, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
         display = Shown(
             "Long sequences, by position",
             "long-context sequences",
@@ -384,22 +384,19 @@ class LongContext(Measurement):
             "loss by position, mean over sequences",
         )
         for setting in applicable_settings(decoder, self.asked.inference):
-            nll = nll_by_token(for_inference(decoder, setting), held_out, device, progress)
+            nll = nll_by_token(for_inference(decoder, setting), sequences, device, progress)
             series += [
                 self.series(
-                    "loss", NATS, "lower", **by_position(held_out, nll, self.config.data.seq_len), setting=setting.label, shown=display,
+                    "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len), setting=setting.label, shown=display,
                     data_fingerprint=self.fingerprint, interval="documents", logged=(self.asked.metric(setting.label),),
                 ),
-                self.series("bits per byte", "", "lower", bits_per_byte(nll, held_out), setting=setting.label),
+                self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
             ]  # fmt: skip
         return series
 
 
 class ByLength(Measurement):
-    """Mean loss over the same tokens at each of `eval.by_length.lengths`, once for each inference setting: only the context differs.
-
-    The units of its samples are stretches of text of the longest length, with one value for each length.
-    """
+    """Mean loss of the same stretches of held-out text, cut into sequences of each of `eval.by_length.lengths`, by inference setting."""
 
     kind = "by_length"
 

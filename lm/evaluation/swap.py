@@ -29,7 +29,7 @@ from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import count_parameters
-from lm.model.with_normalizer import fit, score_factors, with_normalizer
+from lm.model.swapped import fit, score_factors, with_normalizer
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
@@ -95,16 +95,16 @@ class SwapMeasurement(Measurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         models = [self.old_decoder.to(device.device), decoder]
-        comparisons = [token_losses_and_kl(*models, held_out, device, progress) for held_out in self.held_out]
+        comparisons = [token_losses_and_kl(*models, sequences, device, progress) for sequences in self.held_out]
         series, fingerprint = [], {"data_fingerprint": self.fingerprint}
-        lengths = [held_out.length for held_out in self.held_out]
+        lengths = [sequences.length for sequences in self.held_out]
         logged_index = lengths.index(self.config.data.seq_len) if self.config.data.seq_len in lengths else 0
-        for index, (held_out, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
-            label = f"sequences of {held_out.length:,}"
+        for index, (sequences, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
+            label = f"sequences of {sequences.length:,}"
             for (metric, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
                 fields = {"what": label, "logged": (f"swap/{name}",) if index == logged_index else ()} | fingerprint
-                series.append(self._position_series(metric, numbers, held_out, **fields))
-            drift = attention_drift(*models, held_out, device)
+                series.append(self._position_series(metric, numbers, sequences, **fields))
+            drift = attention_drift(*models, sequences, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
             series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
         if self.held_out:
@@ -113,20 +113,20 @@ class SwapMeasurement(Measurement):
         return series
 
     def _position_series(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
-        """A series of means of `values`, (sequences, length), by bucket of positions, or of one mean over answers if only answers count."""
+        """A series of means of `values`, (sequences, length), by bucket of positions, or over answer tokens if there are answers."""
         if held_out.answers is not None:
             return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **fields)
         return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
 
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
         """A series by length, for reports, of means of `values`, (sequences, length) for each length, with intervals over documents."""
-        means, samples = zip(*(held_out.means(numbers) for held_out, numbers in zip(self.held_out, values, strict=True)), strict=True)
-        amount = "; ".join(f"{len(held_out.sequences):,} of {held_out.length:,} tokens" for held_out in self.held_out)
+        means, samples = zip(*(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True)
+        sequences_text = "; ".join(f"{len(sequences.sequences):,} of {sequences.length:,} tokens" for sequences in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
         return self.series(
-            metric, NATS, "lower", np.array(means), axis=lengths_axis(held_out.length for held_out in self.held_out),
+            metric, NATS, "lower", np.array(means), axis=lengths_axis(sequences.length for sequences in self.held_out),
             samples=samples, interval="documents", data_fingerprint=self.fingerprint,
-            shown=Shown(title, "sequences around the swap", amount, f"{metric} at the swap, by sequence length"),
+            shown=Shown(title, "sequences around the swap", sequences_text, f"{metric} at the swap, by sequence length"),
         )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def _mean_and_range(values: Tensor) -> str:
 def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     """Lines with the factor on q.k / sqrt(D) before and after a swap, at short lengths and the training length, and a warning.
 
-    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; without other layers there are no lines. The warning
+    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; if all are, there are no lines. The warning
     is empty unless a factor grew or fell by more than `MAX_RATIO` times.
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})

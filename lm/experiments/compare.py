@@ -24,7 +24,7 @@ from lm.experiments.slots import Slots, Stopped, commands, slots_of
 from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_table, trends, tuning_means, tuning_table
 from lm.files import json_bytes, write_together
 from lm.report.html import PAGE
-from lm.report.tables import csv_text, digits, from_lines, print_tables
+from lm.report.tables import csv_text, digits, print_tables, table_from_rows
 from lm.runs.folder import RESOLVED_FILE
 from lm.schema import Plain
 from lm.statistics.tuning import rate_words
@@ -34,7 +34,7 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingOptions:
     """Options of `lm compare` that control the training of runs."""
 
     jobs: int | None = None  # number of slots (`lm.experiments.slots`); None: `per_gpu` on each GPU, or one if no run takes a GPU
@@ -61,7 +61,7 @@ class Work:
 def compare_experiments(
     files: list[Path],
     overrides: list[str],
-    work: Work,
+    work: TrainingOptions,
     plan_only: bool = False,
     report_only: bool = False,
     report_folder: Path | None = None,
@@ -81,7 +81,7 @@ def compare_experiments(
         raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
     # Slots are counted before text is prepared: too few raise ConfigError.
     job_counts = [1 if report_only or work.engine else work.slots(experiment).jobs for experiment in experiments]
-    open_procedure = partial(start, timed=None if work.engine else work.estimated_times) if is_working else open_experiment
+    open_procedure = partial(start, timer=None if work.engine else work.estimated_times) if is_working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
             stack.enter_context(experiment_lock(folder))
@@ -121,7 +121,7 @@ def compare_experiments(
             raise RunsFailed("; ".join(failure_words))
 
 
-def _start_in_job(path: Path, overrides: list[str], work: Work) -> None:
+def _start_in_job(path: Path, overrides: list[str], work: TrainingOptions) -> None:
     """Prepare the text of an experiment on this machine. If the experiment was never started, start it in a scheduler's job: precision,
     compilation and threads are then chosen for the machines that train."""
     experiment = open_experiment(path, overrides, 1, work.anew).experiment
@@ -132,18 +132,18 @@ def _start_in_job(path: Path, overrides: list[str], work: Work) -> None:
         cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew)))
 
 
-def _train_runs(procedure: Procedure, work: Work, times: Times) -> Procedure:
+def _train_runs(procedure: Procedure, work: TrainingOptions, times: Times) -> Procedure:
     """Train the runs of an experiment. If a comparison is undecided, also train the runs with `more_seeds` (the second look). Returns the
     `Procedure` with the seeds of the last look. Raises RunsFailed."""
     experiment = procedure.experiment
     jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
     with live_table(jobs, times):
-        jobs.work()
+        jobs.train_all()
     next_procedure = next_look(procedure)
     return procedure if next_procedure is procedure else _train_runs(next_procedure, work, times)
 
 
-def print_commands(files: list[Path], overrides: list[str], work: Work) -> None:
+def print_commands(files: list[Path], overrides: list[str], work: TrainingOptions) -> None:
     """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
@@ -158,7 +158,7 @@ def print_commands(files: list[Path], overrides: list[str], work: Work) -> None:
             print(" && ".join(shell_commands), flush=True)
 
 
-def _print_plans(procedures: list[Procedure], work: Work) -> list[Times]:
+def _print_plans(procedures: list[Procedure], work: TrainingOptions) -> list[Times]:
     times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
     for procedure in procedures:
         run_costs, slots = costs(procedure), work.slots(procedure.experiment)
@@ -215,8 +215,8 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         metric = experiment.choice_metric
         means = [row | {"rate": rate_words(row["rate"]), metric: digits(row[metric])} for row in tuning_means(procedure)]
         means = [{name: cell for name, cell in row.items() if name not in absent_columns} for row in means]
-        title = f"tuning: mean {metric} ({experiment.measured_on(metric, 'selection')})"
-        print_tables(from_lines(title, means, dict.fromkeys(("rate", metric), "number")))
+        title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
+        print_tables(table_from_rows(title, means, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned
     print_verdicts(judgement, entries, f"{measured_words(procedure)}{rate_note}")
     for note in notes:

@@ -23,7 +23,7 @@ from lm.experiments.plan import duration, uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import LOG_FOLDER, Children, Devices, Slots, Stopped, gpu_words, interruptible, is_training, log_path
-from lm.experiments.summary import amount
+from lm.experiments.summary import value_text
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import process_start, this_machine
 from lm.report.tables import digits
@@ -40,7 +40,7 @@ LOCK = "compare.lock"  # file in the experiment's folder: names the machine and 
 FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"  # suffixes of files beside a run's log: why the run failed, and which job trains it
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
-RECORD_SECONDS = 120.0  # seconds within which a job must see the record that names it
+RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
 _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run after its step, with a checkpoint
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory?
 
@@ -205,11 +205,11 @@ class Training:
         return DelayedSubmission(Training(self.run, self.experiment))
 
     def _is_recorded_job(self) -> bool:
-        """Wait at most RECORD_SECONDS for the run's job record to name this job; return whether it does. If `lm compare` was killed before
-        it wrote the record, the record may name a later job."""
+        """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm compare` was killed
+        before it wrote the record, the record may name a later job."""
         from submitit import JobEnvironment
 
-        job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_SECONDS
+        job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
         while (recorded_id := _job_record(self.experiment, self.run).get("id")) != job_id and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return recorded_id == job_id
@@ -356,7 +356,7 @@ class Jobs:
         self.failed: dict[Path, Failure] = {}
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def work(self) -> None:
+    def train_all(self) -> None:
         """Train runs until all have ended or no other run can be started.
 
         Raises:
@@ -411,7 +411,7 @@ class Jobs:
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Yield the runs that can start: their weights exist, and they have not ended, failed, or started (`running_folders`)."""
+        """Yield the runs that can start: they have not ended, failed or started (`running_folders`), and any source run has finished."""
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source
@@ -433,7 +433,7 @@ class Jobs:
             words = f"diverged ({outcome.divergence})" if diverged else self._result_words(run, outcome)
             words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
             runs = self.procedure.known_runs()
-            slot_counts = [self.slots.slots_per_run(other.size, other.arm) for other in runs if not other.outcome.ended]
+            slot_counts = [self.slots.slots_per_run(known_run.size, known_run.arm) for known_run in runs if not known_run.outcome.ended]
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
             rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs)}" if durations else ""
@@ -455,17 +455,17 @@ class Jobs:
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result_words(self, run: Run, outcome: Outcome) -> str:
-        """Describe the value of a finished run, on the selection text or on all questions of a task. For a tuning run it is the metric by
-        which rates are chosen, for a final run the primary quantity. Without selection text, return `finished`."""
+        """Describe a run's value on the held-out documents that choose rates, or on all questions: of a tuning run the metric that chooses
+        rates, of a final run the number by which runs are compared. Return `finished` if no document is left to choose rates."""
         experiment = self.procedure.experiment
-        quantity_name = experiment.primary.quantity
+        quantity_name = experiment.primary.quantity_name
         try:
             if (experiment.choice_metric if run.stage == "tune" else quantity_name) == SELECTION:
                 return f"selection loss {digits(outcome.mean(SELECTION, True))}"
-            value = amount(experiment.primary, self.procedure.quantity(outcome, True))
+            value = value_text(experiment.primary, self.procedure.compared_value(outcome, True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"
-        return f"{quantity_name} ({experiment.measured_on(quantity_name, 'selection')}) {value}"
+        return f"{quantity_name} ({experiment.data_words(quantity_name, 'selection')}) {value}"
 
     def stop(self) -> None:
         """Let the pending runs save a checkpoint, and wait for their end; a second signal kills them. A scheduler's jobs go on."""

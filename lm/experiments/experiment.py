@@ -26,7 +26,7 @@ from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, grid_rates, key_valu
 NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
 _NORMALIZER_GROUP = "optim.groups.normalizer."
-_INDEPENDENT_KEYS = ("name", "runs", "seed")  # keys of a run that no other key of its configuration depends on
+_UNCACHED_KEYS = ("name", "runs", "seed")  # keys on which no other key of a configuration depends
 
 # Evaluation kind by the prefix (before `/`) of a metric's name; any other prefix is the kind itself.
 EVAL_KINDS = {"val": "validation", "long": "long_context", "text": "texts"}
@@ -128,7 +128,7 @@ class Primary:
         return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if is_ambiguous else []
 
     @property
-    def quantity(self) -> str:
+    def quantity_name(self) -> str:
         """The name of the compared quantity in tables: the metric, or the tokens until the metric reaches `reach`."""
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
@@ -181,7 +181,7 @@ class Experiment:
     look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
     departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
-    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # parsed, by all keys but `_INDEPENDENT_KEYS`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # parsed, by all keys but `_UNCACHED_KEYS`
 
     @property
     def command(self) -> str:
@@ -190,7 +190,7 @@ class Experiment:
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
-        """The final seeds of both looks."""
+        """The seeds of the final runs, of the first look and the second."""
         return tuple(dict.fromkeys((*self.seeds, *self.more_seeds)))
 
     @property
@@ -206,16 +206,16 @@ class Experiment:
     @property
     def choice_metric(self) -> str:
         """The name, in tables, of the metric by which learning rates are chosen."""
-        return SELECTION if self.tune.metric == SELECTION else self.primary.quantity
+        return SELECTION if self.tune.metric == SELECTION else self.primary.quantity_name
 
-    def measured_on(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Words for the data that a quantity is measured on: the held-out text of a `part`, or all questions of a task."""
-        return "all questions" if quantity == self.primary.quantity and self._asks_questions else f"{part} text"
+    def data_words(self, quantity: str, part: Literal["selection", "report"]) -> str:
+        """Name the data that a quantity is measured on: all questions, or the held-out text that chooses rates or reports results."""
+        return "all questions" if quantity == self.primary.quantity_name and self._asks_questions else f"{part} text"
 
     @cached_property
     def _asks_questions(self) -> bool:
         """Whether the primary metric is an accuracy: the fraction of questions that are answered correctly."""
-        return self.evaluated(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
+        return self.measurement_config(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
 
     def cost(self, value: float) -> float:
         """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay infinite."""
@@ -232,7 +232,7 @@ class Experiment:
         return {arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()} for arm, rates in values.items()}
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """Values of the tuned keys at a rate. Keys `optim.groups.normalizer.*` are left out if the arm's normalizers have no parameters."""
+        """Values of the tuned keys, by key, in `rate`; without `optim.groups.normalizer.*` if the arm's normalizers have no parameters."""
         if rate is None:
             return {}
         values = dict(zip(self.tune.keys, key_values(rate), strict=True))
@@ -270,12 +270,12 @@ class Experiment:
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
         """Build the configuration of one run: `rate` holds the values of the tuned keys, and `changes` override all other keys. Runs that
-        differ only in `_INDEPENDENT_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
+        differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
         plain = self.base
         for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
         plain = resolve_interpolations(plain)
-        own_keys = {name: plain[name] for name in _INDEPENDENT_KEYS if name in plain}
+        own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
         cache_key = repr({name: value for name, value in plain.items() if name not in own_keys})
         if cache_key not in self._configs:
             with PLUGINS.trusted():  # the user's file names the plugins
@@ -286,8 +286,8 @@ class Experiment:
             raise ConfigError(problems)
         return replace(self._configs[cache_key], **own_keys)
 
-    def evaluated(self, config: Config) -> Config:
-        """Return the configuration by which a run is measured after training: `config` with the keys of `evaluate`. Raises ConfigError."""
+    def measurement_config(self, config: Config) -> Config:
+        """Return the configuration that measures a run after training: `config` with the keys in `self.evaluate`. Raises ConfigError."""
         return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @property
@@ -297,7 +297,7 @@ class Experiment:
 
 
 def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield the dotted path of each value in nested blocks, with the value; lists and empty blocks are values."""
+    """Yield the dotted path and the value of each entry in nested dictionaries; lists and empty dictionaries are values."""
     for name, value in plain.items():
         if is_block(value) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -320,7 +320,7 @@ def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
 
 @cache
 def omitted_keys() -> dict[str, Plain]:
-    """Default values of the `deciding_keys` that `to_plain` leaves out unless they differ from their defaults."""
+    """The `deciding_keys` that `to_plain` omits while they have their default values, with these values."""
     default_keys = deciding_keys(to_plain(Config(), whole=True))
     return {path: value for path, value in default_keys.items() if path not in _defaults()}
 

@@ -125,7 +125,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         raise ConfigError(problems)
     base = merge(base, override_values)
     sizes, seeds = sizes or {"": {}}, tuple(settings.seeds)
-    table = read_table(file.parent / settings.tune.table, settings.primary.quantity) if settings.tune.table else ()
+    table = read_table(file.parent / settings.tune.table, settings.primary.quantity_name) if settings.tune.table else ()
     if wrong_keys := {run.key for run in table} - {settings.tune.heading}:
         reason = f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}"
         raise ConfigError([Problem("tune.key", settings.tune.heading, reason)])
@@ -203,7 +203,7 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
 
 
 def read_blocks(path: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the named blocks of keys in `value`, the value of the key `path` (`arms` or `sizes`); a null block is empty."""
+    """Return the changed configuration keys (null: none) by name of arm or size. `value`: the content of `path`, `arms` or `sizes`."""
     if not isinstance(value, dict):
         problems.append(Problem(path, value, "must be a map from names to what they change"))
         return {}
@@ -321,7 +321,7 @@ def check_experiment(experiment: Experiment) -> None:
         try:
             config = experiment.config_of(size, arm)
             configs[size, arm.name] = config
-            evaluated_config = experiment.evaluated(config)
+            evaluated_config = experiment.measurement_config(config)
             for checked_config in (config, evaluated_config):
                 refuse_unused_temperatures(checked_config)
             if not problems:
@@ -421,7 +421,7 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
 
 
 def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:
-    """Check that an arm is compared on the baseline's sequences although its training length or evaluations differ."""
+    """Check that an arm whose training length or evaluations differ from the baseline's is measured on the same sequences."""
     metric = experiment.primary.metric
     if not experiment.evaluate:
         reason = "is measured on other sequences than the baseline"
@@ -429,7 +429,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         return
     kind = kind_of_metric(metric)
-    options = [experiment.evaluated(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)]
+    options = [experiment.measurement_config(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)]
     if options[0] != options[1] or (kind in _LENGTH_KINDS and baseline.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
@@ -438,7 +438,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
 
 def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
     """The tasks on which the primary metric is measured: recall tasks, or training tasks for a validation loss; [] for other metrics."""
-    metric, data, recall = experiment.primary.metric, config.data, experiment.evaluated(config).eval.recall
+    metric, data, recall = experiment.primary.metric, config.data, experiment.measurement_config(config).eval.recall
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
     tasks = [to_plain(task) for task in recall.asked_tasks(data)]
@@ -488,12 +488,12 @@ def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
 
 
 def _metric_names(config: Config, kind: str) -> list[str] | None:
-    """Names of the metrics that an evaluation measures by unit (sequence, question); None if unknown before the first measurement."""
+    """Names of the metrics that an evaluation measures for each sequence or question; None if unknown before the first measurement."""
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
-    subjects = task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
-    return [SELECTION, *(f"{SELECTION} {subject}" for subject in subjects if len(subjects) > 1)]
+    part_names = task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
+    return [SELECTION, *(f"{SELECTION} {part_name}" for part_name in part_names if len(part_names) > 1)]
 
 
 def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:

@@ -66,12 +66,12 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
 
 
 def start(
-    path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timed: Callable[[Procedure], Times] | None = None
+    path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timer: Callable[[Procedure], Times] | None = None
 ) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start the experiment at the
     same time, one of them fixes the settings.
 
-    timed: estimates the seconds of a run by size and arm, by which compilation is then decided; without an estimate, FLOPs decide.
+    timer: estimates the seconds of a run by size and arm, which decide whether runs are compiled; without an estimate, FLOPs decide.
 
     Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the first runs.
     """
@@ -82,8 +82,8 @@ def start(
     trainer, settings_file = experiment.first_config.trainer, experiment.folder / RESOLVED_FILE
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     file_experiment = read_experiment(path, overrides)
-    if timed and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
-        compilation = _compilation(file_experiment, timed(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
+    if timer and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
+        compilation = _compilation(file_experiment, timer(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
         settings["compile"] = compilation.value == "true"
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
@@ -108,14 +108,14 @@ def start(
 
 
 def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
-    """Check that held-out documents are left to report the primary metric and, with tuning, to choose rates. Raises ConfigError."""
+    """Check that some held-out documents report the primary metric and, with tuning, others choose rates. Raises ConfigError."""
     metric, tune = experiment.primary.metric, experiment.tune
     uses = [("report", metric)]
     if tune.grid:  # tables show both metrics of each tuning run
         uses += [("choose learning rates", SELECTION), ("choose learning rates", metric)]
     elif experiment.is_tuned:
         uses += [("choose learning rates", SELECTION if tune.metric == SELECTION else metric)]
-    config = experiment.evaluated(experiment.first_config)
+    config = experiment.measurement_config(experiment.first_config)
     documents = {used_metric: _document_labels(config, store, used_metric) for _, used_metric in uses}
     for use, used_metric in uses:
         labels = documents[used_metric]
@@ -125,7 +125,7 @@ def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
 
 
 def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """Labels of the documents in which the held-out sequences of a metric begin, (sequences,); None if the metric has no documents."""
+    """For each held-out sequence of a metric, the label of the document in which it begins, (sequences,); None without documents."""
     from lm.evaluation.held_out import ByLength, LongContext, Validation
 
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
@@ -173,8 +173,8 @@ def other_runs_note(procedure: Procedure) -> str:
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """Overrides that continue the runs in the experiment's folder: the present overrides, but with the runs' values (first of each pair)
-    for the differing keys. Without differing keys: the overrides of the first start, or None if they are unknown or unchanged."""
+    """Overrides that continue the runs in the experiment's folder: the present overrides, with the runs' values of differing keys. Without
+    such keys: overrides of the first start (None: unknown or unchanged). `differing_values`: by key, the runs' and the requested value."""
     if not differing_values:
         settings_file = experiment.folder / RESOLVED_FILE
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
@@ -210,8 +210,8 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 
 def _compilation(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
-    """Decide whether runs are compiled, by the cost of the baseline's runs in the first size, which share compiled code. `seconds`: the
-    duration of a run; None: unknown."""
+    """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline runs, which share
+    compiled code. `seconds`: the estimated duration of a run; None: FLOPs decide."""
     from lm.model.device import count_gpus, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
@@ -224,12 +224,12 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The present plan: primary metric, options of its evaluation, tuning, looks, and a hash of each arm's configuration, by size."""
+    """The present plan: primary metric, options of its evaluation, tuning, number of looks at the data, and by size a hash of each arm."""
     configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms}
     arms = {size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
-    evaluations = {size: experiment.evaluated(configs[size, experiment.arms[0].name]).eval for size in experiment.sizes}
+    evaluations = {size: experiment.measurement_config(configs[size, experiment.arms[0].name]).eval for size in experiment.sizes}
     metric_kind = kind_of_metric(experiment.primary.metric)
     evaluation_options = {size: evaluation.measured_options(metric_kind) for size, evaluation in evaluations.items()}
     tune = dict(vars(experiment.tune))

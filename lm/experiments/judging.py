@@ -36,7 +36,7 @@ class JudgedRun:
 
     @cached_property
     def value(self) -> float:
-        """The weighted mean over units; infinite if the run has not finished."""
+        """The weighted mean of `values`, e.g. of the losses of sequences; infinite if the run has not finished."""
         return float(np.average(self.values, weights=self.weights)) if self.state == "finished" else math.inf
 
 
@@ -136,7 +136,7 @@ class Judgement:
         )  # fmt: skip
 
     def learned_counts(self, size: str, arm: str) -> LearnedCounts:
-        """Count the runs of an arm and of the baseline that have learned so far, at each pair of their rates."""
+        """Count the runs of an arm and of the baseline that have learned so far, at each pair of an arm's and a baseline's rate."""
         rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None or not {arm, baseline} <= rates.keys():
             return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
@@ -154,7 +154,7 @@ class Judgement:
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
         """Return the runs of an arm, and the runs of the baseline, by rate. If the arm's weights come from the baseline, the baseline has
-        its judged rate alone, at which the arm starts. For an arm from random weights, rates that both arms have come first."""
+        its judged rate alone, at which the arm starts. For an arm from random weights, the rates in common with it come first."""
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
@@ -169,8 +169,7 @@ class Judgement:
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
     def _unreached_words(self, runs: Iterable[JudgedRun]) -> str:
-        """Words for how many runs of each arm never reached `primary.reach`, or had reached it at the first evaluation; empty without such
-        runs."""
+        """Count in words the runs of each arm that never reached `primary.reach`, or reached it by the first evaluation; empty if none."""
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
@@ -224,12 +223,12 @@ class Judgement:
             learned_count = sum(has_learned(value, primary.learned, primary.better) for value in values)
             ended_count = sum(run.ended for run in runs)
             entry |= {"learned": learned_count, "ended": ended_count}
-            entry["fraction_learned"] = finite(clopper_pearson(learned_count, ended_count))
+            entry["fraction_learned"] = finite_values(clopper_pearson(learned_count, ended_count))
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            entry |= {"factor" if counts_tokens else "difference": finite(verdict.interval)}
-            entry |= {"alone": finite(verdict.single_interval), "over_seeds_and_documents": finite(verdict.over_documents)}
+            entry |= {"factor" if counts_tokens else "difference": finite_values(verdict.interval)}
+            entry |= {"alone": finite_values(verdict.single_interval), "over_seeds_and_documents": finite_values(verdict.over_documents)}
             entry |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
@@ -258,23 +257,23 @@ class Judgement:
             return
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters
         effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"
-        chance = power(seed_count, spread, margin, self.alpha)
-        yield f"power: {seed_count} seeds find {effect} with probability {chance:.2f}, by a spread of {spread:.2g} ({source})"
-        if chance < 0.5:
+        probability = power(seed_count, spread, margin, self.alpha)
+        yield f"power: {seed_count} seeds find {effect} with probability {probability:.2f}, by a spread of {spread:.2g} ({source})"
+        if probability < 0.5:
             needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MOST_SEEDS}"
             remedy = f"probability {POWER:g} takes {needed_seeds} seeds: add seeds, or ask about a larger difference"
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 
 
 def _decisive_runs(pair: RatePair, arm_runs: RunsByRate, baseline_runs: RunsByRate) -> list[JudgedRun]:
-    """Runs of an arm and the baseline whose divergence affects the verdict: at the judged rates (`pair`), or at the rates of tuning."""
+    """Return the runs at the judged rates (`pair`) and at the rates that tuning chose: a divergence of any of them affects the verdict."""
     chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
     return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
 
 def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool) -> RunsByRate:
-    """Runs of an arm at rates that can be its best: no run diverged there or, with `counts_tokens`, failed to reach `primary.reach`. The
-    judged rate and the rate that tuning chose are always included."""
+    """Return the runs of an arm without each rate at which a run diverged or, with `counts_tokens`, never reached `primary.reach`. The rate
+    at which the arm is judged and the rate that tuning chose are always kept."""
 
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
@@ -299,6 +298,6 @@ def _mean(values: list[float], geometric: bool) -> float | None:
     return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))
 
 
-def finite(interval: Interval | None) -> list[float | None] | None:
+def finite_values(interval: Interval | None) -> list[float | None] | None:
     """[mean, low, high] of an interval, None in place of values that are not finite; None without an interval."""
     return interval and [value if math.isfinite(value) else None for value in interval.as_list()]

@@ -18,7 +18,7 @@ from lm.experiments.plan import Times, duration
 from lm.experiments.procedure import Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import gpu_words
-from lm.report.tables import from_lines, grid
+from lm.report.tables import grid, table_from_rows
 from lm.runs.folder import METRICS, last_logged
 from lm.schema import Plain
 from lm.statistics.tuning import rate_words
@@ -34,7 +34,7 @@ _GROUP_COLUMNS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("
 
 
 @dataclass
-class RunLine:
+class RunLine:  # what the table shows of one run
     run: Run
     state: str = "waiting"  # one of `STATES`
     step: int = 0  # the last logged step
@@ -54,12 +54,12 @@ class LiveTable:
         self.jobs, self.experiment, self.times = jobs, jobs.procedure.experiment, times
         self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
 
-    def lines(self) -> list[RunLine]:
+    def run_lines(self) -> list[RunLine]:
         devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
         self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder}
-        return [self._line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ()))) for run in self.jobs.known_runs]
+        return [self._run_line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ()))) for run in self.jobs.known_runs]
 
-    def _line(self, run: Run, devices: str) -> RunLine:
+    def _run_line(self, run: Run, devices: str) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
         if outcome.ended:
             loss = float(outcome.series(SELECTION).means[0]) if outcome.state == "finished" else None
@@ -72,25 +72,25 @@ class LiveTable:
 
     def render(self, height: int = 50) -> RenderableType:
         """Return the table, in at most about `height` lines."""
-        lines = self.lines()
+        lines = self.run_lines()
         if not lines:
             return Text("reading the run folders")
         max_rows = max(1, min(MOST_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
-        for names in (_RUN_COLUMNS, *_GROUP_COLUMNS):
+        for column_names in (_RUN_COLUMNS, *_GROUP_COLUMNS):
             groups: dict[tuple, list[RunLine]] = {}
             for line in lines:
-                groups.setdefault(attrgetter(*names)(line.run), []).append(line)
+                groups.setdefault(attrgetter(*column_names)(line.run), []).append(line)
             if len(groups) <= max_rows:
                 break
-        table = from_lines("", [self._row(names, group) for group in groups.values()], _NUMBER_COLUMNS)
+        table = table_from_rows("", [self._row(column_names, group) for group in groups.values()], _NUMBER_COLUMNS)
         return Group(grid(table), Text(self._progress_words(lines)))
 
-    def _row(self, names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The table row of a group of runs with equal values of `names`, without columns for sizes or rates if the experiment has none."""
-        first_line, is_single = group[0], names == _RUN_COLUMNS
+    def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
+        """The table row of runs with equal values of `column_names`. An experiment without sizes or rates has no columns for them."""
+        first_line, is_single = group[0], column_names == _RUN_COLUMNS
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
-        values = {name: getattr(first_line.run, name) for name in names if name not in absent_columns}
+        values = {name: getattr(first_line.run, name) for name in column_names if name not in absent_columns}
         row = {name: "" if value is None else rate_words(value) if name == "rate" else str(value) for name, value in values.items()}
         steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
@@ -125,7 +125,7 @@ class LiveTable:
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
-        """Slot-seconds that a run still takes, from the mean of ended runs of its size and arm, else from the plan; None if unknown."""
+        """Remaining seconds of a run times its slots, by the mean of ended runs of its size and arm, else by the plan; None if unknown."""
         size_arm = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(size_arm)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(size_arm)

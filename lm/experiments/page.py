@@ -15,12 +15,12 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import amount, differences_by_rate, has_reached, measured_words, summary_lines, summary_table, trend_table
+from lm.experiments.summary import differences_by_rate, has_reached, measured_words, summary_lines, summary_table, trend_table, value_text
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
-from lm.report.comparison_pictures import LOSSES, DrawnRun, by_layer, curves
+from lm.report.comparison_pictures import LOSSES, DrawnRun, curves, layer_pictures
 from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import DIFFERENCE, Column, Filled, Table, digits, signed
+from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, digits, signed
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_words
@@ -46,7 +46,7 @@ class SizeResults:
     Attributes:
         verdicts: the verdict on each arm but the baseline, by name.
         final: the final runs that are known, ordered by seed and arm.
-        values: the number by which each finished run is compared (`Procedure.quantity`), by arm and seed.
+        values: the number by which each finished run is compared (`Procedure.compared_value`), by arm and seed.
         title_suffix: words after titles, such as `, small`.
     """
 
@@ -57,18 +57,18 @@ class SizeResults:
         self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
         self.final = procedure.final_runs(size)
         finished_runs = [run for run in self.final if run.outcome.state == "finished"]
-        self.values = {(run.arm, run.seed): procedure.quantity(run.outcome) for run in finished_runs}
+        self.values = {(run.arm, run.seed): procedure.compared_value(run.outcome) for run in finished_runs}
 
     @cached_property
-    def begun(self) -> list[DrawnRun]:
+    def begun_runs(self) -> list[DrawnRun]:
         """The final runs that have begun, whether they have finished, diverged or neither."""
         states = [(run, run.outcome.state) for run in self.final if run.has_begun]
         return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
 
     @cached_property
     def comparison(self) -> RunComparison | None:
-        """The comparison of the arms that have finished runs, on the reporting documents; None without such arms."""
-        finished_runs = [run for run in self.begun if run.state == "finished"]
+        """The comparison of the arms that have finished runs, on the held-out documents that report results; None without finished runs."""
+        finished_runs = [run for run in self.begun_runs if run.state == "finished"]
         records_by_arm = {name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names}
         arms = tuple(ArmRuns(name, records) for name, records in records_by_arm.items() if records)
         return comparison_of(arms, tuple(self.arm_names)) if arms else None
@@ -109,7 +109,7 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
     commands.add("code", experiment.command)
     for results in sizes:
         sections += _size_sections(results, f"{prefix}{results.size}-" if results.size else prefix)
-        for run in results.begun:
+        for run in results.begun_runs:
             commands.add("details", run_details(run))
     page_sections = [section for section in (*sections, commands) if section.blocks]
     return PagePart(experiment.name, page_sections, question(experiment), answers(sizes), _margin_words(experiment))
@@ -119,8 +119,8 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     training, tuning = PageSection(f"While training{results.title_suffix}"), PageSection(f"Learning rates{results.title_suffix}")
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
-    training.add("picture", curves(results.arm_names, results.begun, titles, comparison), f"{prefix}curves")
-    for name, picture in by_layer(results.arm_names, results.begun).items():
+    training.add("picture", curves(results.arm_names, results.begun_runs, titles, comparison), f"{prefix}curves")
+    for name, picture in layer_pictures(results.arm_names, results.begun_runs).items():
         training.add("picture", picture, f"{prefix}{name}")
     tuning.add("picture", rates_picture(results), f"{prefix}rates")
     tuning.add("table", crossed_table(results), f"{prefix}final-rates")
@@ -128,10 +128,10 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     tuning.add("note", CROSSED_RATES_NOTE if results.choice.crossed else None)
     if comparison is None:
         return [training, tuning]
-    return [training, tuning, *run_sections(comparison, [run.record for run in results.begun], prefix, results.title_suffix, _is_label)]
+    return [training, tuning, *run_sections(comparison, [run.record for run in results.begun_runs], prefix, results.title_suffix, _is_name)]
 
 
-def _is_label(key: str) -> bool:
+def _is_name(key: str) -> bool:
     """Whether a key names a run or folder, or says what is logged; its values are then not compared between arms."""
     return key in ("init_from", "branch_from") or effect_of(key).affects == "label"
 
@@ -196,7 +196,7 @@ def _margin_words(experiment: Experiment) -> str:
 
 
 def _family_words(experiment: Experiment) -> str:
-    """Words that name the test that compares arms, and the comparisons that are adjusted together."""
+    """Words that name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     differences = "differences" if primary.reach is None else "differences of log tokens"
     test = f"Student t intervals of paired {differences} over seeds"
@@ -208,7 +208,7 @@ def _family_words(experiment: Experiment) -> str:
         return f"There is one comparison, by {test}." + (looks or " Nothing is adjusted.")
     comparisons = f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
     adjustment = f"p values and intervals are adjusted for their number{coverage}."
-    return f"Family: {comparisons} on {primary.quantity}, by {test}. {adjustment}{looks}"
+    return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment}{looks}"
 
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
@@ -255,7 +255,7 @@ def _tuning_words(results: SizeResults) -> str | None:
     choices = ", ".join(f"{arm} {rate_words(arm_rates[0])}" for arm, arm_rates in choice.final.items())
     return (
         f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.choice_metric} "
-        f"({experiment.measured_on(experiment.choice_metric, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
+        f"({experiment.data_words(experiment.choice_metric, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
     )
 
 
@@ -266,11 +266,11 @@ def seeds_table(results: SizeResults) -> Table:
     """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the same seed."""
     primary, baseline, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
-    columns: list[Filled] = [(Column("seed", kind="label"), list(map(str, seeds)))]
+    columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in results.arm_names:
         arm_seeds = [(arm, seed) for seed in seeds]
-        words = [amount(primary, values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate") for arm_seed in arm_seeds]
-        columns.append((Column(arm, primary.quantity), words))
+        words = [value_text(primary, values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate") for arm_seed in arm_seeds]
+        columns.append((Column(arm, primary.quantity_name), words))
     for arm in results.arm_names[1:]:
         value_pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
         if primary.reach is None:
@@ -278,9 +278,9 @@ def seeds_table(results: SizeResults) -> Table:
             columns.append((Column(f"{arm} - {baseline}", primary.metric), cells))
         else:
             ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in value_pairs]
-            columns.append((Column(f"{arm} / {baseline}", primary.quantity), ratios))
-    basis = results.experiment.measured_on(primary.quantity, "report")
-    return Table(f"Every seed{results.title_suffix} ({basis})", primary.quantity, tuple(columns))
+            columns.append((Column(f"{arm} / {baseline}", primary.quantity_name), ratios))
+    basis = results.experiment.data_words(primary.quantity_name, "report")
+    return Table(f"Every seed{results.title_suffix} ({basis})", primary.quantity_name, tuple(columns))
 
 
 def crossed_table(results: SizeResults) -> Table | None:
@@ -291,7 +291,7 @@ def crossed_table(results: SizeResults) -> Table | None:
         finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished_runs:
         return None
-    values = {arm_rate: {run.seed: procedure.quantity(run.outcome) for run in runs} for arm_rate, runs in finished_runs.items()}
+    values = {arm_rate: {run.seed: procedure.compared_value(run.outcome) for run in runs} for arm_rate, runs in finished_runs.items()}
 
     def rate_difference(arm: str, rate: Rate) -> Interval | None:
         baseline_values = values.get((baseline, rate), {}) if arm != baseline else {}
@@ -306,17 +306,17 @@ def crossed_table(results: SizeResults) -> Table | None:
         if arm in uses_by_rate:
             uses_by_rate[arm][rate] = ", ".join(filter(None, (uses_by_rate[arm].get(rate), "judged")))
     choice_means = [mean([procedure.choice_value(run.outcome) for run in runs]) for runs in finished_runs.values()]
-    columns: list[Filled] = [
+    columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished_runs]),
         (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished_runs]),
         (Column("use", kind="words"), [uses_by_rate[arm].get(rate) for arm, rate in finished_runs]),
         (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
-        (Column(f"mean {experiment.choice_metric}", experiment.measured_on(experiment.choice_metric, "selection")), choice_means),
+        (Column(f"mean {experiment.choice_metric}", experiment.data_words(experiment.choice_metric, "selection")), choice_means),
     ]
     if experiment.primary.reach is None:
         means = [mean(seed_values.values()) for seed_values in values.values()]
-        quantity_name = experiment.primary.quantity
-        columns.append((Column(f"mean {quantity_name}", experiment.measured_on(quantity_name, "report")), means))
+        quantity_name = experiment.primary.quantity_name
+        columns.append((Column(f"mean {quantity_name}", experiment.data_words(quantity_name, "report")), means))
         unit = "95% interval over seeds, not adjusted"
         differences = [rate_difference(*arm_rate) for arm_rate in finished_runs]
         columns.append((Column(f"difference to {baseline}, both at this rate", unit, "difference"), differences))
@@ -353,7 +353,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
 
 
 def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """Draw the values of tuning runs by one tuned key, with the means over seeds at the best values of the other keys."""
+    """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the other tuned keys."""
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
     chosen_rates, arm_costs = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(arm.name for arm in experiment.arms):
@@ -370,12 +370,12 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
         traces.append(Trace(index, f"{name}, mean", np.array([*best_means]), np.array([*best_means.values()]), "mean"))
         x = key_values(chosen_rates[name])[key_index] if name in chosen_rates else None
         rings += [(x, best_means[x], index)] if x in best_means else []
-    label = f"{experiment.choice_metric}, {experiment.measured_on(experiment.choice_metric, 'selection')}"
+    label = f"{experiment.choice_metric}, {experiment.data_words(experiment.choice_metric, 'selection')}"
     return Panel("Tuning runs", experiment.tune.keys[key_index], label, traces, ticks, log=10, rings=rings)
 
 
 def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """Draw the differences between the tuning runs of each arm and of the baseline at the same rate, by the value of one tuned key."""
+    """Draw the differences of tuning runs, each arm minus the baseline at the same rate, as a function of one tuned key."""
     experiment, primary, baseline, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
     for index, arm in enumerate(experiment.arms[1:], 1):
         value_differences: dict[float, list[float]] = {}
@@ -390,7 +390,7 @@ def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, 
     if primary.learned is not None:
         quantity_name, margin = "fraction of runs that have learned", 0.0
     title = f"Difference to {baseline}, both at the same rate"
-    label = f"{quantity_name}, {experiment.measured_on(primary.quantity, 'selection')}"
+    label = f"{quantity_name}, {experiment.data_words(primary.quantity_name, 'selection')}"
     return Panel(title, experiment.tune.keys[key_index], label, traces, ticks, log=10, zero_line=True, margin=margin)
 
 
@@ -400,11 +400,11 @@ def _dots(arm_index: int, label: str, points: list[tuple[float, float]]) -> Trac
 
 def _difference_label(experiment: Experiment) -> str:
     primary = experiment.primary
-    return primary.metric if primary.reach is None else f"relative difference of {primary.quantity}"
+    return primary.metric if primary.reach is None else f"relative difference of {primary.quantity_name}"
 
 
 def differences_picture(sizes: list[SizeResults]) -> Picture | None:
-    """A picture of differences to the baseline with their intervals, by arm, or by size if there are several; None without runs."""
+    """A picture of differences to the baseline with their intervals, by arm, or by size if there are several sizes; None without runs."""
     experiment, by_size, traces = sizes[0].experiment, len(sizes) > 1, []
     names, margin = sizes[0].arm_names, experiment.primary.matters
     x_labels = [results.size for results in sizes] if by_size else names[1:]
@@ -420,7 +420,7 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     if not traces:
         return None
     title = f"Difference to {names[0]}" + (" by size" if by_size else "")
-    label = f"{_difference_label(experiment)}, {experiment.measured_on(experiment.primary.quantity, 'report')}"
+    label = f"{_difference_label(experiment)}, {experiment.data_words(experiment.primary.quantity_name, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
     caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."

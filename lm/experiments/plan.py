@@ -95,7 +95,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
     Args:
         run_costs: the resources of a run by size and arm (`costs`); None: unknown.
         time_words: the time that all runs take.
-        slot_words: how many runs work at a time, and on which devices.
+        slot_words: how many runs are trained at a time, and on which devices.
     """
     experiment = procedure.experiment
     tune, primary, sizes = experiment.tune, experiment.primary, list(experiment.sizes)
@@ -155,7 +155,7 @@ def _seed_count_words(primary: Primary, alpha: float) -> str:
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
     margin, effect = primary.matters, f"a difference of {primary.matters:g}"
     if primary.reach is not None:
-        margin, effect = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity}"
+        margin, effect = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity_name}"
     deviations = margin / 2, margin, 2 * margin
     seed_counts = ", ".join(f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in deviations)
     return f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between {runs}: {seed_counts}"
@@ -177,10 +177,10 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
     """Estimate the seconds that a run of each size and arm takes. Returns the seconds, and their source in words.
 
     Times of finished runs of this experiment are used first. If no trained run has finished, a pilot trains arms of the first size for a
-    few steps, at most `budget` seconds, as many at a time as in training. PILOT keeps these times. Other times are scaled by FLOPs.
+    few steps, at most `budget` seconds, as many at a time as in training. The file PILOT keeps the times. Other times are scaled by FLOPs.
 
     Raises:
-        ConfigError: the runs of an arm would be refused.
+        ConfigError: the pilot refuses the configuration of an arm.
         RunError: the pilot failed, or timed no arm within its budget.
         DataError: there is no text yet on which the pilot can train.
     """
@@ -263,20 +263,20 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
         run_seconds, step_times = _time_configurations({name: configs[name] for name in names}, file, slots.concurrent_devices(), budget)
         known_seconds |= {keys[name]: seconds for name, seconds in run_seconds.items()}
         write_json(file, {"seconds": known_seconds})
-    whole_runs = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
-    timed_arms = "each arm" if len(whole_runs) == len(keys) else f"{len(whole_runs)} of {len(keys)} arms"
-    words = f"a pilot of some steps{f' of {timed_arms}' if whole_runs else ''}, {len(slots.concurrent_devices())} at a time"
-    if step_times := {name: seconds for name, seconds in step_times.items() if name not in whole_runs}:
+    whole_run_seconds = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
+    timed_arms = "each arm" if len(whole_run_seconds) == len(keys) else f"{len(whole_run_seconds)} of {len(keys)} arms"
+    words = f"a pilot of some steps{f' of {timed_arms}' if whole_run_seconds else ''}, {len(slots.concurrent_devices())} at a time"
+    if step_times := {name: seconds for name, seconds in step_times.items() if name not in whole_run_seconds}:
         words += f"; of {', '.join(step_times)} the steps alone, as evaluations took too long"
-    if len(whole_runs) + len(step_times) < len(keys):
+    if len(whole_run_seconds) + len(step_times) < len(keys):
         words += "; the other arms were not timed: by FLOPs"
-    return {(size, name): seconds for name, seconds in (step_times | whole_runs).items()}, words
+    return {(size, name): seconds for name, seconds in (step_times | whole_run_seconds).items()}, words
 
 
 def _timing_hash(config: Config, slots: Slots) -> str:
     """Hash all that decides the time of a run in these slots on this machine, without names, seeds and compilation. A float of model,
-    optimizer or phases, such as a learning rate, is hashed as zero or not zero. Floats of `optim.groups` are hashed in full: for a model
-    without parameters in the group, all but the defaults are refused."""
+    optimizer or phases, such as a learning rate, is hashed as zero or not zero. Floats of `optim.groups` are hashed in full, as only
+    their default values are accepted if a model has no parameters in the group."""
     settings = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
     settings.pop("trainer.compile", None)  # pilots are eager
     for path, value in settings.items():
@@ -334,12 +334,12 @@ def _time_configurations(
             if process in late_pilots and len(lines) < len(group) and (step_time := step_seconds(folder / group[len(lines)] / METRICS)):
                 config = configs[group[len(lines)]]
                 step_times[group[len(lines)]] = step_time * (config.trainer.max_steps - (config.first_step or 0))
-    whole_runs = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
-    return whole_runs, {name: seconds for name, seconds in step_times.items() if name not in whole_runs}
+    whole_run_seconds = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
+    return whole_run_seconds, {name: seconds for name, seconds in step_times.items() if name not in whole_run_seconds}
 
 
 def _wait_for_pilots(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots have ended, or `budget` seconds from when all have begun. All must begin within twice `budget` seconds."""
+    """Wait until all pilots have ended, at most `budget` seconds after all began; if one has not begun, 2 * `budget` after `start_time`."""
     while any(process.poll() is None for process in pilots):
         first_times = [lines[0]["begun"] for folder in folders if (lines := _printed_lines(folder))]
         if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):

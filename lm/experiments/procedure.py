@@ -87,9 +87,9 @@ class Procedure:
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
-            scheduled = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
+            scheduled_kinds = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
             required_options = self._required_options.get((size, arm.name), {})
-            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled, required_options)
+            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled_kinds, required_options)
             if outcome.ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
@@ -135,7 +135,7 @@ class Procedure:
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
         """The options that evaluations must be made with, by size and arm, then by kind; {} if evaluations during training are enough."""
         size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
-        configs = {(size, arm.name): self.experiment.evaluated(self.experiment.config_of(size, arm)) for size, arm in size_arms}
+        configs = {(size, arm.name): self.experiment.measurement_config(self.experiment.config_of(size, arm)) for size, arm in size_arms}
         return {
             size_arm: {kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)}
             for size_arm, config in configs.items()
@@ -195,13 +195,13 @@ class Procedure:
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
-        """List the arms without a rate of their own that `arms` start from, sources first. They are trained with the tuning seeds, too."""
+        """List the untuned arms that `arms` start from, sources first; these untuned arms are trained with the tuning seeds, too."""
         names = {name for arm in arms for name in self.sources(arm)}
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """Choose the rate at which each arm is judged: the best of its `candidates`, the rates of its final seeds, on the selection text.
-        None while runs of arms with several candidates have not ended."""
+        """Choose the rate at which each arm is judged: the best of its `candidates`, the rates of its final seeds, on the held-out
+        documents that choose rates. None while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             arm, seeds = self._arms[name], self.experiment.seeds
@@ -231,13 +231,13 @@ class Procedure:
             for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
                 has_ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
-                primary = self.quantity(run.outcome, selection=True) if has_ended else None
+                primary = self.compared_value(run.outcome, selection=True) if has_ended else None
                 settings = settings_words(run.config, tune.keys, starts[arm])
                 runs.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
         return runs
 
     def notes(self) -> list[str]:
-        """Notes that a reader must know beside the numbers, one sentence each."""
+        """Sentences on what limits the verdicts: departures from the plan, and arms whose tuning, rates, runs, tokens or seeds differ."""
         experiment = self.experiment
         notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)):
@@ -306,12 +306,12 @@ class Procedure:
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
             {size_arm: runs_by_rate for size in experiment.sizes for size_arm, runs_by_rate in self._judged_runs(size).items()},
-            all_pairs=experiment.primary.quantity != experiment.choice_metric,
+            all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
             exploratory=[size_arm for size_arm in size_arms if self.exploratory(*size_arm)],
             key=experiment.tune.heading,
-            measured_on=experiment.measured_on(experiment.primary.quantity, "report"),
+            measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )
 
     def _judged_runs(self, size: str) -> dict[SizeArm, RunsByRate]:
@@ -328,15 +328,15 @@ class Procedure:
         judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
         return {key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for key, runs_by_rate in runs.items()}
 
-    def _judged_run(self, whole_run: bool, run: Run) -> JudgedRun:
-        """A run with its judged values: one for each unit of the reporting documents; with `whole_run` or without units, a single value."""
+    def _judged_run(self, as_single_value: bool, run: Run) -> JudgedRun:
+        """A run with its values by sequence on documents that report results; a single value if `as_single_value` or without documents."""
         outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
         run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
-        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not whole_run else None
+        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not as_single_value else None
         if not units or not units.fingerprint:
-            return JudgedRun(*run_fields, np.array([self.quantity(outcome)]), np.ones(1), None)
+            return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None)
         units = units.part(selection=False)
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
 
@@ -384,8 +384,8 @@ class Procedure:
         """Seeds that were planned at the first start and are no longer in the file."""
         return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
 
-    def quantity(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the reporting documents or, with `selection`, on the documents that choose rates. It is
+    def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
+        """The number by which a run is compared, on the documents that report results or, with `selection`, that choose rates. It is
         the primary metric, or the tokens at which this metric first reached `primary.reach` (0: by the first evaluation; infinite: never).
         The number is infinite for a run that has not finished."""
         primary = self.experiment.primary
@@ -394,8 +394,8 @@ class Procedure:
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def choice_value(self, outcome: Outcome) -> float:
-        """A run's value of the metric by which rates are chosen, on the selection text; infinite if the run has not finished."""
-        return self.quantity(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
+        """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless finished."""
+        return self.compared_value(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """Costs that the chosen rate minimizes (`Experiment.cost`): for each rate a list over seeds."""

@@ -13,7 +13,7 @@ from lm.plugins import PLUGINS
 from lm.runs.evaluations import Evaluation, Series, Units, evaluation_files, load_evaluation, measuring_code
 from lm.runs.folder import CHECKPOINTS, DIVERGED, ENVIRONMENT, METRICS, Log, read_metrics, step_path
 from lm.runs.record import RunRecord, divergence, loss_above_unigram, read_run, start_setting, tokens_before
-from lm.runs.same_run import check_measured
+from lm.runs.same_run import check_evaluations
 from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
@@ -124,7 +124,7 @@ class Outcome:
 
     @property
     def sealed(self) -> bool:
-        """Whether digests tie the evaluations of the last step to its weights, if both exist; False: an older version left no digests."""
+        """Whether digests (older versions: none) tie the last step's evaluations to its weights; true without evaluations or checkpoint."""
         return self._last_evaluations[1]
 
     @property
@@ -139,19 +139,19 @@ class Outcome:
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
-        return evaluations, is_unchecked or check_measured(self.folder, [*evaluations.values()], self.checkpoint, self.log)
+        return evaluations, is_unchecked or check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
-        """Values of a metric by unit at the last step, whose mean is the logged value; None if the metric was not measured by unit."""
+        """Values of a metric at the last step by unit (such as a sequence), whose mean is logged; None if it was not measured by unit."""
         if metric not in self._values:
             series = self.series(metric)
             self._values[metric] = series and series.logged_units(metric)
         return self._values[metric]
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the metric first reached `level`, on the reporting documents or, with `selection`, on the selection text. Only
-        evaluations on the sequences of the last evaluation count. Returns 0 if the first evaluation had reached `level`, and infinity if no
-        evaluation had, or the run has not finished."""
+        """Tokens at which the metric first reached `level`, on the documents that report results or, with `selection`, that choose rates.
+        Only evaluations on the sequences of the last evaluation count. Returns 0 if the first evaluation had reached `level`, and infinity
+        if no evaluation had, or the run has not finished."""
         if self.state != "finished":
             return math.inf
         if selection not in self._reached_tokens:
@@ -162,11 +162,11 @@ class Outcome:
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """Evaluations of the metric up to the last step: tokens seen since the start of the run or of its branch, and values by unit."""
+        """Evaluations of the metric up to the last step: tokens seen since the start of the run or its branch, and values by sequence."""
         kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
         evaluations = [evaluation for path in files if (evaluation := load_evaluation(path))]
-        check_measured(self.folder, evaluations, self.checkpoint, self.log)
+        check_evaluations(self.folder, evaluations, self.checkpoint, self.log)
         file = self.folder / ENVIRONMENT
         branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)
         points = [
@@ -176,7 +176,7 @@ class Outcome:
         return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over reporting documents or, with `selection`, over selection text; infinite for an unfinished run."""
+        """The mean of a metric over documents that report results or, with `selection`, that choose rates; infinite unless finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
@@ -210,8 +210,8 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
                 sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
-    if unsealed_count := sum(not run.sealed for _, run in finished_runs):
-        sentences.append(f"{unsealed_count} runs' evaluations carry no digest (made by an earlier version)")
+    if missing_digest_count := sum(not run.sealed for _, run in finished_runs):
+        sentences.append(f"{missing_digest_count} runs' evaluations carry no digest (made by an earlier version)")
     code_digests, changed_count = [(arm, evaluation.code) for arm, run in finished_runs if run.sealed for evaluation in run.evaluations], 0
     names = dict.fromkeys(name for _, code in code_digests for name in code)
     current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}

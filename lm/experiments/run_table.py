@@ -15,7 +15,7 @@ from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
 from lm.schema import build
 from lm.statistics.tuning import (
-    ANY,
+    ANY_VALUE,
     FEWEST_TUNING_SEEDS,
     Rate,
     best_rate,
@@ -76,7 +76,7 @@ def judge_table(
         sample=units.map(str), group=group,
     )  # fmt: skip
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
-    runs = _at_full_rates(runs)
+    runs = _expand_partial_rates(runs)
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     selecting_rows, reporting_rows = _split_by_use(runs, source)
     arms = [*dict.fromkeys(reporting_rows["arm"])]
@@ -92,14 +92,14 @@ def judge_table(
     seeds = tuple(sorted(set(reporting_rows["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
     rates: dict[str, dict[str, Rate | None]] = {}
     judged_runs: dict[SizeArm, RunsByRate] = {}
-    for name in dict.fromkeys(reporting_rows["size"]):
-        size_rows = reporting_rows[reporting_rows["size"] == name]
-        size_selecting_rows = selecting_rows[selecting_rows["size"] == name]
+    for size_name in dict.fromkeys(reporting_rows["size"]):
+        size_rows = reporting_rows[reporting_rows["size"] == size_name]
+        size_selecting_rows = selecting_rows[selecting_rows["size"] == size_name]
         _check_comparable(size_rows, size_selecting_rows, source)
-        rates[name] = {}
+        rates[size_name] = {}
         for arm in arms:
             arm_rows = size_rows[size_rows["arm"] == arm]
-            source_and_arm = f"{source}: {', '.join(filter(None, (arm, name)))}"
+            source_and_arm = f"{source}: {', '.join(filter(None, (arm, size_name)))}"
             if arm_rows.empty:
                 raise RunError(f"{source_and_arm}: no line")
             for rate, runs_at_rate in arm_rows.groupby("rate", dropna=False):
@@ -109,11 +109,11 @@ def judge_table(
             arm_selecting_rows = size_selecting_rows[size_selecting_rows["arm"] == arm]
             rate_order, judged_rates = _ordered_and_judged_rates(arm_rows, arm_selecting_rows, primary, f"{source}: {arm}")
             if judged_rates:
-                rates[name][arm] = judged_rates[0]
-            judged_runs[name, arm] = {}
+                rates[size_name][arm] = judged_rates[0]
+            judged_runs[size_name, arm] = {}
             for rate in rate_order:
                 rate_rows = arm_rows[arm_rows["rate"].isna() if rate is None else arm_rows["rate"] == rate_cell(rate)]
-                judged_runs[name, arm][rate] = [_judged_run(rate_rows[rate_rows["seed"] == seed]) for seed in seeds]
+                judged_runs[size_name, arm][rate] = [_judged_run(rate_rows[rate_rows["seed"] == seed]) for seed in seeds]
     arms = baseline, *(arm for arm in arms if arm != baseline)
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
@@ -145,7 +145,7 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
 
 
 def _judged_run(rows: pd.DataFrame) -> JudgedRun:
-    """Build the run that these rows describe, with its units ordered by `sample`."""
+    """Build the run that these rows describe, with its values (such as losses of sequences) ordered by the column `sample`."""
     rows = rows.sort_values("sample", kind="stable")
     values, weights = (rows[name].to_numpy(float) for name in ("value", "weight"))
     groups = None if rows["group"].isna().any() else rows["group"].to_numpy()
@@ -184,10 +184,10 @@ def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 
-def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """Repeat each row whose rate lacks a tuned key, for each full rate that it stands for (`cells_by_partial_cell`); keep other rows."""
+def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
+    """Copy each row whose rate lacks a tuned key to the full rates with its values of the other keys (see `cells_by_partial_cell`)."""
     group_keys = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
-    is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY, "1") if isinstance(cell, str) else cell)).notna()
+    is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY_VALUE, "1") if isinstance(cell, str) else cell)).notna()
     cells = runs["rate"].where(is_rate)
     grids = {size: size_cells.unique() for size, size_cells in cells.groupby(runs["size"])}
     full_rates = {
@@ -201,7 +201,7 @@ def _at_full_rates(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     """Check the rows, and convert their values, weights and rates into numbers in place. Raises RunError: a number, arm or seed is missing
-    or invalid, or a unit of a run has several rows. `columns`: the columns that the error names if such rows differ in them."""
+    or invalid, or a run has several rows for one sequence. `columns`: the columns that the error names if these rows differ in them."""
     has_rate = runs["rate"].notna()
     if unknown_states := [*map(str, set(runs["state"]) - set(_RUN_STATES))]:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or {_RUN_STATES[-1]}")
@@ -242,7 +242,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
 
 
 def _finite_rate(cell: float | str) -> float | str:
-    """Return the cell of a rate in the form of `rate_cell`; NaN if one of its values is not a finite number."""
+    """Convert a rate in a table into the number or text of `rate_cell`; NaN if one of its values is not a finite number."""
     try:
         rate = read_rate(cell)
         return rate_cell(rate) if all(map(math.isfinite, key_values(rate))) else math.nan
@@ -251,8 +251,8 @@ def _finite_rate(cell: float | str) -> float | str:
 
 
 def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Split the rows into rows that choose rates and rows that are judged. Rows of part `selects` choose rates, if there are any, else rows
-    of stage `tune`. Raises RunError: a part is unknown, or no row is left to be judged."""
+    """Split the rows into rows that choose rates and rows that are judged. Rows with `selects` in column `part` choose rates; without such
+    rows, rows with `tune` in column `stage`. Raises RunError: a part is unknown, or no row is left to be judged."""
     part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
     if unknown_parts := set(part) - {"", "selects", "reports"}:
         raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
@@ -266,8 +266,8 @@ def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.Dat
 
 
 def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
-    """Check that all runs have the same units, weights and groups. Check that all arms were tuned at the same rates with the same seeds,
-    with at least `FEWEST_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
+    """Check that all runs have the same sequences (units), weights and groups. Check that all arms were tuned at the same rates with the
+    same seeds, with at least `FEWEST_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
     stages = [rows for _, rows in selecting_rows.groupby("stage", dropna=False)] if "stage" in selecting_rows else [selecting_rows]
     for rows in (reporting_rows, *stages):
         rows = rows[rows["state"] == "finished"]
@@ -300,7 +300,7 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
-    """Select the rows by which tuning chooses a rate: the rows of tuning runs, if there are any, else all selecting rows."""
+    """Select the rows by which tuning chooses a rate: the rows of tuning runs, else all rows that choose rates."""
     tuning_rows = selecting_rows[selecting_rows["stage"] == "tune"] if "stage" in selecting_rows else selecting_rows[:0]
     return selecting_rows if tuning_rows.empty else tuning_rows
 
@@ -309,7 +309,7 @@ def _ordered_and_judged_rates(
     final_rows: pd.DataFrame, selecting_rows: pd.DataFrame, primary: Primary, label: str
 ) -> tuple[list[Rate | None], list[Rate | None]]:
     """Return the rates of an arm's runs, with the rate that tuning chose first; and a list that holds the judged rate, empty if tuning
-    found no rate. `label`: names the arm in errors. Raises RunError: no row chooses among several rates, or none reports at the best."""
+    found no rate. `label`: names the arm in errors. Raises RunError: no row chooses one of several rates, or no run has the tuned rate."""
     rates = [None if pd.isna(rate) else read_rate(rate) for rate in final_rows["rate"].unique()]
     tuning_rows = _tuning_rows(selecting_rows)
     tuning_costs = _costs(tuning_rows, primary)

@@ -1,6 +1,6 @@
-"""Slots: how many runs work at a time on this machine, on which of its GPUs, and the processes that train them.
+"""Slots: how many runs are trained at a time on this machine, on which of its GPUs, and the processes that train them.
 
-A run takes one process after the other, one for each of its `lm` commands. When this process ends, the others save a checkpoint and stop.
+A run takes one process after another, one for each of its `lm` commands. When `lm compare` ends, its processes save a checkpoint and end.
 """
 
 import os
@@ -34,7 +34,7 @@ Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of one `lm compare`. A run takes one slot, or one for each of its GPUs, each on a different GPU."""
+    """Slots in which one `lm compare` trains runs at the same time. A run takes one slot, or one slot on each of its GPUs."""
 
     jobs: int  # number of slots
     gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
@@ -57,7 +57,7 @@ class Slots:
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def concurrent_devices(self) -> list[Devices]:
-        """The GPUs of the runs that fill the slots together, an entry for each run, if every run takes as many GPUs as the largest."""
+        """List the GPUs of each run while all slots are taken, if every run takes as many GPUs as the run with the most GPUs."""
         size_arm, run_devices = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
         while (devices := self.devices(*size_arm, run_devices)) is not None:
             run_devices.append(devices)
@@ -139,7 +139,7 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, unless handled or ignored. Yields the list of signals so far."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, if they have no handler. Yields the list of received signals."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

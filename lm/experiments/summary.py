@@ -8,10 +8,10 @@ from operator import attrgetter
 import numpy as np
 
 from lm.experiments.experiment import NOT_REACHED, Arm, Primary, values_by_arm_and_rate
-from lm.experiments.judging import Judgement, finite
+from lm.experiments.judging import Judgement, finite_values
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.report.tables import Cell, Column, Filled, Table, digits, print_tables
+from lm.report.tables import Cell, Column, FilledColumn, Table, digits, print_tables
 from lm.runs.evaluations import number
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
@@ -66,7 +66,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     """The table of the entries that `summary_lines` gives, a row for each size and arm."""
     verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
-    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[Filled]:
+    def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
         return [(Column(name, unit, kind), cells)] if any(cell is not None for cell in cells) else []
 
     primary, baseline = judgement.primary, judgement.arms[0]
@@ -76,7 +76,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
     basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.omits_finished_runs else "")))
-    columns += column(f"{kind} {primary.quantity}", [amount(primary, entry["mean"]) for entry in entries], basis)
+    columns += column(f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis)
     if primary.reach is not None:
         columns += column("have reached it", [f"{entry['reached']} of {entry['runs']}" for entry in entries])
     if primary.learned is not None:
@@ -111,11 +111,11 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
 
 
 def has_reached(tokens: float | None) -> bool:
-    """Whether `tokens` say when a run reached `primary.reach`: not infinite (never), and not 0 (before its first evaluation)."""
+    """Whether `tokens` is the number at which a run reached `primary.reach`: neither infinite (never) nor 0 (by the first evaluation)."""
     return tokens is not None and 0 < tokens < math.inf
 
 
-def amount(primary: Primary, value: float | None) -> str | None:
+def value_text(primary: Primary, value: float | None) -> str | None:
     """Format the number by which a run is compared: tokens as a whole number, or in words if `has_reached` is false."""
     if primary.reach is None or value is None:
         return digits(value)
@@ -176,7 +176,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
             interval = trend(differences, np.array(amounts[amount_name]))
             interval = factor(interval) if primary.reach is not None else interval
             sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
-            entries.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": finite(interval)})
+            entries.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": finite_values(interval)})
     return entries
 
 
@@ -196,7 +196,7 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
 def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
     """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no values."""
     primary = procedure.experiment.primary
-    metric = primary.quantity
+    metric = primary.quantity_name
 
     def cell(value: float | None, infinite_word: str = DIVERGED) -> Plain:
         return value if value is None or math.isfinite(value) else infinite_word

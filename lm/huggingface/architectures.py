@@ -19,7 +19,7 @@ from lm.schema import Plain
 
 MAX_LAYERS = 10**4
 HEAD = "lm_head.weight"  # tensor of the head; its name has no prefix `base`
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in the field `layer_types`
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kinds of layers, in the field `layer_types`
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Architecture(ABC):
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The spec that `fields` describe, with default special tokens. Raises RunError: a field is missing, unknown or can't be used."""
+        """The spec that a config.json's `fields` give, with default special tokens. Raises RunError: a missing, unknown or bad field."""
         allowed = (*([name] for name in self.classes), [])
         fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
@@ -57,14 +57,14 @@ class Architecture(ABC):
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields common to all architectures."""
+        """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields that all architectures have."""
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        """Return the config.json fields of the closest model to `spec` that this architecture has; `read` turns them into its spec."""
+        """Return the config.json fields closest to `spec`. If they can't describe it exactly, `read` returns a different spec for them."""
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return the factor on a layer's queries that turns q.k / sqrt(D), D the head size, into this architecture's scores."""
+        """Return the factor on a layer's queries q that turns lm's scores q.k / sqrt(head size) into this architecture's scores."""
         return 1.0
 
     def mapped_parameters(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[MappedParameter]:
@@ -73,10 +73,10 @@ class Architecture(ABC):
             decoder = spec.decoder()
         slices = projections(decoder)
         for full_name, parameter in decoder.named_parameters():
-            layer, module, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
+            layer, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
             shape, prefix = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
-            names = [f"{prefix}{name}.{kind}" for name in self.modules[module].split()] if module != "head" else [HEAD]
-            rows = [part.stop - part.start for part in slices[f"{full_name.removesuffix(kind)}weight"].values()] if names[1:] else shape[:1]
+            names = [f"{prefix}{name}.{leaf}" for name in self.modules[module].split()] if module != "head" else [HEAD]
+            rows = [part.stop - part.start for part in slices[f"{full_name.removesuffix(leaf)}weight"].values()] if names[1:] else shape[:1]
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
             factor = self.query_scale(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
@@ -100,8 +100,8 @@ class GPT2(Architecture):
     }  # fmt: skip
 
     def spec(self, fields: Fields) -> ModelSpec:
-        width, positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
-        fields.require_value("n_ctx", (positions,), f"is not n_positions = {positions}")
+        width, n_positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
+        fields.require_value("n_ctx", (n_positions,), f"is not n_positions = {n_positions}")
         activation = fields.take("activation_function", str, "gelu_new")
         if activation not in self.activations:
             raise fields.refusal("activation_function", f"only {', '.join(self.activations)} are read")
@@ -113,7 +113,7 @@ class GPT2(Architecture):
             mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5), position=Learned(),
             normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
         )  # fmt: skip
-        return ModelSpec(model, fields.size("vocab_size", 50257), positions)
+        return ModelSpec(model, fields.size("vocab_size", 50257), n_positions)
 
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
         model = spec.model
@@ -128,9 +128,9 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return 1, or sqrt(D) without `scale_attn_weights`; `scale_attn_by_inverse_layer_idx` divides it by the layer's number from 1."""
-        scales, by_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
-        return (1.0 if scales else math.sqrt(spec.model.key_dims)) / (layer + 1 if by_layer else 1)
+        """Return 1, or sqrt(head size) without `scale_attn_weights`; divided by `layer` + 1 with `scale_attn_by_inverse_layer_idx`."""
+        is_scaled, per_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
+        return (1.0 if is_scaled else math.sqrt(spec.model.key_dims)) / (layer + 1 if per_layer else 1)
 
 
 class Llama(Architecture):
@@ -149,28 +149,28 @@ class Llama(Architecture):
     kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     vocab_size: ClassVar[int] = 32000
-    sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)  # defaults of hidden_size, intermediate_size, max_position_embeddings
+    default_sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)  # hidden_size, intermediate_size, max_position_embeddings
 
     def spec(self, fields: Fields) -> ModelSpec:
-        width, mlp_width, positions = self.sizes
-        width, positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", positions)
+        width, mlp_width, n_positions = self.default_sizes
+        width, n_positions = fields.size("hidden_size", width), fields.size("max_position_embeddings", n_positions)
         fields.require_value("hidden_act", ("silu", "swish"), "only silu is read, which makes the MLP SwiGLU")
-        heads = fields.size("num_attention_heads", 32)
-        size = fields.size("head_dim", self.head_dim)
-        if size is None and width % heads:
+        n_heads = fields.size("num_attention_heads", 32)
+        head_size = fields.size("head_dim", self.head_dim)
+        if head_size is None and width % n_heads:
             raise fields.refusal("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=heads, n_kv_head=None if kv_heads == heads else kv_heads,
-            head_size=None if size and size * heads == width else size, n_embd=width, n_mlp=fields.size("intermediate_size", mlp_width),
-            mlp="swiglu", norm="rms",
-            norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, positions),
+            n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=n_heads, n_kv_head=None if kv_heads == n_heads else kv_heads,
+            head_size=None if head_size and head_size * n_heads == width else head_size, n_embd=width,
+            n_mlp=fields.size("intermediate_size", mlp_width), mlp="swiglu", norm="rms",
+            norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, n_positions),
             tied=fields.take("tie_word_embeddings", bool, False), **self.variant_options(fields),
         )  # fmt: skip
-        return ModelSpec(model, fields.size("vocab_size", self.vocab_size), positions)
+        return ModelSpec(model, fields.size("vocab_size", self.vocab_size), n_positions)
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        """Return, by name, lm's options in which Llama, Qwen 2 and Qwen 3 differ: biases, norms of queries and keys, the normalizer."""
+        """Return {name: value} of lm's model options in which Llama, Qwen 2 and Qwen 3 differ: biases, query and key norms, normalizer."""
         biases = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": biases[0], "mlp_bias": biases[1] if biases[0] != biases[1] else None, "normalizer": Softmax()}
 
@@ -195,7 +195,7 @@ class Qwen2(Llama):
 
     model_type = "qwen2"
     classes = ("Qwen2ForCausalLM", "Qwen2Model")
-    divides_width, kv_heads, vocab_size, sizes = False, 32, 151936, (4096, 22016, 32768)
+    divides_width, kv_heads, vocab_size, default_sizes = False, 32, 151936, (4096, 22016, 32768)
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
         return {"bias": False, "qkv_bias": True, "normalizer": _read_windows(fields)}
@@ -209,7 +209,7 @@ class Qwen3(Qwen2):
 
     model_type = "qwen3"
     classes = ("Qwen3ForCausalLM", "Qwen3Model")
-    kv_heads, head_dim, vocab_size, sizes = 32, 128, 151936, (4096, 22016, 32768)
+    kv_heads, head_dim, vocab_size, default_sizes = 32, 128, 151936, (4096, 22016, 32768)
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
         bias = fields.take("attention_bias", bool, False)
@@ -220,22 +220,22 @@ class Qwen3(Qwen2):
 
 
 def _read_windows(fields: Fields) -> Options:
-    """Return the normalizer's options: softmax, in some or all layers over a sliding window if the configuration says so."""
+    """Return the options of lm's normalizer: softmax, over a sliding window in the layers for which the configuration has one."""
     has_windows, n_layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MAX_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
-    default_layer_types = [SLIDING if has_windows and size and n >= first_layer else FULL for n in range(n_layers)]
+    default_layer_types = [SLIDING_ATTENTION if has_windows and size and n >= first_layer else FULL_ATTENTION for n in range(n_layers)]
     layer_types = fields.take("layer_types", list[str], default_layer_types)
-    if len(layer_types) != n_layers or not {*layer_types} <= {FULL, SLIDING}:
-        raise fields.refusal("layer_types", f"must list {FULL} or {SLIDING} for each of the {n_layers} layers")
-    if SLIDING in layer_types and not has_windows:
-        raise fields.refusal("layer_types", f"lists {SLIDING}, and use_sliding_window is not true")
-    if SLIDING in layer_types and size is None:
-        raise fields.refusal("sliding_window", f"layer_types lists {SLIDING}")
-    if SLIDING not in layer_types:
+    if len(layer_types) != n_layers or not {*layer_types} <= {FULL_ATTENTION, SLIDING_ATTENTION}:
+        raise fields.refusal("layer_types", f"must list {FULL_ATTENTION} or {SLIDING_ATTENTION} for each of the {n_layers} layers")
+    if SLIDING_ATTENTION in layer_types and not has_windows:
+        raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}, and use_sliding_window is not true")
+    if SLIDING_ATTENTION in layer_types and size is None:
+        raise fields.refusal("sliding_window", f"layer_types lists {SLIDING_ATTENTION}")
+    if SLIDING_ATTENTION not in layer_types:
         return Softmax()
-    normalizers = [Window(size=size) if kind == SLIDING else Softmax() for kind in layer_types]
-    return normalizers[0] if {*layer_types} == {SLIDING} else Layers(of=normalizers)
+    normalizers = [Window(size=size) if kind == SLIDING_ATTENTION else Softmax() for kind in layer_types]
+    return normalizers[0] if {*layer_types} == {SLIDING_ATTENTION} else Layers(of=normalizers)
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Plain]:
@@ -244,7 +244,7 @@ def _write_windows(model: ModelConfig) -> dict[str, Plain]:
     window_sizes = [options.size for options in layer_options if options.name == Window.name]
     if not window_sizes:
         return {"use_sliding_window": False, "sliding_window": None}
-    layer_types = [SLIDING if options.name == Window.name else FULL for options in layer_options]
+    layer_types = [SLIDING_ATTENTION if options.name == Window.name else FULL_ATTENTION for options in layer_options]
     return {"use_sliding_window": True, "sliding_window": window_sizes[0], "layer_types": layer_types}
 
 

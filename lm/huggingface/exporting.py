@@ -14,7 +14,7 @@ from lm.config.tree import function_options
 from lm.data.tokenizer import TOKENIZER_CONFIG, parse_tokenizer
 from lm.errors import DataError, RunError, one_line
 from lm.files import new_folder, replacing, write_together
-from lm.huggingface.architectures import ARCHITECTURES, FULL, HEAD, SLIDING, Architecture
+from lm.huggingface.architectures import ARCHITECTURES, FULL_ATTENTION, HEAD, SLIDING_ATTENTION, Architecture
 from lm.huggingface.fields import Fields
 from lm.huggingface.gguf_file import SPLIT_REGEX
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
@@ -83,18 +83,18 @@ def _training_section(loaded_model: Loaded) -> str:
 
 
 def _evaluation_table(loaded_model: Loaded) -> str:
-    """Markdown table of the evaluations at the model's training step; empty without any. Raises RunError: an evaluation can't be read."""
+    """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError: one can't be read."""
     table_rows = []
     for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
         evaluation = load_evaluation(path) if step == loaded_model.stamp["step"] else None
         for series in evaluation.series if evaluation else ():
             if series.shown is None or len(series.places) > MAX_SERIES_VALUES:
                 continue
-            for place in series.places:
-                units = len(series.column(series.column_at(place))[0].values) if series.samples else ""
+            for axis_value in series.places:
+                n_units = len(series.column(series.column_at(axis_value))[0].values) if series.samples else ""
                 name = " ".join(word for word in (series.metric, series.what, f"({series.unit})" if series.unit else "") if word)
-                place_label = f"{series.axis.label} {place}" if series.axis else ""
-                table_rows.append(_table_row(name, series.setting, place_label, f"{series.mean_at(place):.4f}", units))
+                axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""
+                table_rows.append(_table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units))
     header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
     return header + "\n".join(table_rows) if table_rows else ""
 
@@ -148,14 +148,14 @@ def _json(content: dict[str, Plain]) -> str:
 
 
 def _matching_architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
-    """The transformers architecture that computes this model with its tokenizer, and the config.json fields; None if there is none."""
+    """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields; None: none does."""
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
         written_model = architecture.read(Fields(config, source)).model
-        is_same = function_options(written_model) == function_options(spec.model)
-        is_same &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
-        if is_same and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
+        matches_model = function_options(written_model) == function_options(spec.model)
+        matches_model &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
+        if matches_model and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
             return architecture, config
     return None
 
@@ -168,11 +168,11 @@ def _splits_text_as_qwen2(loaded_model: Loaded) -> bool:
     if loaded_model.tokenizer is None:
         return True
     fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))
-    splits = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
+    steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
     qwen2_split = {"type": "Split", "pattern": {"Regex": SPLIT_REGEX["qwen2"]}, "behavior": "Isolated", "invert": False}
-    qwen2_splits = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
-    splits_alike = [{name: value for name, value in split.items() if name != "trim_offsets"} for split in splits] == qwen2_splits
-    return splits_alike and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
+    qwen2_steps = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+    has_qwen2_steps = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps] == qwen2_steps
+    return has_qwen2_steps and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
 
 
 def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
@@ -188,20 +188,20 @@ def _token_id_fields(loaded_model: Loaded) -> dict[str, Plain]:
     """config.json's `bos_token_id` (starts a document) and `eos_token_id` (ends it), an id or a list of ids; None without a tokenizer."""
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
-    _, start = loaded_model.tokenizer_and_start()
+    _, start_id = loaded_model.tokenizer_and_start()
     end_ids = loaded_model.end_ids
-    return {"bos_token_id": start, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
+    return {"bos_token_id": start_id, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0]}
 
 
 def add_start_token(content: str, end_of_text: str) -> str:
-    """The tokenizer.json `content`, changed to put `end_of_text`, which starts a document, before each text, and no other special token."""
+    """Return the tokenizer.json `content` changed such that encoding a text, or a pair, adds one special token: `end_of_text`, in front."""
     tokenizer = parse_tokenizer(content, end_of_text)
-    start = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    start_piece = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
+    text_pieces = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     # Not by the class TemplateProcessing, in whose templates spaces, colons and dollars of a token would have another meaning.
     fields = json.loads(tokenizer.to_str())
     fields["post_processor"] = {
-        "type": "TemplateProcessing", "single": [start, texts[0]], "pair": [start, *texts],
+        "type": "TemplateProcessing", "single": [start_piece, text_pieces[0]], "pair": [start_piece, *text_pieces],
         "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)], "tokens": [end_of_text]}},
     }  # fmt: skip
     return parse_tokenizer(json.dumps(fields), end_of_text).to_str()
@@ -235,47 +235,47 @@ COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
 
 def _reason_not_computed(loaded_model: Loaded) -> str:
     """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
-    layers = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
+    layer_options = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
     if loaded_model.spec.model.differential:
         return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
-    if uncomputed_names := [options.name for options in layers if options.name not in COMPUTED_NORMALIZERS]:
+    if uncomputed_names := [options.name for options in layer_options if options.name not in COMPUTED_NORMALIZERS]:
         return f"code for transformers is written for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not {uncomputed_names[0]}"
-    if names := [options.name for options in layers if getattr(options, "n", "") == "sample"]:
+    if names := [options.name for options in layer_options if getattr(options, "n", "") == "sample"]:
         return f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; visible and fixed:N are"
-    if len(sizes := {options.size for options in layers if options.name == Window.name}) > 1:
+    if len(sizes := {options.size for options in layer_options if options.name == Window.name}) > 1:
         return f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}"
     return ""
 
 
 def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
-    """Fields of the config.json of a model that modeling_lm.py computes: the arguments of its class `LmConfig`."""
+    """Return the config.json fields of a model that modeling_lm.py computes: the arguments of modeling_lm.py's class `LmConfig`."""
     spec = loaded_model.spec
     model = spec.model
     rope = model.position
-    layers = loaded_model.decoder.normalizers()
-    rotation = {}
+    normalizers = loaded_model.decoder.normalizers()
+    rope_fields = {}
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
         layer_rotates = [rope.rotates_in(layer) for layer in range(model.n_layer)]
-        rotation = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
-    window_sizes = [normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in layers]
+        rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
+    window_sizes = [normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers]
     return {
         **LM_CONFIG_FIELDS, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
         "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
         "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
         "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp, "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
-        "qk_norm": model.qk_norm, **rotation, "learned_positions": rope.has_last_position, "embedding_norm": model.embedding_norm,
+        "qk_norm": model.qk_norm, **rope_fields, "learned_positions": rope.has_last_position, "embedding_norm": model.embedding_norm,
         "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,
-        "layer_types": [SLIDING if size else FULL for size in window_sizes],
+        "layer_types": [SLIDING_ATTENTION if size else FULL_ATTENTION for size in window_sizes],
         "sliding_window": next(filter(None, window_sizes), None),
-        "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_lm_normalizer(normalizer) for normalizer in layers],
+        "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_lm_normalizer(normalizer) for normalizer in normalizers],
     }  # fmt: skip
 
 
 def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """A normalizer's options, the constants that the training length fixes, and `parameters`, the shapes of its parameters by name."""
+    """Return in a dict a normalizer's options, its constants from the training length, and `parameters`: its parameters' shapes by name."""
     shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
@@ -289,7 +289,7 @@ def _lm_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
 
 
 def check_hub_name(name: str) -> None:
-    """Check that a model on the hub can have this name. Raises DataError if it can't."""
+    """Check that `name` is valid for a model on the hub. Raises DataError if it is not."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -299,7 +299,7 @@ def check_hub_name(name: str) -> None:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload a folder to the hub as the model `name`, which is created if it is not there; returns its address.
+    """Upload a folder to the hub as the model `name`, which is created if the hub lacks it; returns the model's address.
 
     Raises DataError: no network, no permission, or an invalid name.
     """

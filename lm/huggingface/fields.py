@@ -165,16 +165,16 @@ def read_rope(config: Fields, positions: int) -> Rope:
     if kind not in ROPE_TYPES:
         name = "rope_type" if block.take("rope_type", str, "") else "type"
         raise block.refusal(name, LENGTH_DEPENDENT_REASON if kind in ("dynamic", "longrope") else f"only {', '.join(ROPE_TYPES)} are read")
-    schema, names = ROPE_TYPES[kind]
+    schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
     defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: positions}
-    options = {option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in names.items()}
+    options = {option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in option_names.items()}
     block.check_all_used(())
     return Rope(theta=theta, scaling=schema(**options))
 
 
 def write_rope(rope: Rope) -> dict[str, Plain]:
     """Return transformers' field `rope_parameters` for lm's RoPE options."""
-    kind, names = next((kind, names) for kind, (schema, names) in ROPE_TYPES.items() if schema is type(rope.scaling))
-    values = {field: getattr(rope.scaling, option) for field, option in names.items()}
+    kind, option_names = next((kind, option_names) for kind, (schema, option_names) in ROPE_TYPES.items() if schema is type(rope.scaling))
+    values = {field: getattr(rope.scaling, option) for field, option in option_names.items()}
     return {"rope_type": kind, "rope_theta": rope.theta} | {name: value for name, value in values.items() if value is not None}

@@ -51,11 +51,11 @@ def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
     bpe = models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
-    prefix = metadata.get("add_space_prefix", True)
-    spaces = [normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    prepends_space = metadata.get("add_space_prefix", True)
+    prepend_steps = [normalizers.Prepend(SPACE)] if prepends_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend_steps, normalizers.Replace(" ", SPACE)])
+    strip_steps = [decoders.Strip(" ", 1, 0)] if prepends_space else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip_steps])
     return tokenizer
 
 
@@ -90,7 +90,7 @@ CONFIG_FIELDS = {
     "vocab_size": "vocab_size",
 }
 OPTIONAL_METADATA = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # every file has the others
-SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # after rope.scaling.
+SCALING_FIELDS = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # rope.scaling.*
 # Metadata after `ARCHITECTURE.` that must have this value, which lm computes; None: any value.
 REQUIRED_METADATA = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": None}
 IRRELEVANT_PREFIXES = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
@@ -109,7 +109,7 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 NON_LAYER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-FREQUENCIES = "rope_freqs.weight"  # tensor that Llama 3's converter writes: the divisor of each RoPE pair's frequency
+FREQUENCY_DIVISORS = "rope_freqs.weight"  # tensor that Llama 3's converter writes: the divisor of each RoPE pair's frequency
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -143,25 +143,25 @@ class GGUF:
         self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
-        if FREQUENCIES in self._tensors and "rope_scaling" not in self.config:
+        if FREQUENCY_DIVISORS in self._tensors and "rope_scaling" not in self.config:
             self.config["rope_scaling"] = self._llama3_scaling()
         self.tokenizer_config = {f"{kind}_token": self._special_token(kind) for kind in ("bos", "eos")}
 
     def _check_tensor_ranges(self) -> None:
         """Check where the tensors' data lie. Raises RunError: data of a tensor end beyond the file, or begin within another tensor."""
-        size, end = self.path.stat().st_size, 0
+        file_size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
             if tensor.data_offset < end:
                 raise RunError(f"{self.path}: damaged: {name} begins within another tensor; fetch it again")
             end = tensor.data_offset + tensor.n_bytes
-            if end > size:
+            if end > file_size:
                 raise RunError(f"{self.path}: cut short: {name} ends beyond the file; fetch it again")
 
     def _transformers_name(self, name: str) -> str:
         """Return a tensor's name in transformers, or an unknown `name` unchanged."""
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-            number, kind, part = match.groups()
-            return f"model.layers.{number}.{LAYER_TENSORS[kind]}.{part}" if kind in LAYER_TENSORS else name
+            layer, tensor_name, parameter_kind = match.groups()
+            return f"model.layers.{layer}.{LAYER_TENSORS[tensor_name]}.{parameter_kind}" if tensor_name in LAYER_TENSORS else name
         return NON_LAYER.get(name, name)
 
     def _config(self) -> dict[str, Plain]:
@@ -178,8 +178,8 @@ class GGUF:
                 continue
             if key in CONFIG_FIELDS:
                 config[CONFIG_FIELDS[key]] = value
-            elif key.removeprefix("rope.scaling.") in SCALING and key.startswith("rope.scaling."):
-                scaling[SCALING[key.removeprefix("rope.scaling.")]] = value
+            elif key.removeprefix("rope.scaling.") in SCALING_FIELDS and key.startswith("rope.scaling."):
+                scaling[SCALING_FIELDS[key.removeprefix("rope.scaling.")]] = value
             elif key in ("rope.dimension_count", "attention.value_length"):
                 head_sizes[name] = value
             else:
@@ -198,19 +198,19 @@ class GGUF:
         return {**defaults, **config, **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {})}
 
     def _llama3_scaling(self) -> dict[str, Plain]:
-        """Return `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCIES`, which is then left out of the tensors.
+        """Return `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCY_DIVISORS`, which is then dropped.
 
         Raises RunError: no rescaling as in Llama 3.1 to 3.3 has this tensor's divisors.
         """
-        divisors = self.read(FREQUENCIES).double()
+        divisors = self.read(FREQUENCY_DIVISORS).double()
         theta = Fields(self.config, self.path).number("rope_theta", DEFAULT_THETA)
         factor = float(divisors.max()) if divisors.numel() else math.nan
         rope = Rope(theta, scaling=Llama3Scaling(factor))
         old_freqs, new_freqs = (frequencies(2 * divisors.numel(), variant, AS_TRAINED, 1, 1) for variant in (Rope(theta), rope))
         if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(divisors, old_freqs / new_freqs, rtol=1e-5, atol=0):
             reason = "rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model that the file was made from"
-            raise RunError(f"{self.path}: {FREQUENCIES}: {reason}")
-        del self._tensors[FREQUENCIES], self.shapes[FREQUENCIES]
+            raise RunError(f"{self.path}: {FREQUENCY_DIVISORS}: {reason}")
+        del self._tensors[FREQUENCY_DIVISORS], self.shapes[FREQUENCY_DIVISORS]
         return write_rope(rope)
 
     def _tokens(self) -> list[str]:
@@ -231,10 +231,10 @@ class GGUF:
             value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)).view(self.shapes[name])
         except Exception as error:  # a type that gguf can't dequantise
             raise RunError(f"{self.path}: {name} ({tensor.tensor_type.name}) can't be read: {one_line(error, 160)}") from None
-        part = name.rpartition(".self_attn.")[2]
-        if self.config["model_type"] == "llama" and part.startswith(("q_proj", "k_proj")):
+        projection = name.rpartition(".self_attn.")[2]
+        if self.config["model_type"] == "llama" and projection.startswith(("q_proj", "k_proj")):
             # The converter puts the two dimensions of each pair that RoPE rotates side by side.
-            heads = self.config["num_attention_heads" if part.startswith("q_") else "num_key_value_heads"]
+            heads = self.config["num_attention_heads" if projection.startswith("q_") else "num_key_value_heads"]
             value = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return value
 

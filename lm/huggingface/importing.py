@@ -185,12 +185,12 @@ def import_model(
         spec = ModelSpec.read(to_plain(spec))  # checks lm's bounds, and for contradictions
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
-    parts = _checked_parameters(architecture, spec, fields, model.tensors)
-    descriptions: dict[str, Described] = {part.name: (torch.float32, part.shape) for part in parts}
+    parameters = _checked_parameters(architecture, spec, fields, model.tensors)
+    descriptions: dict[str, Described] = {parameter.name: (torch.float32, parameter.shape) for parameter in parameters}
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
-    content = None if model.tokenizer is None else model.tokenizer.encode()
-    write_model(target, spec, descriptions, _parameter_values(parts, model.tensors), content, origin=origin)
-    _print_summary(target, kind, spec, token_count, sum(math.prod(part.shape) for part in parts))
+    tokenizer_bytes = None if model.tokenizer is None else model.tokenizer.encode()
+    write_model(target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, origin=origin)
+    _print_summary(target, kind, spec, token_count, sum(math.prod(parameter.shape) for parameter in parameters))
     return spec
 
 
@@ -204,10 +204,10 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
             raise RunError(f"{path}: neither a folder with a {CONFIG} nor a .gguf file; text and token ids are read by lm prepare")
         from lm.huggingface.gguf_file import GGUF
 
-        file = GGUF(path)
-        content = named_tokenizer(tokenizer) if tokenizer else file.tokenizer()
-        origin["tensor_types"] = file.types
-        return PretrainedModel(path, file.config, file, content, tokenizer or path, file.tokenizer_config, {}, origin)
+        gguf_file = GGUF(path)
+        tokenizer_text = named_tokenizer(tokenizer) if tokenizer else gguf_file.tokenizer()
+        origin["tensor_types"] = gguf_file.types
+        return PretrainedModel(path, gguf_file.config, gguf_file, tokenizer_text, tokenizer or path, gguf_file.tokenizer_config, {}, origin)
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name
@@ -215,12 +215,12 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
     tokenizer_path = tokenizer or path
-    content = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path)
-    settings, generation = (
+    tokenizer_text = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path)
+    tokenizer_config, generation_config = (
         read_json(file) if file.is_file() else {} for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
     )
     tokenizer_path = tokenizer_path / TOKENIZER if tokenizer_path.is_dir() else tokenizer_path
-    return PretrainedModel(path / CONFIG, config, Shards(path), content, tokenizer_path, settings, generation, origin)
+    return PretrainedModel(path / CONFIG, config, Shards(path), tokenizer_text, tokenizer_path, tokenizer_config, generation_config, origin)
 
 
 def _start_token(model: PretrainedModel) -> str:
@@ -244,7 +244,7 @@ def _start_token(model: PretrainedModel) -> str:
 
 
 def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """Return the `bos` or `eos` tokens (`kind`) that configurations give by name or id and that `tokens`, {id: token}, contains."""
+    """Return those of `tokens`, {id: token}, that `configurations` name, by text or id, as BOS or EOS tokens (`kind`: bos or eos)."""
     named_tokens: list[Plain] = []
     for fields in configurations:
         token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
@@ -268,13 +268,13 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> T
 
 
 def _checked_parameters(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[MappedParameter]:
-    """lm's parameters, sorted by name. Raises RunError: a missing, unknown or misshapen tensor, or a tied head unlike the embedding."""
+    """lm's parameters, sorted by name. Raises RunError: a tensor is missing, unknown or misshapen, or a tied head is not the embedding."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
-    parts = list(architecture.mapped_parameters(spec, fields, base))
-    expected_shapes = {name: size for part in parts for name, size in part.tensors}
+    parameters = list(architecture.mapped_parameters(spec, fields, base))
+    expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
     if spec.model.tied and HEAD in tensors.shapes:
         expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
-        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parts[0].tensors[0][0])):
+        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parameters[0].tensors[0][0])):
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected_shapes.items():
         if name not in tensors.shapes:
@@ -284,31 +284,31 @@ def _checked_parameters(architecture: Architecture, spec: ModelSpec, fields: Fie
     unknown_names = [name for name in tensors.shapes if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))]
     if unknown_names:
         raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {fields.path.name} describes")
-    return sorted(parts, key=lambda part: part.name)
+    return sorted(parameters, key=lambda parameter: parameter.name)
 
 
-def _parameter_values(parts: list[MappedParameter], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
-    """Yield lm's parameters, (name, value), each read when requested. Raises RunError: a tensor holds numbers that are not finite."""
-    for part in parts:
+def _parameter_values(parameters: list[MappedParameter], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
+    """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError: a tensor has NaN or infinite numbers."""
+    for parameter in parameters:
         pieces = []
-        for name, _ in part.tensors:
+        for name, _ in parameter.tensors:
             pieces.append(tensors.read(name))
             if not pieces[-1].isfinite().all():
                 raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
-        pieces = [piece.t() for piece in pieces] if part.transposed and pieces[0].dim() == 2 else pieces
+        pieces = [piece.t() for piece in pieces] if parameter.transposed and pieces[0].dim() == 2 else pieces
         value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
         del pieces
-        if part.scaled:
-            rows, factor = part.scaled
-            value = torch.cat((value[:rows] * factor, value[rows:]))
-        yield part.name, value
+        if parameter.scaled:
+            n_rows, factor = parameter.scaled
+            value = torch.cat((value[:n_rows] * factor, value[n_rows:]))
+        yield parameter.name, value
 
 
-def _print_summary(folder: Path, kind: str, spec: ModelSpec, tokens: int, parameters: int) -> None:
-    print(f"{folder}: {kind}, {parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
-    if tokens:
+def _print_summary(folder: Path, kind: str, spec: ModelSpec, n_tokens: int, n_parameters: int) -> None:
+    print(f"{folder}: {kind}, {n_parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
+    if n_tokens:
         end_note = f", end with {' or '.join(spec.end_tokens)}" if spec.end_tokens else ""
-        room_note = f" (the model has room for {spec.vocab_size:,})" if tokens < spec.vocab_size else ""
-        print(f"tokenizer: {tokens:,} tokens{room_note}; documents start with {spec.end_of_text}{end_note}")
+        room_note = f" (the model has room for {spec.vocab_size:,})" if n_tokens < spec.vocab_size else ""
+        print(f"tokenizer: {n_tokens:,} tokens{room_note}; documents start with {spec.end_of_text}{end_note}")
     else:
         print("no tokenizer: the model neither reads nor writes text; name one with --tokenizer")

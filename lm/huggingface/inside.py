@@ -34,8 +34,8 @@ LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training
 NORMALIZER_ATTRIBUTE = "lm_normalizer"  # module of each attention with its parameters, and configuration field with their normalizer
 UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
-POSITION_DEPENDENT = ("qassmax", "linear")  # no functions of q.k: RoPE shows them absolute positions; except linear with features: identity
-OWN_ATTENTION = "{} computes attention by itself, whatever attn_implementation says"
+POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")  # RoPE shows them absolute positions; linear with features: identity excepted
+OWN_ATTENTION_MESSAGE = "{} computes attention by itself, whatever attn_implementation says"
 WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 
 
@@ -67,22 +67,22 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     it was saved with another normalizer.
     """
     config = model.config
-    function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if not isinstance(function, partial) or function.func is not _attend:
+    attention_function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    if not isinstance(attention_function, partial) or attention_function.func is not _attend:
         raise ValueError(f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's")
-    (normalizer,) = function.args
+    (normalizer,) = attention_function.args
     options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
     if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
         raise ValueError(f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}")
-    layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
-    if not (model.is_backend_compatible() and layers):
-        raise ValueError(OWN_ATTENTION.format(type(model).__name__))
-    if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in layers):
+    attention_modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+    if not (model.is_backend_compatible() and attention_modules):
+        raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
+    if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in attention_modules):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
     setattr(config, NORMALIZER_ATTRIBUTE, options)
     setattr(config, LENGTH_FIELD, train_length or _train_length(config))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for module in layers:
+    for module in attention_modules:
         initial_values = functional.parameters(normalizer, config.num_attention_heads, head_size, _train_length(config))
         parameter_dict = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
         parameter_dict.names = list(initial_values)  # as `lm.functional` has them, with their dots
@@ -111,7 +111,7 @@ def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: obje
     """Return the mask that `sdpa_mask` makes of these arguments. Raises ValueError: the model's code takes no attention function."""
     model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type and not model_type.is_backend_compatible():
-        raise ValueError(OWN_ATTENTION.format(model_type.__name__))
+        raise ValueError(OWN_ATTENTION_MESSAGE.format(model_type.__name__))
     return sdpa_mask(*sizes, config=config, **kwargs)
 
 
@@ -137,7 +137,7 @@ def _attend(
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
     options = {"name": normalizer} if isinstance(normalizer, str) else normalizer
-    depends_on_position = options["name"] in POSITION_DEPENDENT and options.get("features") != "identity"
+    depends_on_position = options["name"] in POSITION_DEPENDENT_NORMALIZERS and options.get("features") != "identity"
     if depends_on_position and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
@@ -147,7 +147,7 @@ def _attend(
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """Return the layout of queries and keys from the mask, which shows padding and packing, or without a mask from the positions."""
+    """Return the layout of queries and keys: from the mask, which shows padding and packing, or if there is no mask from `position_ids`."""
     n_queries, n_keys = query.size(2), key.size(2)
     if mask is None:
         is_packed = position_ids is not None and n_queries == n_keys and bool((position_ids[:, 1:] == 0).any())

@@ -90,14 +90,14 @@ class LmConfig(PreTrainedConfig):
 
 
 def _affine(normalizer: "Normalizer", growth: Tensor) -> Tensor:
-    """s * growth + b, with the normalizer's parameters s and b; without a factor or summand that the normalizer lacks."""
+    """Return s * growth + b for a function `growth` of n; s and b are the normalizer's parameters, 1 and 0 if it lacks them."""
     factor = normalizer.head("s") * growth if hasattr(normalizer, "s") else growth
     return factor + normalizer.head("b") if hasattr(normalizer, "b") else factor
 
 
-def _mlp(layers: nn.Module, x: Tensor) -> Tensor:
-    hidden = F.gelu(F.linear(x.to(layers.hidden.weight.dtype), layers.hidden.weight, layers.hidden.bias))
-    return F.linear(hidden, layers.out.weight, layers.out.bias)
+def _mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    hidden = F.gelu(F.linear(x.to(mlp.hidden.weight.dtype), mlp.hidden.weight, mlp.hidden.bias))
+    return F.linear(hidden, mlp.out.weight, mlp.out.bias)
 
 
 def _qassmax(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _llama4(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
 
 
 # By normalizer: the factor on queries q (B, H, T, D) with which plain softmax gives its weights; n: (B, 1, T, 1) fp32.
-FACTORS = {
+QUERY_FACTORS = {
     "softmax": lambda normalizer, n, q: torch.full_like(n, 1 / normalizer.options.get("temperature", 1.0)),
     "ssmax": lambda normalizer, n, q: _affine(normalizer, n.log()),
     "log_n": _log_n,
@@ -158,11 +158,11 @@ ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
 
 
 class Normalizer(nn.Module):
-    """A layer's normalizer: it changes queries and keys such that plain softmax gives its weights, or computes them `elementwise`."""
+    """A layer's normalizer: changes queries and keys such that plain softmax gives its weights, or computes its weights without softmax."""
 
     def __init__(self, options: dict):
         super().__init__()
-        self.options, self.factor, self.elementwise = options, FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
+        self.options, self.factor, self.elementwise = options, QUERY_FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
         self.normalizes_qk = options["name"] == "cosine"
         for name, shape in options.get("parameters", {}).items():
             *path, leaf = name.split(".")
@@ -182,12 +182,12 @@ class Normalizer(nn.Module):
         return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
 
     def n(self, positions: Tensor) -> Tensor:
-        """n of the queries at `positions` (B, T), 0-based in the document: (B, 1, T, 1) fp32."""
+        """The number n of keys that queries at `positions` (B, T), 0-based in the document, count: (B, 1, T, 1) fp32."""
         kind, _, number = self.options.get("n", "visible").partition(":")
         return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if `elementwise` is set."""
+        """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if softmax is not used."""
         if self.normalizes_qk:
             q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
         if self.factor is None:
@@ -230,7 +230,7 @@ def sdpa_with_sink(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, sink: Tensor,
     **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return the outputs (B, T, H, E) of fused attention, and None. A key in front, which all queries see, has score `sink` and value 0."""
+    """Return fused attention's outputs (B, T, H, E), and None. An added key that all queries see has the score `sink` and the value 0."""
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
     high_part = logit.to(query.dtype)  # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
@@ -294,12 +294,12 @@ class AttentionBase(nn.Module):
         q, k = (part.to(v.dtype) for part in self.normalizer(q, k, position_ids))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        sink, kind, elementwise = self.normalizer.sink(q), self.config._attn_implementation, self.normalizer.elementwise is not None
-        if kind not in ("eager", "sdpa") and (elementwise or sink is not None):
-            raise ValueError(f"attn_implementation {kind} does not compute {self.normalizer.options['name']}; set it to eager or sdpa")
-        kernel = eager_attention if elementwise or kind == "eager" else ALL_ATTENTION_FUNCTIONS[kind]
+        sink, backend, elementwise = self.normalizer.sink(q), self.config._attn_implementation, self.normalizer.elementwise is not None
+        if backend not in ("eager", "sdpa") and (elementwise or sink is not None):
+            raise ValueError(f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or sdpa")
+        kernel = eager_attention if elementwise or backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
         if sink is not None:
-            kernel, kwargs = sdpa_with_sink if kind == "sdpa" else kernel, {**kwargs, "sink": sink}
+            kernel, kwargs = sdpa_with_sink if backend == "sdpa" else kernel, {**kwargs, "sink": sink}
         output, weights = kernel(
             self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids,
             sliding_window=self.sliding_window, **kwargs,
@@ -321,7 +321,7 @@ class Attention(AttentionBase):
         self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
 
     def forward(self, x: Tensor, other_values: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The output (B, T, C), weights if the kernel gives them, and the new tokens' values (B, K, T, D), with `other_values` mixed in."""
+        """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `other_values` if `value_mix` is set."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
@@ -411,7 +411,7 @@ BLOCKS = {"attention": Block, "gau": GatedBlock}
 
 
 class LmPreTrainedModel(PreTrainedModel):
-    """Base class with the attributes of a model that transformers, and vLLM's backend for transformers' models, read."""
+    """Base class with the class attributes that transformers, and vLLM's backend for transformers' models, read."""
 
     config_class = LmConfig
     base_model_prefix = "model"
@@ -435,14 +435,14 @@ class LmModel(LmPreTrainedModel):
 
     def __init__(self, config: LmConfig):
         super().__init__(config)
-        layers, width = config.num_hidden_layers, config.hidden_size
+        n_layers, width = config.num_hidden_layers, config.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
         self.position = nn.Embedding(config.max_position_embeddings, width) if config.learned_positions else None
-        self.blocks = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(layers))
+        self.blocks = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(n_layers))
         value_width = config.num_key_value_heads * config.head_dim
-        tables = (nn.Embedding(config.vocab_size, value_width) for _ in range(layers))
-        self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
+        value_embeddings = (nn.Embedding(config.vocab_size, value_width) for _ in range(n_layers))
+        self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -480,9 +480,9 @@ class LmModel(LmPreTrainedModel):
         x = self.embedding_norm(x)
         if self.position is not None:
             x = x + self.position(position_ids)
-        weights, states, rotation, first_values = (), (), self._rotation(position_ids), None
+        weights, hidden_states, rotation, first_values = (), (), self._rotation(position_ids), None
         for layer, block in enumerate(self.blocks):
-            states += (x,) if output_hidden_states else ()
+            hidden_states += (x,) if output_hidden_states else ()
             other_values = first_values
             if self.value_embedding is not None:
                 other_values = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
@@ -501,7 +501,7 @@ class LmModel(LmPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
-            hidden_states=(*states, x) if output_hidden_states else None,
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
             attentions=weights if output_attentions else None,
         )
 

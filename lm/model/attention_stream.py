@@ -55,7 +55,7 @@ def attention_blocks(
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.
-        length: number of tokens of the document whose first tokens the batch holds; None: the batch holds all of them.
+        length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
         inputs: whether blocks hold the layer's input, queries, keys and values, too.
@@ -86,6 +86,6 @@ def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterat
 
 
 def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
-    """The number of queries, at least 1, whose weights on a batch are at most `BLOCK_WEIGHTS` in each decoder."""
+    """The largest number of queries, at least 1, whose attention weights in a layer are at most `BLOCK_WEIGHTS` in each decoder."""
     n_head = max(normalizer.layer.n_head for decoder in decoders for normalizer in decoder.normalizers())
     return max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))

@@ -39,7 +39,7 @@ class Embedding(nn.Embedding):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of x (..., C) with gain w: x r w, r = 1 / sqrt(mean x^2 + eps) of each row. Backward takes half of torch's passes over x."""
+    """RMSNorm of x (..., C) with gain w: x r w, r = 1 / sqrt(mean x^2 + eps). Its backward takes half as many passes over x as torch's."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean x^2 + eps) of each row of x (..., C): (..., 1)."""
+    """1 / sqrt(mean x^2 + eps), with the mean over the last dimension of x (..., C): (..., 1)."""
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
@@ -74,8 +74,8 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        is_wide = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
-        if x.device.type != "cpu" or not is_wide or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
+        is_full_precision = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
+        if x.device.type != "cpu" or not is_full_precision or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
             return super().forward(x)
         if torch.is_grad_enabled():
             return _RMSNorm.apply(x, self.weight, self.eps)
@@ -138,7 +138,7 @@ class ForwardContext:
     first: int = 0  # index of the first new token that a layer computes an output for
 
     def output_part(self, x: Tensor) -> Tensor:
-        """The tokens of x (B, T, C) that a layer computes outputs for: (B, T - first, C)."""
+        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first` on: (B, T - first, C)."""
         return x[:, self.first :] if self.first else x
 
 
@@ -183,20 +183,20 @@ class Attention(AttentionBase):
     """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
 
     H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer has two heads for
-    each head of the model. The first takes the first half of each query and key, the second the other half; both take the whole values.
+    each head of the model: one gets the first halves of queries and keys, one gets the second halves, and each gets whole values.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__(config, seq_len, layer)
         self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
-        q, k, v = (n * config.value_dims for n in self.head_counts)
-        self.fused = {"qkv": {"q": q, "k": k, "v": v}}
-        self.qkv = Linear(config.n_embd, q + k + v, bias=config.has_qkv_bias)
-        self.out = Linear(q, config.n_embd, bias=config.bias)
+        q_width, k_width, v_width = (n * config.value_dims for n in self.head_counts)
+        self.fused = {"qkv": {"q": q_width, "k": k_width, "v": v_width}}
+        self.qkv = Linear(config.n_embd, q_width + k_width + v_width, bias=config.has_qkv_bias)
+        self.out = Linear(q_width, config.n_embd, bias=config.bias)
         self.layer = layer
         mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
-        gate_width = {None: 0, "head": config.n_head, "element": q}[config.output_gate]
+        gate_width = {None: 0, "head": config.n_head, "element": q_width}[config.output_gate]
         self.gate = Linear(config.n_embd, gate_width, bias=False) if gate_width else None
         self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
@@ -225,12 +225,12 @@ class Attention(AttentionBase):
 
 
 class MapDifference(nn.Module):
-    """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of the outputs o1, o2 of each head's two maps.
+    """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of each head's outputs o1, o2 by two attention maps.
 
-    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
+    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l, from 0.
     """
 
-    SPREAD: ClassVar[float] = 0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
+    INITIAL_STD: ClassVar[float] = 0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
@@ -240,7 +240,7 @@ class MapDifference(nn.Module):
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """Return the differences (B, T, H, D) of the outputs (B, T, H, 2, D) of each head's two maps, in the same dtype."""
+        """Return the differences (B, T, H, D) of the outputs (B, T, H, 2, D) of each head's two attention maps, in the outputs' dtype."""
         a, b, c, d = self.lambdas.float().chunk(4)
         factor = (a * b).sum().exp() - (c * d).sum().exp() + self.initial_lambda
         first_output, second_output = outputs.to(self.norm.weight.dtype).unbind(-2)
@@ -248,9 +248,9 @@ class MapDifference(nn.Module):
 
 
 class GAU(AttentionBase):
-    """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with the attention weights A of one head.
+    """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with one head's attention weights A.
 
-    U, V (width e) and Z (width s) are SiLU(x W); queries and keys are Z with a gain and an offset for each dimension, 1 and 0 at first.
+    SiLU of the projected input is U, V (width e) and Z (width s). Queries and keys are Z with a gain and an offset, initially 1 and 0.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -269,7 +269,7 @@ class GAU(AttentionBase):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * value of x (..., 2 W), which holds W gates, then W values."""
+    """Return silu(gate) * value (..., W) for x (..., 2 W), which holds W gates, then W values."""
     gate, value = x.chunk(2, -1)
     gate_silu = F.silu(gate)
     return gate_silu * value if torch.is_grad_enabled() else gate_silu.mul_(value)
@@ -298,7 +298,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); from x (B, T, C) to (B, T - first, C)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), of x (B, T, C): (B, T - first, C), at tokens from `context.first` on."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -316,7 +316,7 @@ class Block(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """x + gau(norm(x)); from x (B, T, C) to (B, T - first, C)."""
+    """x + gau(norm(x)) of x (B, T, C): (B, T - first, C), at tokens from `context.first` on."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

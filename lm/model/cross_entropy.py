@@ -24,7 +24,7 @@ CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 class Head(Linear):
     """Logits (..., V) of hidden states (..., C).
 
-    softcap: c of c tanh(logit / c), in fp32, which bounds logits (Gemma 2, arXiv 2408.00118); None: logits as they are.
+    softcap: bound c on logits, which become c tanh(logit / c), in fp32 (Gemma 2, arXiv 2408.00118); None: logits are unchanged.
     """
 
     def __init__(self, n_embd: int, vocab_size: int, softcap: float | None = None):
@@ -42,19 +42,19 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of tokens in a chunk, whose logits are held at a time."""
+    """The number of tokens whose logits are in memory at the same time: a chunk's, at least 64."""
     return max(64, CHUNK_LOGITS[device_type] // vocab_size)
 
 
 def cached_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of a chunk's tokens whose logits' exponentials are computed at a time."""
+    """The number of a chunk's tokens for which softmax is computed in one step; on a CPU their logits fit in its cache."""
     return max(1, CACHED_LOGITS[device_type] // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The total of two terms, the summed negative log-likelihood and the z-loss, and the two terms as one tensor (2,).
 
-    The forward pass computes gradients, too: it has each chunk's logits at hand, so none are kept or computed twice. The backward pass only
+    The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The backward pass only
     multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first would equal the total. torch.compile would
     then make one tensor of these two, and the total would have no gradient (pytorch/pytorch#195357).
     """
@@ -93,8 +93,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool) -> Tensor:
-    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `train`, the logits are overwritten with the
-    gradient of the two sums' total.
+    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `needs_grads`, `low_logits` is
+    overwritten with the gradient of the two sums' total.
 
     A function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
@@ -109,9 +109,9 @@ def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: fl
         tanh_logits = _rough_tanh(logits, softcap) if uses_rough_tanh else (logits / softcap).tanh_()
         logits = tanh_logits * softcap
     p, largest_logit = logits.softmax(-1), logits.amax(-1, keepdim=True)
-    log_rest = -p.amax(-1, keepdim=True).log()  # log Z - the largest logit: exact where one token has nearly all the probability
-    nll = ((largest_logit - logits.gather(1, y) + log_rest) * target_mask).sum()
-    log_z = largest_logit + log_rest if z_loss else None
+    log_z_minus_max = -p.amax(-1, keepdim=True).log()  # log Z - the largest logit: exact where one token has nearly all the probability
+    nll = ((largest_logit - logits.gather(1, y) + log_z_minus_max) * target_mask).sum()
+    log_z = largest_logit + log_z_minus_max if z_loss else None
     terms = torch.stack((nll, z_loss * (log_z.square() * target_mask).sum() if z_loss else torch.zeros_like(nll)))
     if not needs_grads:
         return terms
@@ -150,17 +150,17 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as well.
     """
 
-    def chunk_kl(a: Tensor, b: Tensor) -> Tensor:
-        log_p = soft_capped(a.float() @ p_matrix, p_head.softcap).log_softmax(-1)
-        log_q = soft_capped(b.float() @ q_matrix, q_head.softcap).log_softmax(-1)
+    def chunk_kl(p_part: Tensor, q_part: Tensor) -> Tensor:
+        log_p = soft_capped(p_part.float() @ p_matrix, p_head.softcap).log_softmax(-1)
+        log_q = soft_capped(q_part.float() @ q_matrix, q_head.softcap).log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     divergences = torch.empty(len(p), device=p.device)
     size = max(64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4)  # the log-softmax and the sum's terms are held, too
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
-        for number, (a, b) in enumerate(zip(p.split(size), q.split(size), strict=True)):
-            divergences[number * size :][:size] = checkpoint(chunk_kl, a, b, use_reentrant=False)  # in place, as `_map_logits`
+        for number, (p_part, q_part) in enumerate(zip(p.split(size), q.split(size), strict=True)):
+            divergences[number * size :][:size] = checkpoint(chunk_kl, p_part, q_part, use_reentrant=False)  # in place, as `_map_logits`
     return divergences
 
 
@@ -181,7 +181,7 @@ def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
 
 
 def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
-    """Return f(logits, *tensors) for all N tokens, (N,) `dtype`, from n tokens at a time: logits (n, V), fp32 even under autocast.
+    """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even under autocast.
 
     tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
     """

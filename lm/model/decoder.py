@@ -53,8 +53,8 @@ class Decoder(nn.Module):
             if (first_normalizer := first_normalizers.setdefault(type(normalizer), normalizer)) is not normalizer:
                 normalizer.tie_parameters(first_normalizer)
         value_width = config.kv_heads * config.value_dims
-        tables = (Embedding(vocab_size, value_width) for _ in range(config.n_layer))
-        self.value_embedding = nn.ModuleList(tables) if config.value_residual == "embedding" else None
+        value_embeddings = (Embedding(vocab_size, value_width) for _ in range(config.n_layer))
+        self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.head = Head(config.n_embd, vocab_size, config.logit_softcap)
         if config.tied:
@@ -66,9 +66,9 @@ class Decoder(nn.Module):
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
         """Draw matrices from N(0, init_std^2), and set biases to 0; in normalizers draw only `hidden` matrices, from N(0, 1 / inputs).
 
-        Standard deviations are init_std / sqrt(2 n_layer) or 0 (`out_init`) in projections into the residual stream, init_std sqrt(n_embd)
-        in value embeddings. With `model.transfer` the three are multiplied by `initial_scale`, and the last norm's gain is 1/m, where m
-        is width / base model's width. normalizers_only: draw only the normalizers' `hidden` matrices.
+        Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value embeddings
+        init_std sqrt(n_embd). `model.transfer` multiplies these and init_std by `initial_scale`, and sets the last norm's gain to base
+        width / width. normalizers_only: draw only the normalizers' `hidden` matrices.
         """
         for name, parameter in self.named_parameters():
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
             elif normalizers_only:
                 continue
             elif name.endswith(".lambdas"):
-                std = MapDifference.SPREAD
+                std = MapDifference.INITIAL_STD
             else:
                 std = self.config.init_std * initial_scale(self.config, name)
                 if name.startswith("value_embedding."):
@@ -107,12 +107,12 @@ class Decoder(nn.Module):
         Raises ValueError: positions beyond learned ones.
         """
         x, context = self.embed(tokens, layout, cache)
-        run = self.run_block if self.training else _run_block
-        for number, block in enumerate(self.blocks):
-            if first and number == len(self.blocks) - 1:
+        run_block = self.run_block if self.training else _run_block
+        for layer, block in enumerate(self.blocks):
+            if first and layer == len(self.blocks) - 1:
                 context = replace(context, first=first)
             recomputes = self.recomputes and torch.is_grad_enabled()
-            x = checkpoint(run, block, x, context, use_reentrant=False) if recomputes else run(block, x, context)
+            x = checkpoint(run_block, block, x, context, use_reentrant=False) if recomputes else run_block(block, x, context)
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
     def embed(
         self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, length: int | None = None
     ) -> tuple[Tensor, ForwardContext]:
-        """The first layer's input: token vectors (B, T, C), and the context that all layers share.
+        """Return the first layer's input, vectors (B, T, C) of the tokens, and the context that all layers share.
 
         length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T.
         """
@@ -137,10 +137,10 @@ class Decoder(nn.Module):
             rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
         logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
         x = self.dropout(x)
-        return x, ForwardContext(layout, rotation, logit_factor, cache, self._other_values(tokens, x))
+        return x, ForwardContext(layout, rotation, logit_factor, cache, self._residual_values(tokens, x))
 
-    def _other_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """Return a function from a layer's index to the values (B, K, T, E) mixed with the layer's own values; None: no value residual.
+    def _residual_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
+        """Return a function from a layer's index to the values (B, K, T, E) that the layer mixes into its own; None: no value residual.
 
         x: the first layer's input.
         """
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
     def compile_blocks(self, lengths: int) -> None:
-        """Compile a block's forward pass in training mode, for `lengths` different sequence lengths: once for all layers that are alike.
+        """Compile the blocks' forward pass in training mode, for `lengths` different sequence lengths. Layers that are alike share code.
 
         Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks would be unrolled.
         """
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         return self.training_loss(batch)[0]
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return a batch's training objective, and its terms, loss and z-loss, as (2,): `lm.model.cross_entropy.training_loss`."""
+        """Return a batch's training objective, and its two terms, loss and z-loss, as (2,) (`lm.model.cross_entropy.training_loss`)."""
         first = batch.first if self.run_block is _run_block else 0  # a compiled block would be compiled anew for each `first`
         return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss)
 
@@ -201,7 +201,7 @@ def is_normalizer_parameter(parameter: str) -> bool:
 
 
 def group_of(name: str, parameter: Tensor) -> str:
-    """The group of `optim.groups` that a decoder's parameter is in."""
+    """The name of the parameter's group in `optim.groups`: embedding, head, matrices, vectors or normalizer."""
     if is_normalizer_parameter(name):
         return "normalizer"
     if name.startswith(("embedding.", "value_embedding.", "position.")):

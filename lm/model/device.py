@@ -16,12 +16,12 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
 from lm.schema import Plain
 
-# FLOPs above which torch.compile saves more time than it takes (docs/speed.md): COMPILE_PAYS_FLOPS of all runs together that share its
-# code, LOADING_PAYS_FLOPS of each run, which must load that code.
-COMPILE_PAYS_FLOPS = {"cpu": 1e14, "gpu": 2e16}
-LOADING_PAYS_FLOPS = {"cpu": 3e13, "gpu": 4e15}
+# FLOPs above which torch.compile saves more time than it takes (docs/speed.md): MIN_TOTAL_FLOPS_TO_COMPILE of all runs together that share
+# its code, MIN_RUN_FLOPS_TO_COMPILE of each run, which must load that code.
+MIN_TOTAL_FLOPS_TO_COMPILE = {"cpu": 1e14, "gpu": 2e16}
+MIN_RUN_FLOPS_TO_COMPILE = {"cpu": 3e13, "gpu": 4e15}
 # The same in seconds of eager runs, where these are measured: compiling takes 20, loading 4, and compiled code saves about a twentieth.
-COMPILE_PAYS_SECONDS, LOADING_PAYS_SECONDS = 1000, 200
+MIN_TOTAL_SECONDS_TO_COMPILE, MIN_RUN_SECONDS_TO_COMPILE = 1000, 200
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def count_gpus(config: Config) -> int:
-    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks a device that is asked for."""
+    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks a GPU or devices asked for."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
     if accelerator == "gpu" and not n_gpus:
@@ -86,17 +86,17 @@ def count_gpus(config: Config) -> int:
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
-    """(`cpu` or `gpu`, the device in words). Raises ConfigError if the machine lacks a device that is asked for."""
+    """Return `cpu` or `gpu`, and the device's name. Raises ConfigError if the machine lacks a device that is asked for."""
     return ("gpu", torch.cuda.get_device_name(0)) if count_gpus(config) else ("cpu", "cpu")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory so far, in bytes: that of tensors on a GPU, or that of the whole process on the CPU."""
+    """Peak memory so far, in bytes: the memory of tensors on a GPU, or of the whole process on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_bytes()
 
 
 def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
-    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` takes the resumed run's, else bf16 if the device has it natively."""
+    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto`: as in `old_facts` of a resumed run, else bf16 if the device has it."""
     if config.trainer.precision != "auto":
         return ResolvedSetting(str(config.trainer.precision), "")
     if "precision" in old_facts:
@@ -110,8 +110,8 @@ def native_bf16_hardware(accelerator: str) -> str:
     """Describe this machine's hardware that computes in bf16; empty if it has none (emulation is slower than fp32)."""
     if accelerator == "gpu":
         return "the GPU has bf16" if torch.cuda.get_device_capability()[0] >= 8 else ""
-    units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
-    return f"the CPU has {units[0]}" if units else ""
+    instructions = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
+    return f"the CPU has {instructions[0]}" if instructions else ""
 
 
 def resolve_compile(
@@ -141,15 +141,15 @@ def resolve_compile(
     if accelerator == "cpu" and not config.data.text_weight:
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
     if seconds is None:
-        amount, run_threshold, total_threshold = flops, LOADING_PAYS_FLOPS[accelerator], COMPILE_PAYS_FLOPS[accelerator]
-        cost, run_text, threshold_text = f"{amount:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
+        run_cost, run_threshold, total_threshold = flops, MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_TOTAL_FLOPS_TO_COMPILE[accelerator]
+        cost_text, run_text, threshold_text = f"{run_cost:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
     else:
-        amount, run_threshold, total_threshold = seconds, LOADING_PAYS_SECONDS, COMPILE_PAYS_SECONDS
-        cost, run_text, threshold_text = f"{amount:.0f} s", f"{run_threshold} s", f"{total_threshold} s"
-    pays = amount * runs >= total_threshold and amount >= run_threshold
-    amount = cost + (f" a run, {runs} runs" if runs > 1 else "")
+        run_cost, run_threshold, total_threshold = seconds, MIN_RUN_SECONDS_TO_COMPILE, MIN_TOTAL_SECONDS_TO_COMPILE
+        cost_text, run_text, threshold_text = f"{run_cost:.0f} s", f"{run_threshold} s", f"{total_threshold} s"
+    saves_time = run_cost * runs >= total_threshold and run_cost >= run_threshold
+    cost_text = cost_text + (f" a run, {runs} runs" if runs > 1 else "")
     threshold_text = f"{run_text} a run and {threshold_text} in all" if runs > 1 else threshold_text
-    return ResolvedSetting(str(pays).lower(), f"auto: {amount}; it pays from {threshold_text}")
+    return ResolvedSetting(str(saves_time).lower(), f"auto: {cost_text}; it pays from {threshold_text}")
 
 
 def use_compile_cache() -> None:

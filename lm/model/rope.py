@@ -23,7 +23,7 @@ def rope_rotation(
     position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
-        scaling: other frequencies, for sequences beyond the training length.
+        scaling: a further rescaling of the frequencies in inference, for sequences beyond the training length.
         lengths: numbers of tokens in a training sequence and in this sequence.
     """
     angles = positions.double().unsqueeze(-1) * frequencies(head_size, rope, scaling, *lengths, positions.device)
@@ -59,7 +59,7 @@ class _PairRotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x in fp32 or wider, contiguous, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin), and other dimensions unchanged."""
+    """Return x with its pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin), and other dimensions as they are; fp32 or wider."""
     n_pairs = cos.size(-1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]

@@ -63,7 +63,7 @@ class ModelSpec:
 
 
 def count_parameters(decoder: Decoder) -> dict[str, int]:
-    """Numbers of parameters: `total`, `non_embedding` (without embeddings and head), `normalizer`."""
+    """Numbers of parameters, as {"total", "non_embedding" (without embeddings and head), "normalizer" (in normalizers)}."""
     total = sum(p.numel() for p in decoder.parameters())
     tables = decoder.embedding, decoder.value_embedding, decoder.head, decoder.position
     embedding = {p for m in tables if m is not None for p in m.parameters()}
@@ -75,7 +75,7 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
     """Training FLOPs per token: 6 per matrix entry (embedding look-ups are free), 3 seq_len per dimension of each head's keys and values.
 
     masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do. That makes 6 N + 12 L H Q T
-    for N parameters, L layers of H heads of size Q, and T = seq_len.
+    for N matrix entries, L layers of H heads of size Q, and T = seq_len.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()

@@ -104,14 +104,14 @@ def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]
 
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """The inference settings whose normalizer options this decoder's normalizer has; others may be for another phase's normalizer."""
+    """Return those of `settings` whose normalizer options this decoder's normalizer has; the rest may be for another training phase."""
     return [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
-    """A copy of `decoder` with the inference setting, in the same mode (training or evaluation), that shares its parameters.
+    """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in its mode (training or evaluation).
 
-    Raises ConfigError: an option that no normalizer has or that training fixed; YaRN's temperature where scores don't scale with queries.
+    Raises ConfigError: an option that no normalizer has or that training fixed; YaRN's temperature, if a layer's scores don't scale with q.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems := problems + setting.unused_temperature([decoder.config.normalizer], "inference"):

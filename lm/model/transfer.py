@@ -48,8 +48,8 @@ class Scaling:
 def initial_scale(config: ModelConfig, name: str) -> float:
     """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1 without it.
 
-    A hidden matrix has the base model's standard deviation times m^-1/2, a projection into the residual stream times m^-1/2 / l. The
-    factor returned has l^-1/2 of this 1/l; the other l^-1/2 comes from 1 / sqrt(2 n_layer), which all models have.
+    With m times the base model's width and l times its depth it is m^-1/2 for hidden matrices and value embeddings, (m l)^-1/2 for
+    projections into the residual stream. All models divide these by sqrt(2 n_layer), too, so that in all they are multiplied by m^-1/2 / l.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):
@@ -60,7 +60,7 @@ def initial_scale(config: ModelConfig, name: str) -> float:
 def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> dict[str, Scaling]:
     """The `Scaling` of each of a decoder's parameters, by name; all factors are 1 without `model.transfer`.
 
-    width_exponent: the learning rate of hidden matrices is divided by m to this power; 1 for AdamW.
+    width_exponent: the learning rate of hidden matrices is divided by (width / base width) to this power; 1 for AdamW.
     """
     width, depth = config.size_multipliers
     normalizers = ((path, module) for path, module in decoder.named_modules() if isinstance(module, Normalizer))
@@ -73,8 +73,8 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
             return Scaling(eps=1 / width)
         if ".normalizer." in name:
             return Scaling(1 / width if name in input_matrices else 1.0, 1 / (width * depth))
-        lr = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
-        return Scaling(lr / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr, 1 / (width * depth))
+        lr_factor = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
+        return Scaling(lr_factor / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr_factor, 1 / (width * depth))
 
     return {name: scaling(name, parameter.dim()) for name, parameter in decoder.named_parameters()}
 

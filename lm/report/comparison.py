@@ -33,7 +33,7 @@ class ArmRuns:
 
 @dataclass(frozen=True)
 class Line:
-    """The name of a series, by which runs are compared: each name has its own panels in a picture, and its own differences."""
+    """The name of a series: reports compare series of equal name. Each name has its own panels in a picture and its own differences."""
 
     metric: str
     subject: str  # task or source, with its options where another task has the same name
@@ -47,14 +47,14 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """All runs' series of one title (`Shown.title`) and shape of axis: reports show them in one table and, over an axis, one picture."""
+    """Series of all runs with one `Shown.title` and one shape of axis; reports show them in one table and, with an axis, one picture."""
 
     title: str
     series: dict[tuple[RunRecord, Line], Series]  # in the order of the runs' files
 
     @property
     def example_series(self) -> Series:
-        """Any series of the section, from which callers read what all series of the section share."""
+        """The first series of the section, from which callers read what all series of the section share, such as the shape."""
         return next(iter(self.series.values()))
 
     @cached_property
@@ -75,7 +75,7 @@ class Section:
 
     @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Points or ranges of all series (`Series.places`): (start, stop) by label, sorted by stop; ranges by stop / training length."""
+        """Points or ranges of all series: (start, stop) by label (`Series.places`), sorted by stop, or ranges by stop / training length."""
         places_of_series = [(series, *item) for series in self.series.values() for item in series.places.items()]
         sort_keys = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in places_of_series}
         places = {label: place for _, label, place in places_of_series}
@@ -96,19 +96,19 @@ class Section:
     def sha256(self, run: RunRecord) -> str | None:
         """The sha256 of the sequences on which the run's series in the section were measured; None: the run has no series with samples.
 
-        For several sets of sequences: the sha256 of a list with the sha256 of each set.
+        If its series were measured on several sets of sequences: the sha256 of the sorted list of the sets' hashes.
         """
         hashes = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
         return hashes[0] if len(hashes) == 1 else hashlib.sha256(", ".join(hashes).encode()).hexdigest() if hashes else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """Number of tokens, as text, that the run had seen when its series in the section were measured; None: there are no such series."""
+        """Number of tokens, as text, that the run had seen when its series in the section were measured; None: no such series."""
         run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
 
     def comparable_series(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
-        """The arm's series named `line` that cover `place`, a label in `places`; [] if they were measured there on different sequences."""
+        """The arm's series named `line` that have a value at `place`, a label in `places`; [] if their sequences at `place` differ."""
         run_series = [series for series in self.by_seed(arm, line).values() if place in series.places]
         return run_series if len(identities(run_series, place)) < 2 else []
 
@@ -120,7 +120,7 @@ class Section:
     def interval(self, arm: ArmRuns, line: Line, place: str) -> Interval | None:
         """The interval of the mean at `place`: for one run the interval of its series, for several runs Student's t interval over seeds.
 
-        For Wilson intervals of several runs it contains every run's interval, too. None: the mean is not finite, or has no interval.
+        With Wilson intervals, the interval over seeds is widened to contain each run's. None: the mean is not finite or has no interval.
         """
         run_series, mean = self.comparable_series(arm, line, place), self.mean(arm, line, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
@@ -160,13 +160,13 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
-        """Name and value of a finite reference level of series in `unit`, such as the unigram cross-entropy; None: there is none."""
+        """Name and value of a finite reference level, such as the unigram cross-entropy, of a series measured in `unit`; None: no level."""
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
         return next(((name, level) for series in unit_series for name, level in series.references.items() if np.isfinite(level)), None)
 
 
 def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
-    """Whether `value` is equal for all runs (None: some runs don't record it, all others agree), and its text, by arm if arms differ."""
+    """Whether `value(run)` is equal for all runs (None: equal, but some runs don't record it), and its text, by arm if arms differ."""
     texts_by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in arms]
     distinct_texts = set().union(*texts_by_arm)
     arm_texts = [", ".join(texts) for texts in texts_by_arm]
@@ -185,11 +185,11 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
     records = [record.reporting for record in {record.folder.resolve(): record for record in records}.values()]
     if not records:
         raise RunError("no run folders given")
-    arms = tuple(_arms(records))
+    arms = tuple(_group_into_arms(records))
     if baseline is not None:
         arm_names = [([arm.label], [run.name for run in arm.runs], [arm.runs[0].flat["model.normalizer.name"]]) for arm in arms]
-        by_kind = ([arm for arm, names in zip(arms, kind, strict=True) if baseline in names] for kind in zip(*arm_names, strict=True))
-        matches = next(filter(None, by_kind), [])
+        candidates = ([arm for arm, names in zip(arms, kind, strict=True) if baseline in names] for kind in zip(*arm_names, strict=True))
+        matches = next(filter(None, candidates), [])
         if len(matches) != 1:
             reason = "is the name of several arms" if matches else "no such run or arm"
             raise RunError(f"baseline '{baseline}': {reason}; choose from: {', '.join(arm.label for arm in matches or arms)}")
@@ -198,7 +198,7 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
 
 
 def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunComparison:
-    """Compare `arms`, which have runs, with the baseline, the first of the arm labels `names`. A baseline without runs: no differences."""
+    """Compare the arms that have runs with the baseline, `names[0]`; `names`: labels of all arms. Without baseline runs: no differences."""
     sections = _make_sections(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     mixed_arms = dict.fromkeys(
@@ -239,31 +239,31 @@ def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], config_d
 # ---------------------------------------------------------------- arms
 
 
-def _arms(records: list[RunRecord]) -> list[ArmRuns]:
+def _group_into_arms(records: list[RunRecord]) -> list[ArmRuns]:
     groups: dict[tuple[str, int], list[RunRecord]] = {}
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in records:
         key = json.dumps(record.arm_definition, sort_keys=True, default=str)
         groups.setdefault((key, counts[key, record.seeds]), []).append(record)  # a second run of a seed is another arm
         counts[key, record.seeds] += 1
-    runs = [tuple(sorted(group, key=lambda run: run.seeds)) for group in groups.values()]
-    labels = [arm_label(group[0]) for group in runs]
+    runs_by_arm = [tuple(sorted(group, key=lambda run: run.seeds)) for group in groups.values()]
+    labels = [arm_label(group[0]) for group in runs_by_arm]
     if len(set(labels)) < len(labels):
-        diff = _config_diff([ArmRuns("", group) for group in runs])
+        diff = _config_diff([ArmRuns("", group) for group in runs_by_arm])
         keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER_PREFIXES)]
         keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
-        def values(run: RunRecord) -> list[str]:
+        def setting_suffixes(run: RunRecord) -> list[str]:
             origins = {key: run.config.get(key) for key in keys if key in ("init_from", "branch_from")}
             settings = {key: origins.get(key, run.flat.get(key)) for key in keys if origins.get(key, key)}  # without empty origins
             texts = {key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value for key, value in settings.items()}
             return [f"{key.split('.')[-1]}={value}" for key, value in texts.items()]  # a path stands as its last part
 
-        for suffixes in (values, lambda run: [run.name], lambda run: [str(run.folder)]):
+        for suffixes in (setting_suffixes, lambda run: [run.name], lambda run: [str(run.folder)]):
             repeated_labels = {label for label, count in Counter(labels).items() if count > 1}
-            pairs = zip(labels, runs, strict=True)
-            labels = [", ".join([label, *suffixes(group[0])]) if label in repeated_labels else label for label, group in pairs]
-    return [ArmRuns(printable(label), group) for label, group in zip(labels, runs, strict=True)]
+            labelled_runs = zip(labels, runs_by_arm, strict=True)
+            labels = [", ".join([label, *suffixes(group[0])]) if label in repeated_labels else label for label, group in labelled_runs]
+    return [ArmRuns(printable(label), group) for label, group in zip(labels, runs_by_arm, strict=True)]
 
 
 def arm_label(run: RunRecord) -> str:
@@ -275,9 +275,9 @@ def arm_label(run: RunRecord) -> str:
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [catalogue.label(first_normalizer), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases)]
-    original = run.environment_entry("swap.normalizer")
-    init = run.environment_entry("swap.init")
-    return " -> ".join([f"{original}", f"{names[0]} after training{f' (init {init})' if init else ''}"] if original else names)
+    old_label = run.environment_entry("swap.normalizer")
+    swap_init = run.environment_entry("swap.init")
+    return " -> ".join([f"{old_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"] if old_label else names)
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
@@ -306,7 +306,7 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
 
 
 def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
-    """Pairs (data fingerprint, sha256 of the sequences) of series with samples; a `place` selects the sequences measured at this place."""
+    """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, only of sequences measured there."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
     return {(series.data_fingerprint, sample.sha256) for series, series_samples in samples for sample in series_samples}
@@ -331,7 +331,7 @@ class Difference:
 def mean_interval(differences: list[Units]) -> Interval | None:
     """The mean of paired differences with its interval: Student's t over seeds, or for one seed over documents.
 
-    `differences` has one `Units` for each seed. Returns None for one seed with fewer than `FEWEST_DOCUMENTS` documents.
+    `differences`: for each seed, the differences by sequence. Returns None for one seed with fewer than `FEWEST_DOCUMENTS` documents.
     """
     if len(differences) > 1:
         return over_seeds(np.array([units.mean for units in differences])).interval()
@@ -348,35 +348,35 @@ def shown_interval(interval: Interval | None, series: Series) -> Interval | None
 
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:
-    """The last of a run's seeds as text, followed by the earlier seeds (`RunRecord.seeds`), newest first: `3 after 1`."""
+    """A run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights trained with seed 1."""
     earlier_seeds = " after ".join(map(str, reversed(seeds[:-1])))
     return f"{seeds[-1]} after {earlier_seeds}" if earlier_seeds else str(seeds[-1])
 
 
 def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
-    """The difference of `arm` to `base` in series `line`, at the last place that both arms (or, if none, either arm) were measured at."""
-    by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, line).items() if series.samples} for runs in (arm, base)]
-    arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in by_seeds)
+    """The difference of `arm` to `base` in series `line`, at the last place measured in both arms, or if they share none, in either arm."""
+    series_by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, line).items() if series.samples} for runs in (arm, base)]
+    arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in series_by_seeds)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
-    by_seeds = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in by_seeds]
-    example = next(series for by_seed in by_seeds for series in by_seed.values())
+    series_by_seeds = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in series_by_seeds]
+    example_series = next(series for by_seed in series_by_seeds for series in by_seed.values())
     place_text = ""
-    if example.axis is not None:
-        start, stop = example.units(*example.places[place]).place
-        place_text = f" {example.axis.before} {f'{number(start)}-{number(stop)}' if example.bins else place}"
+    if example_series.axis is not None:
+        start, stop = example_series.units(*example_series.places[place]).place
+        place_text = f" {example_series.axis.before} {f'{number(start)}-{number(stop)}' if example_series.bins else place}"
     subject = ", ".join(filter(None, (line.metric, line.subject))) + place_text + (line.setting and f", {line.setting}")
-    units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in by_seeds]
+    units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in series_by_seeds]
     interval, note = _difference_and_note([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
-    return Difference(arm.label, section, line, place, subject, shown_interval(interval, example), note)
+    return Difference(arm.label, section, line, place, subject, shown_interval(interval, example_series), note)
 
 
 def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
-    """The interval, or None, of arm minus baseline, and a note on how it was computed or why it is None; `units`: of both arms, by seed."""
+    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units`: by seeds, of arm and of baseline."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
-    for label, side_units in zip(labels, (arm_units, base_units), strict=True):
-        if not side_units:
+    for label, units_by_seeds in zip(labels, (arm_units, base_units), strict=True):
+        if not units_by_seeds:
             return None, f"{label} was not evaluated on it"
     all_units = [*arm_units.values(), *base_units.values()]
     if len({units.identity[0] for units in all_units}) > 1:
@@ -391,10 +391,10 @@ def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[in
     interval = mean_interval([arm_units[seed].minus(base_units[seed]) for seed in shared_seeds])
     if len(shared_seeds) >= 2:
         return interval, f"mean over {len(shared_seeds)} paired seeds, Student t interval over seeds, on these evaluation sequences"
-    sequences, documents = len(all_units[0].values), len(np.unique(all_units[0].groups))
+    n_sequences, n_documents = len(all_units[0].values), len(np.unique(all_units[0].groups))
     if interval is None:
-        return None, f"sequences of {documents} documents: an interval takes at least {FEWEST_DOCUMENTS}"
-    sample_text = f"{sequences} sequences" if documents == sequences else f"{documents} documents ({sequences} sequences)"
+        return None, f"sequences of {n_documents} documents: an interval takes at least {FEWEST_DOCUMENTS}"
+    sample_text = f"{n_sequences} sequences" if n_documents == n_sequences else f"{n_documents} documents ({n_sequences} sequences)"
     note = f"paired by sequence, Student t over {sample_text}: covers the choice of what was evaluated on, not training noise"
     caveat = "one seed per arm" if len(arm_units) == len(base_units) == 1 else f"seed {seeds_shown(shared_seeds[0])} alone is in both arms"
     note += f"; {caveat}: says nothing about the method, as differences of several times this interval can be noise of the seed"

@@ -21,13 +21,13 @@ from lm.runs.record import RunRecord
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, interval_of
 
-PARAMETERS = "normalizer/"  # prefix of the logged names of normalizers' parameters
+PARAM_PREFIX = "normalizer/"  # prefix of the logged names of normalizers' parameters
 GRAD_NORM = "train/grad_norm"
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
 MOST_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
 LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
 MOST_POINTS = 250  # most points of a curve in a picture
-SETTLED_AFTER = 0.1  # fraction of training after which values count for the ends of the y axis
+SETTLING_FRACTION = 0.1  # fraction of training after which values count for the ends of the y axis
 _LAYER_METRIC = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
 _LOGIT_SCALE_METRIC = re.compile(r"logit_scale/n(\d+)")
 _QUANTITY_TITLES = {
@@ -39,7 +39,7 @@ _QUANTITY_TITLES = {
 
 
 class DrawnRun(NamedTuple):
-    """A run as a page and pictures of training show it. `state` is finished, unfinished or diverged."""
+    """A run as pictures of training draw it and pages list it. `state` is finished, unfinished or diverged."""
 
     arm: str
     seed: int
@@ -57,7 +57,7 @@ def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
 def overview(comparison: RunComparison) -> Picture:
     """Join the pictures of losses while training and of each section with an axis into one picture."""
     candidates = [curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)]
-    candidates += [along_axis(comparison, section) for section in comparison.sections if section.shape != "number"]
+    candidates += [axis_picture(comparison, section) for section in comparison.sections if section.shape != "number"]
     pictures = [picture for picture in candidates if picture]
     arms = [f"{arm.label} ({_seed_count(len(arm.runs))})" for arm in comparison.arms]
     panels = [panel for picture in pictures for panel in picture.panels]
@@ -76,12 +76,12 @@ def _seed_count(count: int) -> str:
 
 
 def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: RunComparison | None) -> Picture | None:
-    """A picture of logged metrics by tokens seen; None: nothing is logged.
+    """A picture of logged metrics as functions of tokens seen; None: nothing is logged.
 
     Args:
         names: names of the arms, whose order decides their colours.
         titles: titles of the metrics by their names in the log.
-        comparison: comparison of the finished runs, which gives the reference level; None: no comparison.
+        comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
     curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)] for name in titles}
     most_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
@@ -92,21 +92,21 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         for step, _ in run.record.phases[1:]
     }
     level = comparison and comparison.level("nats per token")
-    panels, single_titles, clip_notes = [], [], []
+    panels, single_point_titles, clip_notes = [], [], []
     for name, run_curves in curves_by_name.items():
-        longest = max((len(curve.tokens) for _, curve in run_curves), default=0)
-        if longest < 2 and name != "train/loss":
-            single_titles += [titles[name]] if longest else []
+        curve_length = max((len(curve.tokens) for _, curve in run_curves), default=0)
+        if curve_length < 2 and name != "train/loss":
+            single_point_titles += [titles[name]] if curve_length else []
             continue
-        traces, settled_values, in_nats = [], [], name in LOSSES
+        traces, settled_values, is_loss = [], [], name in LOSSES
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
             losses, stride = pd.Series(curve.loss).where(np.isfinite(curve.loss)), max(1, len(curve.tokens) // MOST_POINTS)
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
-            start = run.record.tokens_before
-            settled_values += y[(curve.tokens - start > SETTLED_AFTER * (most_tokens - start)) & np.isfinite(y)].tolist()
+            start_tokens = run.record.tokens_before
+            settled_values += y[(curve.tokens - start_tokens > SETTLING_FRACTION * (most_tokens - start_tokens)) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
                 traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
         for arm_index, arm in enumerate(names) if name != "train/loss" else ():
@@ -115,12 +115,12 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
                 mean = np.mean([curve.loss for curve in arm_curves], axis=0)
                 traces.append(Trace(arm_index, f"{arm}, mean of {_seed_count(len(arm_curves))}", arm_curves[0].tokens / unit, mean, "mean"))
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
-        top = min(high, max(1.08 * level[1], 1.3 * low)) if level and in_nats else high
+        top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss else high
         clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
         y_padding = 0.06 * (top - low) or 0.1
-        levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and in_nats and low < level[1] < top else {}
+        levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and is_loss and low < level[1] < top else {}
         marks = {tokens / unit: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
-        label = "nats per token" if in_nats else name
+        label = "nats per token" if is_loss else name
         panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - y_padding, top + y_padding), marks=marks, levels=levels))
     if not any(panel.traces for panel in panels):
         return None
@@ -131,12 +131,12 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     caption += "Held-out losses are of all held-out text, the part that selects included." if len(panels) > 1 else ""
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
         caption += " Crosses at the top: where a run diverged."
-    caption += f" Without a curve, because it was measured once: {', '.join(single_titles)}." if single_titles else ""
+    caption += f" Without a curve, because it was measured once: {', '.join(single_point_titles)}." if single_point_titles else ""
     return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
 
 
 def _curve_by_tokens_seen(run: DrawnRun, name: str) -> Curve:
-    """The curve of a logged metric by tokens seen, which include the tokens that the run's initial weights had seen."""
+    """The curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial weights had seen."""
     curve = run.record.curve(name)
     return replace(curve, tokens=curve.tokens + run.record.tokens_before)
 
@@ -150,10 +150,10 @@ DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point,
 SeriesBySeeds = Mapping[tuple[int, ...], Series]
 
 
-def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
-    """A picture of a section over its axis: for each series name, a panel of values and a panel of paired differences to the baseline.
+def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
+    """A picture of a section's series along their axis: for each series name, panels of values and of paired differences to the baseline.
 
-    None: the section has a single point or range and no reference level, so that a picture shows no more than its table.
+    None: the series have a single point or range and no reference level, so that the section's table shows as much.
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
@@ -164,22 +164,22 @@ def along_axis(comparison: RunComparison, section: Section) -> Picture | None:
     for line in section.lines:
         series_by_arm = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
         line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        values = [trace for arm in comparison.arms for trace in _arm_traces(_value_traces(section, arm, line), arm.label, names)]
-        differences = []
+        value_traces = [trace for arm in comparison.arms for trace in _arm_traces(_value_traces(section, arm, line), arm.label, names)]
+        paired_traces = []
         for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
-            differences += _arm_traces(differences_along(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
+            paired_traces += _arm_traces(paired_difference_traces(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
         title, y_range = f"{section.title}: {', '.join((line.metric, *line.labels))}", (-0.03, 1.03)
         if first_series.unit != "fraction":
-            y_range, clip_note = _y_range(comparison, section, values)
+            y_range, clip_note = _y_range(comparison, section, value_traces)
             sentences.append(clip_note)
-        nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in values if not np.isfinite(trace.y).all())
+        nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in value_traces if not np.isfinite(trace.y).all())
         sentences += [f"Not finite at some places: {', '.join((*line.labels, *nonfinite_arms))}."] if nonfinite_arms else []
-        for traces, template in ((values, "Bands: 95% intervals over {}."), (differences, DIFFERENCE_BANDS)):
+        for traces, template in ((value_traces, "Bands: 95% intervals over {}."), (paired_traces, DIFFERENCE_BANDS)):
             sentences += [template.format(trace.coverage) for trace in traces if trace.coverage]
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
-        panels.append(replace(_axis_panel(section, title, line.metric, values), y_range=y_range, levels=levels))
-        difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", differences)
-        panels.append(replace(difference_panel, zero_line=True) if differences else None)
+        panels.append(replace(_axis_panel(section, title, line.metric, value_traces), y_range=y_range, levels=levels))
+        difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", paired_traces)
+        panels.append(replace(difference_panel, zero_line=True) if paired_traces else None)
     sentences += [f"Intervals are {WILSON_NOTE}."] if any(series.interval == "wilson" for series in section.series.values()) else []
     sentences += [f"Dotted, if any: {first_series.shown.levels}."] if first_series.shown.levels else []
     sentences += [f"From position {FIRST_DRAWN_POSITION}."] if first_series.bins else []
@@ -207,18 +207,18 @@ def _value_traces(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
     return _seed_traces(by_seed, {x: [series.mean_within(*place) for series in run_series] for x, place in places.items()}, intervals)
 
 
-def differences_along(arm_series: SeriesBySeeds, base_series: SeriesBySeeds) -> list[Trace]:
+def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySeeds) -> list[Trace]:
     """Traces of differences, arm minus baseline, between runs of equal seeds, paired by sequence.
 
-    They cover the points or bins at which all runs were measured on the same sequences; [] if there are none. Intervals are Student's t
-    over seeds, point by point, or over documents if there is one seed. A point whose differences have no spread has no interval.
+    The traces cover the points or bins at which all runs were measured on the same sequences; [] if there are none. Each point has its own
+    interval: Student's t over seeds, or over documents if there is one seed; no interval if the point's differences have no spread.
     """
     shared_seeds = [seeds for seeds in arm_series if seeds in base_series]
     paired_series = [by_seed[seeds] for seeds in shared_seeds for by_seed in (arm_series, base_series)]
     places = _shared_places(paired_series) if all(series.samples for series in paired_series) else {}
-    by_x = {x: [series.units(*place) for series in paired_series] for x, place in places.items()}
-    by_x = {x: run_units for x, run_units in by_x.items() if len({units.identity for units in run_units}) == 1}
-    differences_by_x = {x: [a.minus(b) for a, b in zip(run_units[::2], run_units[1::2], strict=True)] for x, run_units in by_x.items()}
+    units_by_x = {x: [series.units(*place) for series in paired_series] for x, place in places.items()}
+    units_by_x = {x: units for x, units in units_by_x.items() if len({units.identity for units in units}) == 1}
+    differences_by_x = {x: [a.minus(b) for a, b in zip(units[::2], units[1::2], strict=True)] for x, units in units_by_x.items()}
     intervals = [mean_interval(differences) for differences in differences_by_x.values()]
     bands = [shown_interval(interval, paired_series[0]) for interval in intervals] if all(intervals) else []
     return _seed_traces(shared_seeds, {x: [units.mean for units in differences] for x, differences in differences_by_x.items()}, bands)
@@ -241,7 +241,7 @@ def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[f
 
 
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
-    """Points, or bins between edges, that all series share: (start, stop) by the x at which the value is drawn."""
+    """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins sqrt(start * stop)."""
     shared_x = reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list]) if series_list else np.empty(0)
     if not series_list or not series_list[0].bins:
         return {x: (x, x) for x in shared_x.tolist()}
@@ -250,7 +250,7 @@ def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, fl
 
 
 def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
-    """A panel of traces over the section's axis, with marks at training lengths. `quantity` labels the y axis."""
+    """A panel of traces along the section's axis, with vertical marks at training lengths. `quantity` labels the y axis."""
     example, x = section.example_series, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
     octaves = [2**power for power in range(31) if x.min() <= 2**power <= x.max()]
     ticks = plain_ticks(octaves if example.bins else sorted(set(x.tolist())))
@@ -281,7 +281,7 @@ def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace
     return (low - padding, top + padding), f"Leaving the picture: {'; '.join(arm_texts)}." if arm_texts else ""
 
 
-def maps(comparison: RunComparison) -> list[Picture]:
+def heat_maps(comparison: RunComparison) -> list[Picture]:
     """Pictures of heat maps of fractions, such as accuracy by needle depth and length; each map shows an arm's mean over seeds."""
     series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
     pairs = ((arm, series) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for series in evaluation.series)
@@ -299,7 +299,7 @@ def maps(comparison: RunComparison) -> list[Picture]:
 
 
 def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> Map:
-    """A heat map of an arm: a row for each task, with the mean over the task's series (runs). All series have the same points."""
+    """A heat map of an arm: a row for each task, a column for each point, cells with means over runs. All series have the same points."""
     example, *_ = next(iter(series_by_task.values()))
     values = np.array([np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()], dtype=float)
     top = 1.0 if example.interval == "wilson" else float(np.nanmax(values))
@@ -310,7 +310,7 @@ def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> M
 
 
 def layer_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """Curves by (quantity, layer), such as (`largest_score`, 0), then by head, such as `head3`; '' for a quantity without heads."""
+    """Curves by (quantity, layer), such as (`largest_score`, 0), then by head: `head3`, `rms` (root mean square) or '' (no heads)."""
     names = dict.fromkeys(name for log_line in log_lines for name in log_line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
     for match in sorted(filter(None, map(_LAYER_METRIC.fullmatch, names)), key=lambda match: (_sort_key(match[1]), int(match[2]))):
@@ -323,45 +323,46 @@ def _sort_key(quantity: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", quantity)]
 
 
-def title(quantity: str) -> str:
+def quantity_title(quantity: str) -> str:
     if match := _LOGIT_SCALE_METRIC.fullmatch(quantity):
         return f"Logit scale of a query that sees {int(match[1]):,} keys"
-    return _QUANTITY_TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAMETERS)} of the normalizer")
+    return _QUANTITY_TITLES.get(quantity, f"Parameter {quantity.removeprefix(PARAM_PREFIX)} of the normalizer")
 
 
-def by_layer(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
-    """Pictures of quantities logged by layer, by name: `normalizer-parameters`, and `dynamics` for the quantities of `log.dynamics`.
+def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
+    """Pictures of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with the quantities of `log.dynamics`.
 
-    Each arm has a colour, and a thick line for the median of its thin lines; with a single run, each layer has a colour. Gradient norms,
-    of which some are many times larger than others, have a logarithmic axis. Curves have at most `MOST_POINTS` points, for which
-    neighbouring points are merged.
+    Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a colour. Gradient
+    norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are merged to `MOST_POINTS` or fewer.
     """
     captions = {
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
     entries = [(run, *key, by_head) for run in runs for key, by_head in layer_curves(run.record.logged).items()]
-    last_tokens = (head.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for head in by_head.values())
-    unit, label = token_unit(max(last_tokens, default=1))
+    last_tokens = (curve.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for curve in by_head.values())
+    unit, x_label = token_unit(max(last_tokens, default=1))
     if len(runs) == 1:
         names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
     traces: dict[str, list[Trace]] = {}
     for run, quantity, layer, by_head in entries:
-        colour_index, label_start = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
+        colour_index, label_prefix = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
         single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
-        for head, head_curves in (single_heads if quantity.startswith(PARAMETERS) else {"": [*by_head.values()]}).items():
+        for head, head_curves in (single_heads if quantity.startswith(PARAM_PREFIX) else {"": [*by_head.values()]}).items():
             x = (head_curves[0].tokens + run.record.tokens_before) / unit
             points = _merge_points(quantity, x, np.stack([head_curve.loss for head_curve in head_curves], axis=1))
-            traces.setdefault(quantity, []).append(Trace(colour_index, f"{label_start}{head and '/'}{head}", *points, "seed"))
+            traces.setdefault(quantity, []).append(Trace(colour_index, f"{label_prefix}{head and '/'}{head}", *points, "seed"))
     medians = {quantity: _median_traces(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
     traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
     pictures = {}
     for name, caption in captions.items():
         caption += " Thick: the median of an arm's lines." * any(medians.values())
-        drawn_quantities = [
-            quantity for quantity in sorted(traces, key=_sort_key) if quantity.startswith(PARAMETERS) == (name == "normalizer-parameters")
+        quantities = [
+            quantity for quantity in sorted(traces, key=_sort_key) if quantity.startswith(PARAM_PREFIX) == (name == "normalizer-parameters")
         ]
-        panels = [Panel(title(quantity), label, quantity, traces[quantity], log_y=quantity == GRAD_NORM) for quantity in drawn_quantities]
+        panels = [
+            Panel(quantity_title(quantity), x_label, quantity, traces[quantity], log_y=quantity == GRAD_NORM) for quantity in quantities
+        ]
         pictures |= {name: Picture(panels, names, caption)} if panels else {}
     return pictures
 

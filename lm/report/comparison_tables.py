@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, Line, RunComparison, Section, seeds_shown, shared_value
-from lm.report.tables import Column, Filled, Table, digits, four_digits, from_lines, print_tables, printable, show
+from lm.report.tables import Column, FilledColumn, Table, digits, four_digits, print_tables, printable, show, table_from_rows
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
@@ -22,7 +22,7 @@ BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # sid
 REPORTING_NOTE = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
-OWN_SEEDS = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
+OWN_SEEDS_NOTE = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
 AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # words for whether all runs agree
 TimeSpan = tuple[datetime, datetime]
 
@@ -47,7 +47,7 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
         "task": [line.subject for _, line in rows],
         "inference setting": [line.setting for _, line in rows],
     }
-    columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
+    columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
     columns += [(Column("seeds"), [str(len(row_runs)) for row_runs in runs])]
     if is_number:
         for name, value in (("params", lambda run: run.environment_entry("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
@@ -65,7 +65,7 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
 
 
 def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
-    """The mean of the values that are not None, divided by `unit`, as text with four digits or with `decimals`; None: no values."""
+    """The mean of the values that are not None, divided by `unit`, as text with four digits or `decimals` decimals; None: no values."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -73,23 +73,23 @@ def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int 
     return four_digits(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
-def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[Filled]:
-    """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also have their spread."""
+def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[FilledColumn]:
+    """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also have an sd column."""
     example = section.example(rows[0][1].metric)
-    unit, points, lengths = _unit(example.unit), section.shape == "points", section.seq_lens
+    unit, has_points, training_lengths = _unit(example.unit), section.shape == "points", section.seq_lens
     cells_by_name = {}
     for place, (start, _) in section.places.items():
-        name = place + (f", {start / lengths[0]:g}x" if points and len(lengths) == 1 else "")
-        name = name if points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
-        cells_by_name[name] = [(section.interval(*row, place) if points else None) or digits(section.mean(*row, place)) for row in rows]
+        name = place + (f", {start / training_lengths[0]:g}x" if has_points and len(training_lengths) == 1 else "")
+        name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
+        cells_by_name[name] = [(section.interval(*row, place) if has_points else None) or digits(section.mean(*row, place)) for row in rows]
     coverages = dict.fromkeys(cell.coverage for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
     fields = {"unit": _interval_unit(unit, " or over ".join(coverages)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
-    means = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in cells_by_name.items()]
+    mean_columns = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
-        values = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
-        spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in values]
-        means.append((Column("sd over seeds", unit), spreads))
-    return means
+        means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
+        spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
+        mean_columns.append((Column("sd over seeds", unit), spreads))
+    return mean_columns
 
 
 def _unit(unit: str) -> str:
@@ -102,7 +102,7 @@ def _interval_unit(unit: str, coverage: str) -> str:
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of the differences to the baseline that have an interval, with a column for each `Interval.coverage`."""
+    """A table of the differences to the baseline that have an interval, in a column for each noise that intervals cover (`coverage`)."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.line.metric) for difference in differences]
@@ -112,7 +112,7 @@ def _difference_table(comparison: RunComparison) -> Table:
         "measured in": [_unit(series.unit) for series in examples],
         "better": [BETTER_SIDE[series.better] for series in examples],
     }
-    columns: list[Filled] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
+    columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
     for coverage in dict.fromkeys(interval.coverage for interval in intervals):
         cells = [interval if interval.coverage == coverage else None for interval in intervals]
         columns.append((Column("difference", _interval_unit("", coverage).removeprefix(", "), "difference"), cells))
@@ -120,16 +120,16 @@ def _difference_table(comparison: RunComparison) -> Table:
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables of a comparison (`comparison_tables`), then its `notes`."""
-    print_tables(*comparison_tables(comparison), notes=notes(comparison), console=console)
+    """Print the tables of a comparison (`comparison_tables`), then its `comparison_notes`."""
+    print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison), console=console)
 
 
-def notes(comparison: RunComparison) -> list[str]:
+def comparison_notes(comparison: RunComparison) -> list[str]:
     """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on what runs lack."""
     lines = [comparison.warning] if comparison.warning else []
     has_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
     lines += [REPORTING_NOTE] if has_text else []
-    lines += [OWN_SEEDS] if comparison.differences and _differs_in_seeds(comparison) else []
+    lines += [OWN_SEEDS_NOTE] if comparison.differences and _differs_in_seeds(comparison) else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
         subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
@@ -143,7 +143,7 @@ def notes(comparison: RunComparison) -> list[str]:
 
 
 def _differs_in_seeds(comparison: RunComparison) -> bool:
-    """Whether, for any series name (`Line`), the arms with this series have it for different seeds."""
+    """Whether two arms have a series of the same name (`Line`), but for different seeds."""
     lines = ((section, line) for section in comparison.sections for line in section.lines)
     return any(len({tuple(section.by_seed(arm, line)) for arm in comparison.arms} - {()}) > 1 for section, line in lines)
 
@@ -153,11 +153,11 @@ def _differs_in_seeds(comparison: RunComparison) -> bool:
 
 def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
     """A table of the mean costs of a run, one row an arm. `concurrent_runs`: all runs that may have been under way at the same time."""
-    spans = {run.folder: _training_span(run) for run in concurrent_runs}
-    on_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
-    memory_unit = "GiB, whole process" if all(on_cpu) else "GiB, whole process on a CPU" if any(on_cpu) else "GiB, tensors on the GPU"
-    costs = [[_costs(run, spans, memory_unit) for run in arm.runs] for arm in arms]
-    columns: list[Filled] = [
+    training_spans = {run.folder: _training_span(run) for run in concurrent_runs}
+    uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
+    memory_unit = "GiB, whole process" if all(uses_cpu) else "GiB, whole process on a CPU" if any(uses_cpu) else "GiB, tensors on the GPU"
+    costs = [[_costs(run, training_spans, memory_unit) for run in arm.runs] for arm in arms]
+    columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [arm.label for arm in arms]),
         (Column("runs"), [str(len(arm.runs)) for arm in arms]),
     ]
@@ -168,15 +168,15 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
-def _costs(run: RunRecord, spans: Mapping[Path, TimeSpan | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
-    """A run's costs by (name, unit), None where the run folder does not record a cost. `spans`: training times, by run folder."""
+def _costs(run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
+    """A run's costs by (name, unit), None where the run folder records no cost. `spans`: start and end of training by run folder."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # the run's own, as the seconds are
     tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
     total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
-    if own_span := spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
-        other_spans = [span for folder, span in spans.items() if span and folder != run.folder]
+    if own_span := training_spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
+        other_spans = [span for folder, span in training_spans.items() if span and folder != run.folder]
         shared_seconds = sum(max(0.0, (min(own_span[1], stop) - max(own_span[0], start)).total_seconds()) for start, stop in other_spans)
         concurrency = shared_seconds / (own_span[1] - own_span[0]).total_seconds()
     return {
@@ -208,7 +208,7 @@ def _training_span(run: RunRecord) -> TimeSpan | None:
 class Fact:
     """A setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
 
-    `agrees` is None if it is unknown whether runs agree. `condition`: a fair comparison needs agreement; else the fact only describes.
+    `agrees` is None if it is unknown whether runs agree. `condition`: whether a fair comparison needs the runs to agree.
     """
 
     name: str
@@ -241,14 +241,14 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
-    same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
-    seeds = {tuple(run.seeds for run in arm.runs) for arm in arms}
-    unequal = [
+    is_same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
+    seed_lists = {tuple(run.seeds for run in arm.runs) for arm in arms}
+    differing_starts = [
         f"{printable(run.name)}: {'; '.join(differences)}"
         for run in comparison.runs
         if (differences := differing_settings(run.environment))
     ]
-    settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
+    inference_settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
         fact("tokens in the weights started from", lambda run: run.tokens_before),
@@ -257,20 +257,20 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         *(fact(f"{name} (sha256)", section.sha256) for name, section in sections.items()),
         fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         fact("steps", lambda run: run.flat.get("trainer.max_steps")),
-        Fact("seeds", len(seeds) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
+        Fact("seeds", len(seed_lists) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
         fact("learning rate and schedule", schedule),
         fact("parameters outside the normalizer", parameters_outside_normalizer),
         fact("precision", lambda run: run.setting("precision")),
         fact("device", lambda run: run.setting("device")),
-        Fact("what each start of a run used", not unequal, ". ".join(unequal) or "the same at every start"),
-        Fact("code", None if same_code and "uncommitted" in code else same_code, code),
+        Fact("what each start of a run used", not differing_starts, ". ".join(differing_starts) or "the same at every start"),
+        Fact("code", None if is_same_code and "uncommitted" in code else is_same_code, code),
     ]
     other_facts = [
         *(Fact(f"normalizer: {arm.label}", None, _normalizer_text(arm.runs[0])) for arm in arms),
         fact("training length (tokens)", lambda run: run.flat["data.seq_len"]),
         *(fact(name, partial(_sequences_text, section)) for name, section in sections.items()),
-        Fact("inference settings", None, ", ".join(settings) or "none"),
-        fact("data", corpus),
+        Fact("inference settings", None, ", ".join(inference_settings) or "none"),
+        fact("data", corpus_text),
         *([fact("tasks", tasks)] if any(map(tasks, comparison.runs)) else []),
         fact("steps: evaluated / planned", steps),
         fact("parameters: total / non-embedding / normalizer", parameters),
@@ -281,12 +281,12 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
 
 
 def facts_table(comparison: RunComparison) -> Table:
-    """A table with a row for each of the `run_facts`; with several arms a column says whether the conditions of a fair comparison hold."""
+    """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair comparison hold."""
     rows = []
     for fact in run_facts(comparison):
         agreement = {"same in all runs": AGREEMENT_TEXTS[fact.agrees] if fact.condition else ""} if len(comparison.arms) > 1 else {}
         rows.append({"what": fact.name} | agreement | {"value": fact.value})
-    return from_lines("Runs and environment", rows, {"value": "words"})
+    return table_from_rows("Runs and environment", rows, {"value": "words"})
 
 
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
@@ -298,15 +298,15 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
-    """Number and length of the sequences on which a section measured the run, as text by task; None if the series do not say it."""
-    amounts = [
+    """Number and length of the sequences on which the run's series in the section were measured, as text by task; None: not stated."""
+    subject_amounts = [
         (line.subject, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount
     ]
-    return "; ".join(": ".join(filter(None, subject_and_amount)) for subject_and_amount in dict.fromkeys(amounts)) or None
+    return "; ".join(": ".join(filter(None, subject_and_amount)) for subject_and_amount in dict.fromkeys(subject_amounts)) or None
 
 
-def corpus(run: RunRecord) -> str | None:
-    """The source of a run's text (left out for symbolic tasks) and the recorded amounts of its data, as text; None: nothing is recorded."""
+def corpus_text(run: RunRecord) -> str | None:
+    """The source of a run's text (left out for symbolic tasks), its numbers of tokens and documents, as text; None: nothing is recorded."""
     counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # without the machine's folder
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
     return _settings_text({**source, **counts})

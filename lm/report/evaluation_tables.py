@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lm.report.tables import Column, Filled, Table, digits, print_tables, table_bytes
+from lm.report.tables import Column, FilledColumn, Table, digits, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
 from lm.statistics.intervals import FEWEST_DOCUMENTS, interval_of
 
-SETTING = "inference setting"  # heading of the column that says how the model was used
-TOO_FEW = f"no interval: fewer than {FEWEST_DOCUMENTS} documents"
+SETTING_HEADING = "inference setting"  # heading of the column that says how the model was used
+TOO_FEW_DOCUMENTS = f"no interval: fewer than {FEWEST_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
 MOST_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
 MOST_NUMBERS = 24  # most numbers without an interval of a model in a table; of more, the ends of curves are printed
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows_of(all_series: Iterable[Series]) -> list[Row]:
-    """Rows of all series' means and reference levels. Series over bins have a row for each range (`Series.places`) and for all bins."""
+    """Rows of all series' means and reference levels; over bins, a row for each range (`Series.places`) and one for the overall mean."""
     return [row for series, name in series_names(all_series).items() for row in _rows(series, name)]
 
 
@@ -55,7 +55,7 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
     for place, (start, stop) in series.places.items():
         place_text = ", ".join(filter(None, (name, _place_text(series, start, stop))))
         interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
-        bounds = (interval.low, interval.high, interval.coverage) if interval else (None, None, TOO_FEW * _has_intervals(series))
+        bounds = (interval.low, interval.high, interval.coverage) if interval else (None, None, TOO_FEW_DOCUMENTS * _has_intervals(series))
         if interval and math.isfinite(interval.mean) and not interval.bounded:
             bounds = None, None, NO_SPREAD
         yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds)
@@ -65,7 +65,7 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
 
 
 def _has_intervals(series: Series) -> bool:
-    """Whether the means of a series have intervals, given enough documents; means over bins are printed without intervals."""
+    """Whether the means of a series are printed with intervals, provided that there are enough documents; means over bins are not."""
     return series.interval != "none" and not series.bins
 
 
@@ -76,7 +76,7 @@ def _place_text(series: Series, start: float, stop: float) -> str:
     return f"{value_text} {series.axis.unit}" if series.axis.unit else f"{series.axis.name} {value_text}"
 
 
-def logged(evaluation: Evaluation) -> dict[str, float]:
+def logged_means(evaluation: Evaluation) -> dict[str, float]:
     """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
     return {name: value for series in evaluation.series for name, value in series.scores.items()}
 
@@ -84,36 +84,36 @@ def logged(evaluation: Evaluation) -> dict[str, float]:
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
     """Print tables for each kind of evaluation: for many metrics only the overall means, for long curves only the first and last values.
 
-    Runs with different data fingerprints are not comparable. `output`: the file or folder with all numbers, which the text names.
+    `output`: the file or folder that holds all numbers, printed as the place of the omitted numbers; None: print how to write such a file.
     """
     folders = {result.folder for result in results}
-    several_runs, has_namesakes = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
+    several_runs, has_equal_names = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)
     for kind in dict.fromkeys(result.evaluation.kind for result in results):
         kind_results = [result for result in results if result.evaluation.kind == kind]
-        runs = [result.folder if has_namesakes else result.folder.resolve().name for result in kind_results]
+        runs = [result.folder if has_equal_names else result.folder.resolve().name for result in kind_results]
         models = [f"{run}, {result.evaluation.step}" * several_runs for run, result in zip(runs, kind_results, strict=True)]
         omitted_count = 0
         title = kind if several_runs else f"{kind}, {kind_results[0].folder.resolve().name}, step {kind_results[0].evaluation.step}"
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):
-            rows = [(model, row) for model, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
+            rows = [(index, row) for index, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
             tables, curves = {}, []
             if len(metrics) > MOST_COLUMNS:
-                means = [(Column(f"{models[model]} {row.setting}".strip()), row) for model, row in rows if not row.where]
+                means = [(Column(f"{models[index]} {row.setting}".strip()), row) for index, row in rows if not row.where]
                 tables["metric"] = {((0, "", row.metric), column): digits(row.value) for column, row in means}
                 omitted_count += len(rows) - len(means)
                 rows = []
-            elif max(Counter(model for model, row in rows if row.low is None).values(), default=0) > MOST_NUMBERS:
-                selections = ((series for series in result.evaluation.series if series.metric in metrics) for result in kind_results)
-                named_series = [(model, *pair) for model, series in enumerate(selections) for pair in series_names(series).items()]
-                rows = [(model, row) for model, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
+            elif max(Counter(index for index, row in rows if row.low is None).values(), default=0) > MOST_NUMBERS:
+                metric_series = ((series for series in result.evaluation.series if series.metric in metrics) for result in kind_results)
+                named_series = [(index, *pair) for index, series in enumerate(metric_series) for pair in series_names(series).items()]
+                rows = [(index, row) for index, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
                 curves = [entry for entry in named_series if not _has_intervals(entry[1])]
             tables["measured at"] = _interval_cells(rows)
             tables["curve"] = cells = {}
-            for model_number, curve, name in curves:
+            for index, curve, name in curves:
                 places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
                 values = [digits(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place) for place in places]
-                row = model_number, curve.setting, ", ".join(filter(None, (curve.metric, name)))
+                row = index, curve.setting, ", ".join(filter(None, (curve.metric, name)))
                 cells[row, Column("first value (at)")] = values[0] if values else ""
                 cells[row, Column("last value (at)")] = values[-1] if len(values) > 1 else ""
                 omitted_count += len(curve.places) - min(2, len(places))
@@ -128,24 +128,24 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
 def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) -> Table:
     """The table of `cells`, without label columns that are all empty. A model's name stands in the first of its rows only."""
     rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
-    numbers, settings, places = (list(labels) for labels in zip(*rows, strict=True))
-    names = ["" if index and model_number == numbers[index - 1] else models[model_number] for index, model_number in enumerate(numbers)]
+    indices, settings, places = (list(labels) for labels in zip(*rows, strict=True))
+    names = ["" if index and model_number == indices[index - 1] else models[model_number] for index, model_number in enumerate(indices)]
     places = [place or "all" for place in places] if any(places) else []
-    labels = {"run, step": names if any(models) else [], SETTING: settings if any(settings) else [], place_heading: places}
-    filled: list[Filled] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if texts]
-    return Table(title, "", (*filled, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
+    labels = {"run, step": names if any(models) else [], SETTING_HEADING: settings if any(settings) else [], place_heading: places}
+    label_columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if texts]
+    return Table(title, "", (*label_columns, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
 
 
 def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
-    """Cells of means with intervals: rows by evaluation, setting and place, columns by metric; `indexed_rows`: (evaluation index, row)."""
+    """Texts of means with intervals: rows by evaluation, setting and place, columns by metric. `indexed_rows`: (evaluation index, row)."""
     coverages: dict[str, str] = {}
     for _, row in indexed_rows:
         coverages[row.metric] = coverages.get(row.metric) or row.over * (row.low is not None)
     cells = {}
-    for model_number, row in indexed_rows:
+    for index, row in indexed_rows:
         bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
         coverage = coverages[row.metric]
-        cells[(model_number, row.setting, row.where), Column(row.metric, coverage and f"95% over {coverage}")] = digits(row.value) + bounds
+        cells[(index, row.setting, row.where), Column(row.metric, coverage and f"95% over {coverage}")] = digits(row.value) + bounds
     return cells
 
 

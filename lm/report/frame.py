@@ -30,25 +30,24 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
 
     Args:
         folders: run folders, or folders that hold run folders, such as folders of experiments.
-        history: whether to return the evaluations of every step and the numbers logged while training (kind `log`); else each kind's last
-            evaluation only.
+        history: whether to return evaluations of all steps and numbers logged in training (kind `log`); else each kind's last evaluation.
 
     Returns:
-        The frame. Columns of the run: its name and folder, its place in an experiment, seed, git commit, and `state` (finished, unfinished
-        or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of the tuned key, or optim.lr if
-        no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
+        The frame. Columns of the run: name, folder, experiment with its arm, size, stage and rate, seed, git commit, and `state` (finished,
+        unfinished or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of the tuned key, or
+        optim.lr if no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
 
         Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task, inference setting, unit of the value, and
-        the better direction. The place on the axis is `x`, and the end of a bin `until`.
+        the better direction. `x` is the point on the axis or the start of a bin, and `until` the end of a bin.
 
         Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`. `group` is the document.
-        `part` is `selects` for documents that select learning rates, and `reports` for all other documents. A number of which only the
-        mean is stored has no sample.
+        `part` is `selects` for held-out documents that choose learning rates and checkpoints, and `reports` for all others. A number of
+        which only the mean is stored has no sample.
 
     Raises RunError: a folder without runs, or a file of a run that can't be read.
     """
-    if other := [folder for folder in folders if not isinstance(folder, str | os.PathLike)]:
-        raise RunError(f"{other[0]!r}: must be the path of a folder, not {type(other[0]).__name__}; several are several arguments")
+    if non_paths := [folder for folder in folders if not isinstance(folder, str | os.PathLike)]:
+        raise RunError(f"{non_paths[0]!r}: must be the path of a folder, not {type(non_paths[0]).__name__}; several are several arguments")
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
     runs = [run for folder in folders for run in _run_folders(expand_home(folder))]
@@ -65,30 +64,30 @@ def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
     return pd.DataFrame({name: np.concatenate(arrays[1:] or arrays) for name, arrays in columns.items()}).infer_objects()
 
 
-def evaluation_blocks(evaluation: Evaluation, run: RowBlock) -> Iterator[RowBlock]:
-    """Yield the rows of an evaluation: blocks for each of its series. `run` holds the run's columns, which all of these rows share."""
-    shared_columns = run | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
+def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[RowBlock]:
+    """Yield the rows of an evaluation: blocks for each of its series. `run_values`: the run's columns, which all of these rows share."""
+    shared_columns = run_values | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     for series in evaluation.series:
         yield from (shared_columns | block for block in _series_blocks(series))
 
 
 def _series_blocks(series: Series) -> Iterator[RowBlock]:
-    """Yield a block of rows for each sample of a series: a value for each column and unit. Without samples: one block with the means."""
-    description = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
+    """Yield a block for each sample of a series: a row for each axis value and unit (such as a sequence); no samples: a block of means."""
+    series_values = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
     axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
     starts, ends = (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
     if not series.samples:
-        yield description | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
+        yield series_values | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
     first_column = 0
     for sample in series.samples:
-        units, column_count = sample.values.shape
-        is_selecting = selection_mask(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(units, bool)
-        unit_columns = {"sample": np.arange(units), "group": sample.groups, "weight": sample.weights.astype(float)}
+        unit_count, column_count = sample.values.shape
+        is_selecting = selection_mask(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(unit_count, bool)
+        unit_columns = {"sample": np.arange(unit_count), "group": sample.groups, "weight": sample.weights.astype(float)}
         unit_columns["part"] = np.where(is_selecting, "selects", "reports").astype(object)
         axis_columns = {"x": starts[first_column : first_column + column_count], "until": ends[first_column : first_column + column_count]}
         row_columns = {name: np.tile(values, column_count) for name, values in unit_columns.items()}
-        row_columns |= {name: np.repeat(values, units) for name, values in axis_columns.items()}
-        yield description | row_columns | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
+        row_columns |= {name: np.repeat(values, unit_count) for name, values in axis_columns.items()}
+        yield series_values | row_columns | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
         first_column += column_count
 
 
@@ -107,11 +106,11 @@ def run_columns(record: RunRecord) -> RowBlock:
     experiment, steps_planned = record.config.get("experiment"), record.flat.get("trainer.max_steps")
     experiment = experiment if isinstance(experiment, dict) else {}
     last_step = max((evaluation.step for evaluation in record.evaluations), default=-1)
-    ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
+    has_ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
     last_series = (series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series)
     final_loss = next((series for series in last_series if "val/loss" in series.logged), None)
-    diverged = divergence(record.logged, final_loss if ended else None)
-    state = DIVERGED if diverged else "finished" if ended else "unfinished"
+    divergence_text = divergence(record.logged, final_loss if has_ended else None)
+    state = DIVERGED if divergence_text else "finished" if has_ended else "unfinished"
     return {
         "run": record.name,
         "folder": str(record.folder),
@@ -127,16 +126,16 @@ def run_columns(record: RunRecord) -> RowBlock:
 
 
 def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
-    run = run_columns(record)
+    run_values = run_columns(record)
     evaluations = list(record.evaluations)
     if history:
         files = sorted(evaluation_files(record.folder).items(), key=lambda item: item[0][1])
         evaluations = [evaluation for _, path in files if (evaluation := load_evaluation(path))]
     for evaluation in evaluations:
-        yield from evaluation_blocks(evaluation, run)
+        yield from evaluation_blocks(evaluation, run_values)
     for log_line in record.logged if history else ():
         numbers = {name: value for name, value in log_line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
         if numbers and "tokens" in log_line:
-            names = np.array([*numbers], dtype=object)
+            metric_names = np.array([*numbers], dtype=object)
             shared_columns = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": LOGGED_KIND, "part": ""}
-            yield run | shared_columns | {"metric": names, "value": np.array([*numbers.values()], float)}
+            yield run_values | shared_columns | {"metric": metric_names, "value": np.array([*numbers.values()], float)}

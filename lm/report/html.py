@@ -15,9 +15,9 @@ from markupsafe import Markup
 from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import RunComparison
-from lm.report.comparison_pictures import DrawnRun, along_axis, by_layer, drawn_runs, maps, overview
-from lm.report.comparison_tables import comparison_tables, configuration_table, cost_table, facts_table, notes
-from lm.report.pictures import COLOURS, DARK, GREY, GRID, INK, PAPER, Picture, dark_style
+from lm.report.comparison_pictures import DrawnRun, axis_picture, drawn_runs, heat_maps, layer_pictures, overview
+from lm.report.comparison_tables import comparison_notes, comparison_tables, configuration_table, cost_table, facts_table
+from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, show, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
 
@@ -35,7 +35,7 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A block of a page section: text, texts, a table or a picture. `name`: name of the block's files without suffix; empty: no files."""
+    """A part of a page section, whose `kind` says how its content is shown. `name`: name of its files, without suffix; empty: no files."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
@@ -58,7 +58,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Answer:
-    """The content of a card on the page: the verdict on an arm, at one model size if the experiment has several `sizes`."""
+    """The content of a card on the page: the verdict on an arm, or on an arm at one model size."""
 
     arm: str
     verdict: str
@@ -90,7 +90,7 @@ def page(parts: list[PagePart]) -> str:
     template, script = (files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     colours = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {f"arm-{number}": colour for number, colour in enumerate(COLOURS)}
-    light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in colours.items()) for theme in (str, DARK.get))
+    light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in colours.items()) for theme in (str, DARK_COLOURS.get))
     return environment.from_string(template).render(
         parts=parts,
         inline=inline,
@@ -123,7 +123,7 @@ def run_sections(
 
     Args:
         concurrent_runs: all runs that may have been under way at the same time.
-        prefix: beginning of the names of the sections' files; None: no files and no pictures over an axis.
+        prefix: beginning of the names of the sections' files; None: no files, and no pictures of series along an axis.
         suffix: text appended to each section's title.
         is_omitted: whether to leave out a configuration key that arms differ in.
     """
@@ -132,13 +132,13 @@ def run_sections(
     tables = comparison_tables(comparison)
     for number, (section, table) in enumerate(zip(comparison.sections, tables, strict=False), 1):
         if prefix is not None and section.shape != "number":
-            measured_section.add("picture", along_axis(comparison, section), f"measured-{number}-picture")
+            measured_section.add("picture", axis_picture(comparison, section), f"measured-{number}-picture")
         measured_section.add("table", table, f"measured-{number}")
-    for number, picture in enumerate(maps(comparison), 1):
+    for number, picture in enumerate(heat_maps(comparison), 1):
         measured_section.add("picture", picture, f"map-{number}")
     for table in tables[len(comparison.sections) :]:
         measured_section.add("table", table, "measured-differences")
-    measured_section.add("list", notes(comparison) if prefix is None else list(comparison.missing))
+    measured_section.add("list", comparison_notes(comparison) if prefix is None else list(comparison.missing))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
     cost_section.add("note", COST_NOTE)
     shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration")
@@ -178,14 +178,14 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
         warnings.insert(0, "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.")
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")
-    for name, layer_picture in by_layer(comparison.names, runs).items():
+    for name, layer_picture in layer_pictures(comparison.names, runs).items():
         layer_section.add("picture", layer_picture, name)
     for run in runs:
         run_section.add("details", run_details(run))
     sections = [training_section, layer_section, *run_sections(comparison, comparison.runs), run_section]
     contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], folder) | {
         folder / PICTURE: picture.file(".png"),
-        folder / "table.md": to_markdown(tables, notes(comparison)).encode(),
+        folder / "table.md": to_markdown(tables, comparison_notes(comparison)).encode(),
         folder / "table.csv": to_csv(tables).encode(),
         folder / "table.tex": to_latex(tables).encode(),
     }

@@ -47,7 +47,7 @@ PLOT_SETTINGS = {
 }
 # The first three colours of Okabe and Ito, and three more: readers with colour blindness can tell all of them apart on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#bd5c94", "#684e09", "#1893ff", INK)
-DARK = {  # colours of SVG files and pages for readers who prefer dark pages
+DARK_COLOURS = {  # colours of SVG files and pages for readers who prefer dark pages
     INK: "#e4e6ea", PAPER: "#15181d", GREY: "#a4abb5", GRID: "#2c323a", SHADE: "#262b33",
     **dict(zip(COLOURS, ("#4d90ec", "#ff774d", "#38e58e", "#ae7db2", "#ecd529", "#aad0ff"), strict=False)),
 }  # fmt: skip
@@ -55,7 +55,7 @@ MARKERS = "osD^vP*"
 DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))  # dotted lines are reference levels
 
 Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
-_WIDTH, _HEIGHT = 6.4, 4.3  # size of a panel in inches
+_PANEL_WIDTH, _PANEL_HEIGHT = 6.4, 4.3  # size of a panel in inches
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +67,14 @@ class Trace:
     # x, y: coordinates of the points, (points,); NaN where a value is unknown
     x: np.ndarray
     y: np.ndarray
-    # a thin line (`seed`), a thick line with its interval as a band (`mean`), `dots`, points with bars (`interval`), or crosses at the top
-    # of the panel (`diverged`)
+    # thin line (`seed`), thick line with interval as band (`mean`), `dots`, points with bars (`interval`), crosses at the top (`diverged`)
     kind: Literal["seed", "mean", "dots", "interval", "diverged"]
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
     dashes: int = 0  # number of the trace's dash pattern; 0: solid, and other dashes for each further seven arms
     hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
-    # whether its panel has a legend that names it; else the arm is named above all panels. Such a trace without points stands in the legend
-    # only
+    # whether its panel has a legend that names it (even without points); else the arm is named above all panels
     in_legend: bool = False
     coverage: str = ""  # the noise that the interval covers, in words
 
@@ -148,7 +146,7 @@ class Picture:
 
     @property
     def shown_arms(self) -> list[int]:
-        """Indices of the arms that are named above all panels: arms with points and outside panels' legends."""
+        """Indices of the arms that are named above all panels: arms with a trace that has points and stands in no panel's legend."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
         return sorted({trace.arm for trace in traces if not trace.in_legend and trace.arm >= 0})
 
@@ -186,10 +184,10 @@ class Picture:
         rows, columns = self.grid
         maps = [] if self.panel_size else [panel for panel in self.panels if isinstance(panel, Map)]
         if not maps:
-            width, height = self.panel_size or (_WIDTH, _HEIGHT)
+            width, height = self.panel_size or (_PANEL_WIDTH, _PANEL_HEIGHT)
             return width * columns, height * rows
-        least_height = _HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
-        return 2 * _WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least_height)
+        least_height = _PANEL_HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
+        return 2 * _PANEL_WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least_height)
 
     @cached_property
     def svg(self) -> str:
@@ -227,12 +225,14 @@ class Picture:
 
 def dark_style() -> str:
     """CSS rules that replace the colours of SVG files by their dark counterparts on dark pages."""
-    rules = "".join(f'[style*="{name}: {light}"]{{{name}:{dark}!important}}' for light, dark in DARK.items() for name in ("fill", "stroke"))
+    rules = "".join(
+        f'[style*="{name}: {light}"]{{{name}:{dark}!important}}' for light, dark in DARK_COLOURS.items() for name in ("fill", "stroke")
+    )
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 
 
 def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
-    """Draw the picture and return the content of its SVG or PNG file, which is the same whenever and wherever it is drawn."""
+    """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the machine."""
     (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
     shown_arms = picture.shown_arms if picture.names_arms else []
     font = min(11.0, 2.4 * width / columns)
@@ -310,10 +310,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.axvline(x, color=GREY, linewidth=1)
         axis_fraction = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
         alignment = "left" if axis_fraction < 0.2 or index else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
-        note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=alignment, va="bottom")
+        write_note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=alignment, va="bottom")
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
-        note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
+        write_note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
     if not any(len(trace.x) for trace in panel.traces):
         axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", va="center", color=GREY)
     if _legend_entry_count(panel) > MOST_LEGEND_ENTRIES:
@@ -327,7 +327,7 @@ def _legend_entry_count(panel: Panel) -> int:
 
 
 def _draw_trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
-    """Draw a trace. `is_alone`: its arm has no other line, so a seed is drawn as thick as a mean. `has_band`: a mean has its interval."""
+    """Draw a trace. `is_alone`: its arm has no other line, and a seed is drawn as thick as a mean. `has_band`: means show intervals."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     point_style = style | {"linestyle": "none"}
@@ -367,8 +367,8 @@ def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour if np.isfinite(value) else GREY)
     ticks = [{index: label for index, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]
     fonts = [min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels))) for inches, labels in zip(size, ticks, strict=True)]
-    rotation = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
-    axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **rotation)
+    rotation_style = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
+    axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **rotation_style)
     axes.set_yticks(list(ticks[1]), list(ticks[1].values()), fontsize=fonts[1])
     axes.set(title=_wrap_title(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
     return mesh
@@ -382,19 +382,19 @@ def _wrap_title(title: str) -> str:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of trace `number` (`Trace.arm`). Both repeat, but traces 0 to 48 differ in one or both; -1 is grey, unmarked."""
+    """Colour and marker of trace `number` (`Trace.arm`): no two of the traces 0 to 48 have both in common; -1 is grey, without a marker."""
     if number < 0:
         return {"color": GREY, "marker": ""}
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
 
 
 def dashes_and_width(number: int) -> Style:
-    """Dash pattern and width (points) of line `number`. Both repeat, but lines 0 to 13 differ in one or both."""
+    """Dash pattern and width (points) of line `number`: no two of the lines 0 to 13 have both in common."""
     return {"linestyle": DASHES[number % 7], "linewidth": (1.8, 1.0)[number // 7 % 2]}
 
 
 def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[float, str]]:
-    """Base and ticks (labels by value) of an axis for ascending `values`: powers of 2, or powers of 10 if values lie below 1."""
+    """Base and ticks (labels by value) of a logarithmic axis for ascending `values`: powers of 2, or of 10 if values lie below 1."""
     base = 2 if values[0] >= 1 else 10
     ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := float(base) ** power) < values[-1] * base]
     return base, {tick: number(tick) for tick in ticks}
@@ -406,10 +406,10 @@ def token_unit(count: float) -> tuple[float, str]:
     return unit, f"tokens seen ({word})" if word else "tokens seen"
 
 
-def note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int) -> None:
-    """Write small grey text, shifted by `offset` (points) from `place`, (x, y) in the coordinates of `transform`."""
+def write_note(axes: Axes, text: str, xy: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int) -> None:
+    """Write small grey text, shifted by `offset` (points) from `xy`, a point (x, y) in the coordinates of `transform`."""
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
-    axes.annotate(text, place, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options)
+    axes.annotate(text, xy, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options)
 
 
 def plain_ticks(values: Sequence[float]) -> dict[float, str]:

@@ -27,7 +27,7 @@ Cell = str | Text | Interval | None  # None: not measured; Text: for the termina
 
 
 def with_unit(name: str, unit: str) -> str:
-    """The name of a quantity, with its unit in brackets where it has one."""
+    """The name of a quantity, followed by its unit in brackets unless `unit` is empty."""
     return f"{name} ({unit})" if unit else name
 
 
@@ -61,7 +61,7 @@ class Column:
         return f"[{self.text(cell.low)}, {self.text(cell.high)}]"
 
 
-Filled = tuple[Column, list[Cell]]  # a column and its cells, row by row
+FilledColumn = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Table:
 
     title: str
     unit: str  # unit of most columns
-    contents: tuple[Filled, ...]
+    contents: tuple[FilledColumn, ...]
 
     @property
     def columns(self) -> list[Column]:
@@ -101,7 +101,7 @@ def printable(text: str) -> str:
 
 
 def digits(value: float | None) -> str | None:
-    """A value as text with four decimals, or from 100 on with four significant digits; None stays None."""
+    """A value as text: with four decimals below a magnitude of 100, else with four significant digits; `not finite`; None stays None."""
     if value is None:
         return None
     if not np.isfinite(value):
@@ -139,7 +139,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """All tables as one CSV text, a line for each cell: its row's labels, its value, and the ends and `coverage` of its interval."""
+    """CSV text of all tables: a line for each cell that is no label, with its row's labels, value, and interval's ends and `coverage`."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -153,7 +153,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
     return csv_text(lines, ("table", *labels, *numbers))
 
 
-def from_lines(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
+def table_from_rows(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
     """A table with a row for each of `lines`, which map column names to cells. Columns without a kind in `kinds` are labels."""
     columns = [Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)]
     return Table(title, "", tuple((column, [line.get(column.name, "") for line in lines]) for column in columns))
@@ -162,7 +162,7 @@ def from_lines(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str,
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
     """CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the lines' other columns.
 
-    A list [value, low, high] takes three columns, a map one for each key. Values named in `intervals` take three columns even if null.
+    A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three columns even if None.
     """
     text = io.StringIO()
     cells = [dict(cell for name, value in line.items() for cell in _csv_columns(name, value, intervals)) for line in lines]
@@ -186,7 +186,7 @@ def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
 
 
 def to_latex(tables: tuple[Table, ...]) -> str:
-    """LaTeX text with a booktabs tabular for each table, whose headings have the units on a second line."""
+    """LaTeX text with a booktabs tabular for each table; units stand on a second line of the headings."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
         names, units = ([getattr(column, name).translate(_ESCAPES) for column in table.columns] for name in ("name", "unit"))

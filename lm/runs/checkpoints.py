@@ -72,9 +72,9 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpected_phrase: str) -> str:
-    """A message on the first value in `saved` that is missing, unexpected, not contiguous or of a wrong shape; empty if all values fit.
+    """Compare tensors by name; returns a message on the first that is missing in `saved` or `expected`, misshapen or not contiguous.
 
-    unexpected_phrase: what the message says of a name that `expected` lacks, such as `not a tensor of the model`.
+    Returns an empty text if all fit. unexpected_phrase: what the message says of a name that is not in `expected`.
     """
     for name in {**expected, **saved}:
         if name not in expected or name not in saved:
@@ -139,7 +139,7 @@ def verify(path: Path) -> None:
 def load_checkpoint(path: Path) -> dict[str, object]:
     """The verified content of a checkpoint: plain data, and tensors on the CPU. Nothing in the file is executed.
 
-    Weights and optimizer tensors are checked by CRC and sha256: a file rewritten with other tensors has matching CRCs.
+    Weights and optimizer tensors are checked by CRC and sha256: CRCs alone don't reveal a file that was rewritten with other tensors.
 
     Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint in the folder.
     """
@@ -155,8 +155,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
 
 
 def _member_label(path: Path, member: str) -> str:
-    """The name of the tensor in an archive member `data/N`, for messages; for any other member, its file name. N counts the tensors that
-    torch saved, from 0; tied tensors count once."""
+    """The name, for messages, of the tensor in member `data/N` of a checkpoint's zip archive; for any other member, its file name. N counts
+    the tensors that torch saved, from 0; tied tensors count once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]
@@ -174,7 +174,7 @@ def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
-    """The number of bytes of each storage, by its first tensor's name, in the order in which torch saves; tied tensors share a storage."""
+    """The number of bytes of each storage, by its first tensor's name, in torch's order of saving; tied tensors share a storage."""
     sizes_by_storage: dict[int, tuple[str, int]] = {}
     for name, tensor in _named_tensors(checkpoint):
         sizes_by_storage.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))

@@ -31,7 +31,7 @@ Shape = Literal["number", "bins", "points"]
 class Axis:
     """The axis of a series, such as positions or sequence lengths.
 
-    `values` ascend: one point for each column of the series. With `bins`: the edges of the columns' ranges, integers from 0.
+    `values` ascend: the points at which the series was measured or, if `bins`, the edges of its bins, integers from 0.
     """
 
     name: str  # such as `position in the sequence`
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Shown:
-    """Title and texts with which a report shows a series; series of equal `title` and shape share a table and a picture."""
+    """Title and texts with which a report shows a series; series of equal `title` and `Series.shape` share a table and a picture."""
 
     title: str
     measured_on: str  # a plural noun for the sequences of the measurement, such as `validation sequences`
@@ -67,7 +67,7 @@ class Sample:
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as sequences of one document
 
     def part(self, mask: np.ndarray) -> "Sample":
-        """The units where `mask`, (units,) bool, is true, as a sample; its hash depends on the mask, too."""
+        """The sample restricted to units where `mask`, (units,) bool, is true; if a unit is dropped, the hash depends on the mask, too."""
         if mask.all():
             return self
         sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
@@ -75,10 +75,10 @@ class Sample:
 
 
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (units,) bool, of held-out units on which checkpoints and learning rates are selected; reports use the other units.
+    """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports use all other units.
 
-    `documents`, (units,): label of each unit's document. A hash of label and data `fingerprint` assigns each document; about a third are
-    selecting documents, the others reporting documents.
+    `documents`, (units,): label of each unit's document. By a hash of label and data `fingerprint`, about a third of the documents are
+    selecting documents, which choose checkpoints and rates; all others are reporting documents, whose results are reported.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
@@ -86,7 +86,7 @@ def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
 
 
 class NoDocuments(RunError):
-    """Raised if no held-out document is selecting, or none is reporting (`selection_mask`), where such a document is needed."""
+    """Raised if `selection_mask` leaves no held-out document to choose learning rates on, or none to report results on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +116,9 @@ class Units:
         return replace(self, values=self.values - baseline.values)
 
     def part(self, selection: bool) -> "Units":
-        """The units of selecting documents (`selection_mask`) if `selection`, else of the others; all units if none is held-out text.
+        """The units in documents that choose learning rates (`selection_mask`) if `selection`, else in documents that report results.
 
-        A sequence belongs to the document in which it begins.
+        A sequence belongs to the document in which it begins. All units are returned if they don't come from held-out text.
 
         Raises NoDocuments: no unit is left.
         """
@@ -133,10 +133,10 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One metric of one evaluation under one inference setting, over the columns of an axis.
+    """One metric of one evaluation under one inference setting. It has a column for each point or bin of its axis, such as positions.
 
-    Without `samples` only means are known: no interval, no differences. One sample holds all columns of the axis; or, where each point
-    was measured on different sequences, there is one sample a column, in the order of the axis.
+    Without `samples` only means are known: no interval, no differences. One sample holds all columns; or, where each point was measured
+    on different sequences, there is one sample a column, in the order of the axis.
     """
 
     kind: str  # kind of evaluation
@@ -160,15 +160,15 @@ class Series:
 
     def __post_init__(self):
         """Check that the fields are consistent; raises ValueError otherwise."""
-        columns = 1 if self.axis is None else len(self.axis.values) - self.axis.bins
+        n_columns = 1 if self.axis is None else len(self.axis.values) - self.axis.bins
         edges = np.array(self.axis.values if self.axis else [0.0])
-        _require(columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
+        _require(n_columns > 0 and bool(np.all(np.diff(edges) > 0)), "the values of its axis must ascend")
         _require(not self.bins or (edges[0] == 0 and not (edges % 1).any()), "bins must be whole numbers from 0")
-        _require_shape("means", self.means, (columns,))
+        _require_shape("means", self.means, (n_columns,))
         for name, choices in (("interval", IntervalKind), ("better", Better)):
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
-        sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
-        _require(not self.samples or sample_columns == columns, f"its samples have {sample_columns} columns, not {columns}")
+        n_sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
+        _require(not self.samples or n_sample_columns == n_columns, f"its samples have {n_sample_columns} columns, not {n_columns}")
         _require(not self.bins or len(self.samples) < 2, "bins have one sample")
         _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
         for sample in self.samples:
@@ -178,20 +178,20 @@ class Series:
         if self.bins or self.curve is not None:
             _require(self.bins and self.curve is not None, "a curve belongs to bins, and bins to a curve")
             _require_shape("curve", self.curve, (int(edges[-1]),))
-        _require(len(self.logged) in (0, 1 if self.bins else columns), "needs one logged name a column")
+        _require(len(self.logged) in (0, 1 if self.bins else n_columns), "needs one logged name a column")
 
     @property
     def bins(self) -> bool:
-        """Whether the columns are ranges of the axis, not points."""
+        """Whether each column covers a range (bin) of the axis, not a single point."""
         return self.axis is not None and self.axis.bins
 
     @property
     def shape(self) -> Shape:
-        """The shape of the axis: a single number, ranges or points."""
+        """The series' shape: `number` without an axis, `bins` if its columns are ranges of the axis, else `points`."""
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, index: int) -> tuple[Sample, np.ndarray]:
-        """The sample that holds column `index`, and the values of this column, (units,)."""
+        """The sample that holds column `index` (a point or bin of the axis), and the column's values by unit, (units,)."""
         for sample in self.samples:
             if index < sample.values.shape[1]:
                 return sample, sample.values[:, index]
@@ -199,7 +199,7 @@ class Series:
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit at the point `start`; for bins, unit means over `start` to `stop`. None without samples or such columns."""
+        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None: no values."""
         columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
@@ -223,12 +223,12 @@ class Series:
 
     @property
     def overall_mean(self) -> float | None:
-        """The mean over all bins, or the single number; None for points."""
+        """The mean over all bins, or the single number; None if the columns are points."""
         return float(self.curve.mean()) if self.bins else None if self.axis else float(self.means[0])
 
     @property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Points or ranges for reports, (start, stop) by label. For bins: within 1x, 1x-2x, 2x-4x ... of the training length."""
+        """Points or ranges shown in reports, (start, stop) by label; ranges: within 1x, 1x-2x, 2x-4x ... of the training length."""
         if self.axis is None:
             return {"": (0, 0)}
         if not self.bins:
@@ -241,15 +241,15 @@ class Series:
         labels = [f"within {length_factors[0]:g}x", *(f"{low:g}x-{high:g}x" for low, high in pairwise(length_factors))]
         return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
 
-    def column_at(self, place: str) -> int:
-        """The index of the column at `place`, a label in `places`; for a range, of its first bin."""
-        start = self.places[place][0]
+    def column_at(self, label: str) -> int:
+        """The index of the column at the point `label`, a key of `places`; for a range, the index of the range's first bin."""
+        start = self.places[label][0]
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 
-    def mean_at(self, place: str) -> float:
-        """The mean at `place`, a label in `places`: at a point, or over a range of bins."""
-        start, stop = self.places[place]
-        return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(place)])
+    def mean_at(self, label: str) -> float:
+        """The mean at `label`, a key of `places`: at a point, or over a range of bins."""
+        start, stop = self.places[label]
+        return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(label)])
 
     def mean_within(self, start: float, stop: float) -> float:
         """The mean at the point `start`; for bins, the mean over the bins from `start` to `stop`, weighted by bin width."""
@@ -258,9 +258,10 @@ class Series:
 
     @property
     def reporting(self) -> "Series":
-        """The series restricted to reporting documents (`selection_mask`). Without any: means over all held-out text, without samples.
+        """The series restricted to reporting documents: held-out documents that don't choose checkpoints or learning rates.
 
-        In a restricted series, `curve` is constant within a bin, at the bin's mean. Units without a finite value don't enter a mean.
+        Means are then over the units (such as sequences) of these documents; `curve` is constant in each bin. If a sample has no such unit,
+        means stay those over all held-out text, and `samples` are dropped. A series without samples or held-out text stays as it is.
         """
         if not self.data_fingerprint or not self.samples:
             return self
@@ -320,7 +321,7 @@ def number(value: float) -> str:
 
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """The name of each series' task or source, with the options that distinguish it from others of the same name."""
+    """The name of each series' task or source, with the options that distinguish it from tasks or sources of the same name."""
     definitions = {member: {"name": member.what} | member.options for member in series}
     distinct_definitions = {str(definition): definition for definition in definitions.values()}
     names = dict(zip(distinct_definitions, task_names(list(distinct_definitions.values())), strict=True))
@@ -381,26 +382,26 @@ def validation_series(
         bits_per_byte: bits per byte of the text; None: the tokens are symbols, which are no bytes.
         unigram_cross_entropy: loss by token frequencies of the training text, nats per token; None: not known.
         sample: loss by sequence, (sequences, 1); None: only the means are known.
-        level: UNIGRAM, or UNIGRAM_BOUND if `unigram_cross_entropy` is an upper bound.
+        level: the name of `unigram_cross_entropy` in the series: UNIGRAM, or UNIGRAM_BOUND for an upper bound.
     """
     target_note = "" if bits_per_byte is not None else ", nats per token of the answers"
-    amount = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{target_note}"
-    display = Shown("Validation at the training length", "validation sequences", amount)
+    sequences_text = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{target_note}"
+    display = Shown("Validation at the training length", "validation sequences", sequences_text)
     common_fields = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": display}
-    losses = Series(
+    loss_series = Series(
         metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
         references={} if unigram_cross_entropy is None else {level: unigram_cross_entropy},
         samples=() if sample is None else (sample,), interval="none" if sample is None else "documents",
         data_fingerprint=data_fingerprint, **common_fields,
     )  # fmt: skip
     if bits_per_byte is None:
-        return [losses]
+        return [loss_series]
     bits = Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common_fields)
-    return [losses, bits]
+    return [loss_series, bits]
 
 
 def checkpoint_selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (sequences,) bool: validation sequences that choose the best checkpoint (`selection_mask`); all if no document is selecting."""
+    """Mask, (sequences,) bool, of validation sequences that choose the best checkpoint: `selection_mask`, or all if it selects none."""
     selection = selection_mask(fingerprint, documents)
     return selection if selection.any() else ~selection
 
@@ -447,7 +448,7 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """The evaluation on reporting documents. A metric known only as a mean over all held-out text gets a name that says so."""
+        """The evaluation with `Series.reporting` of each series; a metric that stays over all held-out text gets a name that says so."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [

@@ -57,8 +57,8 @@ def require_run(folder: Path, *files: str) -> None:
     if folder.is_file():
         raise RunError(f"{folder}: a file, not a run folder; name the folder that holds it")
     if not folder.is_dir():
-        neighbours = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        suggestion = suggest(folder.name, neighbours)
+        neighbour_names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        suggestion = suggest(folder.name, neighbour_names)
         raise RunError(f"{folder}: no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}")
     if (folder / RESOLVED_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
@@ -116,14 +116,14 @@ DIVERGED = "diverged"  # key of the last line of a run that stopped at values th
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Training loss, or another metric in `loss`, over the tokens seen, with one point for each logged step; NaN where not finite."""
+    """Training loss, or another metric in `loss`, as a function of the tokens seen, with a point a logged step; NaN where not finite."""
 
     tokens: np.ndarray  # (points,) tokens seen so far
     loss: np.ndarray  # (points,) nats per token, or the unit of the other metric
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as read: the `lines` that are JSON objects with a step, and in `unreadable` the line numbers (from 1) of all others.
+    """A metrics.jsonl as read: `lines` are its JSON objects with a step; `unreadable` are the numbers (from 1) of all other lines.
 
     `content`: all bytes of the file; None: there is no such file.
     """
@@ -136,13 +136,13 @@ class Log(NamedTuple):
 def read_metrics(path: Path) -> Log:
     """Read a metrics.jsonl. An incomplete last line, which a killed run may leave, is ignored."""
     content = path.read_bytes() if path.is_file() else None
-    *texts, last = (content or b"").split(b"\n")
-    lines = [*map(_parse_line, texts), *filter(None, [_parse_line(last)])]
+    *texts, last_text = (content or b"").split(b"\n")
+    lines = [*map(_parse_line, texts), *filter(None, [_parse_line(last_text)])]
     return Log([line for line in lines if line], [number for number, line in enumerate(lines, 1) if not line], content)
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Delete log lines that a run resumed at `step` writes anew: later steps, and a swap at `step`. Returns notes on unreadable lines."""
+    """Delete log lines of later steps, and of a swap at `step`, which a resumed run writes anew. Returns notes on unreadable lines."""
     if not path.exists():
         return []
     lines, unreadable_numbers, _ = read_metrics(path)
@@ -173,8 +173,8 @@ EMPTY_LOG = seal(b"")
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
     """Seconds spent in training steps after `after_step`, over all starts of the run, evaluations excluded; None: the log lacks times."""
-    points = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
-    return points[-1][1] - max((seconds for step, seconds in points if step <= after_step), default=0.0) if points else None
+    step_times = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
+    return step_times[-1][1] - max((seconds for step, seconds in step_times if step <= after_step), default=0.0) if step_times else None
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
@@ -195,15 +195,15 @@ def last_logged(path: Path) -> dict[str, Plain]:
 
 def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
     """The curve of the metric logged as `name`. If a resumed run logged a step twice, the later line counts."""
-    by_step = {line["step"]: line for line in lines if name in line}
-    points = [by_step[step] for step in sorted(by_step)]
+    line_by_step = {line["step"]: line for line in lines if name in line}
+    points = [line_by_step[step] for step in sorted(line_by_step)]
     return Curve(*(np.array([line.get(key) for line in points], dtype=float) for key in ("tokens", name)))
 
 
 def step_seconds(path: Path) -> float | None:
-    """Median seconds of a step, without the first 1 + `_WARM_UP_STEPS` steps (mean if no more were logged); None: none was logged."""
+    """Median seconds of a step after the first 1 + `_WARM_UP_STEPS`; mean of all steps if the log ends earlier, None if it has no step."""
     elapsed_times = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
-    durations = [after - before for before, after in itertools.pairwise(elapsed_times)][_WARM_UP_STEPS:]
+    durations = [end - start for start, end in itertools.pairwise(elapsed_times)][_WARM_UP_STEPS:]
     return statistics.median(durations or [elapsed_times[-1] / len(elapsed_times)]) if elapsed_times else None
 
 

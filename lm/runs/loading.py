@@ -88,7 +88,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
 
 
 def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
-    """`_inherited_keys` of a model folder, or of a swap of such a model; two empty dicts if the model has a training run."""
+    """The two dicts of `_inherited_keys` for a model folder, or for a swap of such a model; empty dicts if the model has a training run."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
@@ -165,7 +165,7 @@ class Loaded:
 
     @property
     def stamp(self) -> dict[str, Plain]:
-        """Fields of an evaluation that locate the weights in training: `step`, `tokens_seen`, `data_fingerprint`; untrained: 0, 0, None."""
+        """The model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation; 0, 0 and None without a training run."""
         step, tokens = self.metadata.get("step", 0), self.metadata.get("tokens", 0)
         return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
@@ -278,12 +278,12 @@ def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
     Shapes are compared on torch's meta device, which stores no values, so that huge shapes in a damaged file allocate no memory.
     """
     model, embedding = spec.model, weights.get("embedding.weight")
-    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    layer_indices = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     expected_shape = spec.vocab_size, model.n_embd
     if embedding is not None and embedding.shape != expected_shape:  # a width may be too large for torch to multiply
         return f"embedding.weight has shape {tuple(embedding.shape)}, the configuration implies {expected_shape}"
-    if len(layers) != model.n_layer:
-        return f"there are weights of {len(layers)} layers, model.n_layer is {model.n_layer}"
+    if len(layer_indices) != model.n_layer:
+        return f"there are weights of {len(layer_indices)} layers, model.n_layer is {model.n_layer}"
     with torch.device("meta"):
         return mismatch(spec.decoder().state_dict(), weights, "not a tensor of the model")
 

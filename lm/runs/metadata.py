@@ -57,16 +57,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> type:
         """OrderedDict if the file names it; for any other class that the file names, such as a tensor's, a placeholder class."""
-        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Nothing
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Placeholder
 
     def persistent_load(self, storage: object) -> None:
         """Return None in place of a tensor's storage, which is not read."""
 
 
-class _Nothing:
+class _Placeholder:
     """Placeholder for an object that is not plain data, such as a tensor; its constructor ignores all arguments."""
 
-    def __new__(cls, *arguments: object) -> "_Nothing":
+    def __new__(cls, *arguments: object) -> "_Placeholder":
         return object.__new__(cls)
 
 

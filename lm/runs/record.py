@@ -19,7 +19,7 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
 from lm.runs.evaluations import KIND, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations, validation_series
 from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_metrics, require_run
-from lm.runs.same_run import check_measured
+from lm.runs.same_run import check_evaluations
 from lm.schema import Plain, convert, flatten, yaml_scalar
 
 
@@ -84,7 +84,7 @@ def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
-    """All seeds that decided a run's weights: the seeds of the run it started from, then its own seed, then `data.seed` if set.
+    """All seeds that decided a run's weights: seeds of the run that trained its initial weights, its own seed, and `data.seed` if set.
 
     Consecutive equal seeds are listed once.
     """
@@ -96,14 +96,14 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
 
 # ---------------------------------------------------------------- how a run came to its end
 
-LEAST_RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
+LEAST_LOSS_RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
 
 
 def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
     """A text that says how a run diverged; empty if it didn't.
 
     A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its final loss is
-    above the unigram cross-entropy, and its training loss ended more than `LEAST_RISE` above the minimum.
+    above the unigram cross-entropy, and its training loss ended more than `LEAST_LOSS_RISE` above its minimum.
 
     final_series: validation loss at the run's last step; None: the run has not reached this step.
     """
@@ -113,7 +113,7 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
         return "final val/loss is not finite"
     losses = curve(lines, "train/loss").loss
     losses = losses[np.isfinite(losses)]
-    if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= LEAST_RISE:
+    if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= LEAST_LOSS_RISE:
         return ""
     return f"{reason_above_unigram}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
 
@@ -125,7 +125,7 @@ def tokens_before(environment: Mapping[str, Plain]) -> int:
 
 
 def loss_above_unigram(final_series: Series | None) -> str:
-    """A text if the final validation loss exceeds the unigram cross-entropy; empty if it doesn't, or if either value is not known."""
+    """A text that says that the final validation loss exceeds the unigram cross-entropy; empty if not, or if a value is not known."""
     loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
     level = references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
@@ -174,7 +174,7 @@ class RunRecord:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Seeds of the runs that its initial weights come from, then the run's own seeds. Equal seeds pair runs of two arms."""
+        """Seeds of the runs that trained the initial weights, then the run's own seeds. Runs of two arms with equal seeds are paired."""
         return seeds(self.config, self.environment)
 
     @property
@@ -184,7 +184,7 @@ class RunRecord:
 
     @property
     def reporting(self) -> "RunRecord":
-        """A copy of the record whose evaluations are restricted to reporting documents (`lm.runs.evaluations.selects`)."""
+        """A copy of the record whose evaluations keep only held-out documents that report results (`Series.reporting`)."""
         return replace(self, evaluations=tuple(evaluation.reporting for evaluation in self.evaluations))
 
     @property
@@ -251,7 +251,7 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     checkpoint = folder / CHECKPOINTS / LAST
     if evaluations and not checkpoint.is_file():
         gaps.append(f"no {CHECKPOINTS}/{LAST}, by which its evaluations could be checked")
-    elif evaluations and not check_measured(folder, evaluations, checkpoint, log, config_text):
+    elif evaluations and not check_evaluations(folder, evaluations, checkpoint, log, config_text):
         gaps.append("its evaluations carry no digest (made by an earlier version)")
     validation_lines = [line for line in lines if "val/loss" in line]
     if validation_lines and not any(evaluation.kind == KIND for evaluation in evaluations):

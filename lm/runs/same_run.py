@@ -40,15 +40,15 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
 def config_problems(
     config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, branches: bool = False
 ) -> list[Problem]:
-    """Every difference between `config` and the checkpoint's `training_config` that forbids resuming at `path`.
+    """Every difference between `config` and the checkpoint's `training_config` that forbids resuming from the checkpoint at `path`.
 
     metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
-    branches: whether a new run branches from the checkpoint; the new run may have another schedule.
+    branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
     """
     problems, compared_effects = [], ("same",) if branches else ("same", "branch")
     for key, (value, trained_value) in differences(to_plain(config, whole=True), to_plain(training_config, whole=True)).items():
         on_resume = effect_of(key).on_resume
-        if on_resume not in compared_effects or (branches and key == "branch_from") or _is_same_start(config, key, value, trained_value):
+        if on_resume not in compared_effects or (branches and key == "branch_from") or _is_moved_path(config, key, value, trained_value):
             continue
         remedy = "branch with that" if branches else "resume it with that, or choose another name"
         if on_resume == "branch":
@@ -59,10 +59,10 @@ def config_problems(
     return problems + _plan_problems(config, training_config, metadata["phase"], metadata["step"], path)
 
 
-def _is_same_start(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
-    """Whether two values of `init_from` or `branch_from` name the same run of an experiment, even if the experiment's folder has moved.
+def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
+    """Whether two paths (values of `init_from` or `branch_from`) name the same weights of an experiment whose folder has moved.
 
-    Only the ends of both paths are compared: within an experiment, run name and checkpoint step identify the weights.
+    Only the last parts of the paths are compared: run name and, for `branch_from`, checkpoint. False for a run outside experiments.
     """
     part_count = {"init_from": 1, "branch_from": 3}.get(key)
     return (
@@ -87,7 +87,7 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
     return environment
 
 
-def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None) -> bool:
+def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None) -> bool:
     """Check evaluations and log against the digests in a checkpoint; False if an older version left an evaluation without a digest.
 
     config_text: the content of the run's config.yaml, which is compared with the checkpoint's configuration; None: no comparison.
@@ -120,7 +120,7 @@ def check_measured(run: Path, evaluations: Sequence[Evaluation], checkpoint: Pat
 
 
 def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Check the log's first bytes against size and sha256 in a checkpoint's `metadata`; raises RunError. `content` None: no check."""
+    """Check that size and sha256 in a checkpoint's `metadata` fit the log's first bytes; raises RunError. `content` None: no check."""
     saved_seal = {**DEFAULT_DIGESTS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
@@ -158,7 +158,7 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) ->
 
 
 def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:
-    """A list with a problem if another trainer.max_steps changes the sequence lengths of steps up to `step`; else an empty list."""
+    """A list with a problem if `trainer.max_steps` of `config` changes the sequence lengths of steps up to `step`; else an empty list."""
     lengths = config.data.lengths
     schedules = (lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps) for run_config in (training_config, config))
     trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)
@@ -169,7 +169,7 @@ def _length_problems(config: Config, training_config: Config, step: int, path: P
 
 
 def _plan_problems(config: Config, training_config: Config, phase: int, step: int, path: Path) -> list[Problem]:
-    """Problems where normalizer, warm-up or end of a phase differ from training, up to `phase`, in which the checkpoint at `step` lies."""
+    """Problems where normalizer, warm-up or end of a phase differ from training, for phases from 0 to `phase`, the checkpoint's phase."""
     problems = []
     for index in range(phase + 1):
         setting = f"phases[{index}]" if config.phases else "model"

@@ -64,7 +64,7 @@ class Estimate:
     def half_width(self, family: int = 1) -> np.ndarray:
         """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
 
-        For a sample of equal values it is 0, or infinite where the values are too few for the sign-flip test to reach this level.
+        For a sample of equal values it is 0, or infinite if they are too few for a two-sided p of 0.05 / `family` by the sign-flip test.
         """
         from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
 
@@ -98,7 +98,7 @@ def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, large
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
-    """The 95 % interval of the mean of one column; None if the series has no intervals, or too few documents. `mean` replaces this mean."""
+    """The 95 % interval of one column's mean; None if `series` has no intervals, or too few documents. `mean` replaces its mean."""
     mean = float(series.means[column]) if mean is None else mean
     if series.interval == "none":
         return None
@@ -141,7 +141,7 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Means (columns,), their variances (columns,) and degrees of freedom, as in `over_documents`; `labels` (units,): documents."""
+    """(means, their variances, degrees of freedom) of values (units, columns), as in `over_documents`; `labels`: the units' documents."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
@@ -150,9 +150,9 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) 
     variance = (residuals**2 / (1 - fractions[:, None])).sum(0)
     # The variance is a quadratic form, of matrix G, in document means that are taken as equally spread; degrees: trace(G)^2 / trace(G G).
     u, square = fractions**2 / (1 - fractions), (fractions**2).sum()
-    first, second = u @ fractions, u @ fractions**2
+    first_moment, second_moment = u @ fractions, u @ fractions**2
     trace = (u * (1 + square - 2 * fractions)).sum()
-    square_trace = square**2 * u.sum() ** 2 - 4 * square * u.sum() * first + 2 * u.sum() * second + 2 * first**2
+    square_trace = square**2 * u.sum() ** 2 - 4 * square * u.sum() * first_moment + 2 * u.sum() * second_moment + 2 * first_moment**2
     square_trace += (u**2 * ((1 + square - 2 * fractions) ** 2 - (square - 2 * fractions) ** 2)).sum()
     return mean, variance, float(trace**2 / square_trace)
 
@@ -160,8 +160,8 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) 
 def over_seeds(values: np.ndarray) -> Estimate:
     """The estimate of means over seeds, by Student's t; `values` is (..., seeds), with at least two seeds."""
     values = np.asarray(values, dtype=float)
-    seeds, finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
-    values = np.where(finite, values, np.nan)
+    seeds, is_finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
+    values = np.where(is_finite, values, np.nan)
     return _estimate(values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds")
 
 
@@ -194,22 +194,22 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     weights, (*outer_shape, seeds, units) = np.asarray(weights, dtype=float), values.shape
     labels = np.unique(groups, return_inverse=True)[1]
     document_weights = np.bincount(labels, weights)
-    mask = document_weights > 0
-    if seeds < 2 or mask.sum() < FEWEST_CROSSED_DOCUMENTS or not np.isfinite(values).all():
+    has_weight = document_weights > 0
+    if seeds < 2 or has_weight.sum() < FEWEST_CROSSED_DOCUMENTS or not np.isfinite(values).all():
         return None
     seed_means = values @ weights / weights.sum()
     seed_variance, seed_degrees = seed_means.var(-1, ddof=1) / seeds, seeds - 1
     mean, document_variance, document_degrees = _mean_variance(values.mean(-2).reshape(-1, units).T, weights, labels)
     mean, document_variance = mean.reshape(outer_shape), document_variance.reshape(outer_shape)
-    sums = np.zeros((len(document_weights), *values.T.shape[1:]))
-    np.add.at(sums, labels, (weights * values).T)
-    sums = sums.T[..., mask]
+    document_sums = np.zeros((len(document_weights), *values.T.shape[1:]))
+    np.add.at(document_sums, labels, (weights * values).T)
+    document_sums = document_sums.T[..., has_weight]
     seed_deviations = (seed_means - seed_means.mean(-1, keepdims=True))[..., None]
-    interaction = sums - sums.mean(-2, keepdims=True) - seed_deviations * document_weights[mask]
+    interaction = document_sums - document_sums.mean(-2, keepdims=True) - seed_deviations * document_weights[has_weight]
     interaction_variance = (interaction**2).sum((-2, -1)) / (seeds * (seeds - 1)) / weights.sum() ** 2
     total = seed_variance + document_variance
     largest_value = np.abs(values).max((-2, -1))
-    coverage = f"{seeds} seeds and {mask.sum()} documents"
+    coverage = f"{seeds} seeds and {has_weight.sum()} documents"
     denominator = seed_variance**2 / seed_degrees + document_variance**2 / document_degrees
     degrees = np.divide(total**2, denominator, out=np.full(total.shape, float(seed_degrees)), where=denominator > 0)
     floors = (
@@ -222,8 +222,8 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
     """The number of independent trials that the questions of several sequences are worth: at most the number of questions.
 
-    It is the number of questions over the design effect. The design effect is the variance of right answers between sequences over the
-    binomial variance (Kish 1965; Korn and Graubard 1998), and is 1 with one question in each sequence. It is computed with two more
+    It is the number of questions divided by the design effect: the variance of right answers between sequences divided by the binomial
+    variance (Kish 1965; Korn and Graubard 1998), which is 1 with one question in each sequence. The effect is computed with two more
     sequences of mean size, one all right, one all wrong, as Agresti and Coull (1998) add to a fraction. So M sequences whose answers
     are all right (or all wrong) are M trials.
 
@@ -244,7 +244,7 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 def wilson(successes: float, trials: float) -> Interval:
     """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
 
-    `successes` may be fractional where a trial is a mean, such as over depths: the interval is as wide as for trials of 0 or 1.
+    `successes` may be fractional where a trial is a mean, such as over a needle's depths: the interval is as wide as for trials of 0 or 1.
     `trials` may be fractional where trials depend on each other (`effective_trials`).
     """
     if not trials:

@@ -35,19 +35,19 @@ class LearnedCounts:
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test of equal probabilities of learning.
 
-    p is multiplied by the number of comparisons and by `looks` (as in `verdicts`). There is no verdict of equivalence: a handful of runs
-    can't show that two probabilities are equal.
+    p is multiplied by the number of comparisons and by `looks`, how often the data may be judged. There is no verdict of equivalence: a
+    handful of runs can't show that two probabilities are equal.
 
     Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's test pairs the runs, but counts only
     seeds with which one arm has learned and the other has not: it can't reach 0.05 with fewer than 6 such seeds. A seed that is good or
     bad for both arms makes their results more alike. Equal arms then differ less often than Fisher's test allows for: it is conservative.
     """
     family = max(1, len(counts)) * looks
-    fewest = fewest_seeds(ALPHA / family)
-    return {name: _verdict(arm, family, fewest) for name, arm in counts.items()}
+    min_seeds = fewest_seeds(ALPHA / family)
+    return {name: _verdict(arm, family, min_seeds) for name, arm in counts.items()}
 
 
-def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
+def _verdict(counts: LearnedCounts, family: int, min_seeds: int) -> Verdict:
     (arm_count, base_count), seeds = counts.learned[0], counts.ended
     is_tested = counts.is_tuned and seeds >= counts.n_planned_seeds
     p = min(1.0, family * max(counts.p)) if is_tested else 1.0
@@ -63,9 +63,9 @@ def _verdict(counts: LearnedCounts, family: int, fewest: int) -> Verdict:
         kind, open_reason = "better" if arm_count > base_count else "worse", ""
     elif family * counts.p[0] <= ALPHA:
         reason = f"{finding}; but not so at the other rates that the arms were trained at"
-    elif seeds < fewest:
-        reason = f"{finding}; Fisher's exact test can show a difference from {fewest} seeds on"
-    return Verdict(kind, reason, None, p, (fewest, fewest, fewest), open_reason=open_reason, seeds=seeds if is_tested else 0)
+    elif seeds < min_seeds:
+        reason = f"{finding}; Fisher's exact test can show a difference from {min_seeds} seeds on"
+    return Verdict(kind, reason, None, p, (min_seeds, min_seeds, min_seeds), open_reason=open_reason, seeds=seeds if is_tested else 0)
 
 
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:
@@ -75,12 +75,12 @@ def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int)
     """
     total = successes + base_successes
     counts = range(max(0, total - base_runs), min(runs, total) + 1)
-    ways = {count: math.comb(runs, count) * math.comb(base_runs, total - count) for count in counts}
-    return sum(way for way in ways.values() if way <= ways[successes]) / math.comb(runs + base_runs, total)
+    n_selections = {count: math.comb(runs, count) * math.comb(base_runs, total - count) for count in counts}
+    return sum(n for n in n_selections.values() if n <= n_selections[successes]) / math.comb(runs + base_runs, total)
 
 
 def fewest_seeds(alpha: float) -> int:
-    """The fewest seeds with which `fisher_exact` can reach `alpha`: all runs of one arm have learned, and no run of the other arm."""
+    """The fewest seeds with which `fisher_exact` gives `alpha` or less if all runs of one arm have learned, and no run of the other arm."""
     return next(seeds for seeds in range(1, 1000) if fisher_exact(seeds, seeds, 0, seeds) <= alpha)
 
 
@@ -94,7 +94,7 @@ def clopper_pearson(successes: int, runs: int) -> Interval:
 
 
 def has_learned(value: float, level: float, better: Literal["lower", "higher"]) -> bool:
-    """Whether `value` is at least as good as `level`; a value that is not finite is not."""
+    """Whether `value` is at least as good as `level`; False if `value` is not finite."""
     return math.isfinite(value) and (value <= level if better == "lower" else value >= level)
 
 
@@ -112,16 +112,16 @@ def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float
     Returns:
         The number of tokens; 0 if the first evaluation has reached the level already, infinite if no evaluation has.
     """
-    previous: tuple[int, float] | None = None
+    previous_evaluation: tuple[int, float] | None = None
     for tokens_seen, value in zip(tokens, values, strict=True):
         if not math.isfinite(value):
             continue
         if has_learned(value, level, better):
-            if previous is None:
+            if previous_evaluation is None:
                 return 0.0
-            fraction = (previous[1] - level) / (previous[1] - value)
-            return math.exp(math.log(previous[0]) + fraction * math.log(tokens_seen / previous[0]))
-        previous = tokens_seen, value
+            fraction = (previous_evaluation[1] - level) / (previous_evaluation[1] - value)
+            return math.exp(math.log(previous_evaluation[0]) + fraction * math.log(tokens_seen / previous_evaluation[0]))
+        previous_evaluation = tokens_seen, value
     return math.inf
 
 

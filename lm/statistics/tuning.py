@@ -11,7 +11,7 @@ FEWEST_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
 Losses = Mapping[Rate, Sequence[float]]  # of one arm, by rate: the final selection loss of each tuning seed; inf: its run diverged
-ANY = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
+ANY_VALUE = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
 
@@ -34,38 +34,43 @@ def grid_rates(axes: Iterable[Iterable[float]]) -> list[Rate]:
 def rate_words(rate: Rate | str) -> str:
     """The text of a rate, given as a rate or as its cell (`rate_cell`), such as `0.002`, or `0.002 / 0.1` for two keys."""
     values = _split_cell(rate) if isinstance(rate, str) else key_values(rate)
-    return _SEPARATOR.join(ANY if value == ANY else f"{float(value):g}" for value in values)
+    return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in values)
 
 
 def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str | None:
     """The table cell that holds a rate: a number, or for several keys the text of their exact values; None for None.
 
-    presence: for each key, whether the run has the key (else its value is `ANY`); empty: the run has all keys.
+    presence: for each key, whether the run has the key (else its value is `ANY_VALUE`); empty: the run has all keys.
     """
     if rate is not None and not all(presence):
-        return _SEPARATOR.join(repr(value) if is_present else ANY for value, is_present in zip(key_values(rate), presence, strict=True))
+        return _SEPARATOR.join(
+            repr(value) if is_present else ANY_VALUE for value, is_present in zip(key_values(rate), presence, strict=True)
+        )
     return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
 
 def cells_by_partial_cell(
     cells: Iterable[float | str | None], grid: Iterable[float | str | None]
 ) -> dict[float | str, list[float | str | None]]:
-    """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY` that it stands for.
+    """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY_VALUE` that it stands for.
 
-    A run that lacks a tuned key has `ANY` in its cell. Such a cell stands for all `cells` with the same values of the other keys. It also
-    stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses of rates with equal losses. A key without
-    a value in `grid` is left out of the lists. Returns {} if no cell has `ANY`, or if cells of `grid` have different numbers of keys.
+    A run that lacks a tuned key has `ANY_VALUE` as that key's value. Its cell stands for all `cells` with the same values of its keys. It
+    also stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses if losses are equal. The lists omit
+    keys for which `grid` has no value. Returns {} if no cell has `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
     """
     cell_values, grid_values = ({cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
-    if not any(ANY in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
+    if not any(ANY_VALUE in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
         return {}
-    axes = [sorted({value for value in values if value != ANY}, key=float) for values in zip(*grid_values.values(), strict=True)]
+    axes = [sorted({value for value in values if value != ANY_VALUE}, key=float) for values in zip(*grid_values.values(), strict=True)]
     key_indices = [index for index, axis in enumerate(axes) if axis]
     expansion: dict[float | str, list[float | str | None]] = {}
     for cell, values in cell_values.items():
-        middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY else value for value, axis in zip(values, axes, strict=True)]
-        candidates = [middle, *(candidate for candidate in cell_values.values() if all(candidate[index] != ANY for index in key_indices))]
-        matches = (rate for rate in candidates if all(values[index] in (ANY, rate[index]) for index in key_indices))
+        middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY_VALUE else value for value, axis in zip(values, axes, strict=True)]
+        candidates = [
+            middle,
+            *(candidate for candidate in cell_values.values() if all(candidate[index] != ANY_VALUE for index in key_indices)),
+        ]
+        matches = (rate for rate in candidates if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices))
         rates = [[rate[index] for index in key_indices] for rate in matches]
         expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)]
     return expansion
@@ -119,7 +124,7 @@ def tuning_outcome(
 
 
 def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:
-    """The outcome with each arm's rate of lowest mean loss, among all or among `rates`; arms whose best rate is at an edge have none."""
+    """Each arm's rate of lowest mean loss in `rates` (None: all); arms whose best rate is at the grid's edge, or diverged, have none."""
     rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)
@@ -133,7 +138,7 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
     """The rates that the final seeds of each arm are trained at: its own rate, then the baseline's; for the baseline the rates of all arms.
 
-    Tuning seeds are few: a rate that tuning chose for one arm is tried with the other arm, too, before a verdict names a difference.
+    Tuning seeds are few: before a verdict names a difference, a rate chosen for an arm is tried with the baseline, too, and vice versa.
 
     Args:
         base: the baseline; if it has no rate, every arm is trained at its own rate alone.
@@ -165,7 +170,7 @@ def _grown_axes(
     """The axes, extended at each edge where an arm's rate (`rates_by_arm`) lies; an arm that diverged at every rate extends no axis."""
     edge_rates = [key_values(rate) for arm, rate in rates_by_arm.items() if mean_loss(losses[arm][rate]) < math.inf]
 
-    def first_possible(key_index: int, candidates: list[float]) -> list[float]:
+    def first_possible_value(key_index: int, candidates: list[float]) -> list[float]:
         """A list of the first of `candidates` that is possible for the tuned key number `key_index`; [] if no candidate is."""
         grids = ((value, grid_rates([*axes[:key_index], [value], *axes[key_index + 1 :]])) for value in candidates if value > 0)
         return [value for value, rates in grids if all(map(possible, rates))][:1]
@@ -174,8 +179,8 @@ def _grown_axes(
     for key_index, values in enumerate(axes):
         edge_values = {rate[key_index] for rate in edge_rates}
         halves = [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]  # a key of whole numbers takes the latter
-        smaller = first_possible(key_index, halves) if values[0] in edge_values else []
-        larger = first_possible(key_index, [values[-1] * 2]) if values[-1] in edge_values else []
+        smaller = first_possible_value(key_index, halves) if values[0] in edge_values else []
+        larger = first_possible_value(key_index, [values[-1] * 2]) if values[-1] in edge_values else []
         new_axes.append([*smaller, *values, *larger])
     return new_axes
 

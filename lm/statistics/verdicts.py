@@ -14,8 +14,8 @@ from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
 FEWEST_SEEDS = 3  # for a verdict: the spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
-FEWEST_EXACT = 6  # seeds from which the sign-flip test can reach 0.05
-MOST_EXACT = 30  # seeds up to which p of the sign-flip test is computed
+FEWEST_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
+MOST_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
 MOST_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
 
 Kind = Literal[
@@ -34,7 +34,7 @@ class Comparison:
     """The differences between an arm and the baseline in the primary metric, with the facts about runs that decide the verdict."""
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for several learning rates
-    # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`hardest_claim`)
+    # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`combine_over_rates`)
     by_rates: np.ndarray | Sequence[float]
     judged_pair: tuple[int, int] = (0, 0)  # indices in `by_rates` of the pair of rates that are judged
     diverged: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
@@ -72,7 +72,7 @@ class Comparison:
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
-        """The interval as in `interval`, from any estimates, such as over seeds and documents. It contains the interval at `judged_pair`.
+        """The interval of `interval`, from any estimates, such as over seeds and documents. It contains the interval at `judged_pair`.
 
         by_rates: the estimate at each pair of rates, (the arm's, the baseline's). Ends of the interval that depend on a NaN are NaN.
         """
@@ -83,8 +83,8 @@ class Comparison:
         shared_estimate = by_rates[:, : self.n_shared_rates]
         all_pairs = self.all_pairs
         arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
-        high = hardest_claim(by_rates.mean + by_rates.half_width(arm_rates * family), all_pairs)
-        low = -hardest_claim((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, all_pairs)
+        high = combine_over_rates(by_rates.mean + by_rates.half_width(arm_rates * family), all_pairs)
+        low = -combine_over_rates((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, all_pairs)
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
 
@@ -213,21 +213,21 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
-    expected, fewest, most = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
-    addition = f" ({fewest} to {most}, as the spread itself is known from few)" if fewest != most else ""
-    estimate = f"to find one of {margin_text} 4 times in 5 takes {expected} seeds{addition}"
+    expected_seeds, fewest_seeds, most_seeds = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
+    addition = f" ({fewest_seeds} to {most_seeds}, as the spread itself is known from few)" if fewest_seeds != most_seeds else ""
+    estimate = f"to find one of {margin_text} 4 times in 5 takes {expected_seeds} seeds{addition}"
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
 
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """Three numbers of `seeds_needed` for a difference of `margin`: for the measured spread, and for both ends of its 95 % interval."""
+    """The numbers in `Verdict.seeds_needed` for a difference of `margin`: for the measured spread, and the ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(comparison.at_rates[:, : comparison.n_shared_rates].shape[:2])
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
     return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates) for factor in (1.0, *factors))
 
 
-def hardest_claim(values: np.ndarray, all_pairs: bool) -> float:
+def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
     """The p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
 
     The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's rates, times their
@@ -242,35 +242,35 @@ def hardest_claim(values: np.ndarray, all_pairs: bool) -> float:
 
 
 def p_difference(comparison: Comparison) -> float:
-    """Two-sided p of the paired t test of mean 0 between the arms at their best rates; NaN where a difference is not finite.
+    """Two-sided p of the paired t test that the arms' mean difference at their best rates is 0; NaN where a difference is not finite.
 
-    It is at most 0.05 / family where `Comparison.interval` of this family leaves out 0. For equal differences the sign-flip test gives p.
+    It is at most 0.05 / family where `Comparison.interval(family)` leaves out 0. For equal differences the sign-flip test gives p.
     """
     estimates = comparison.estimates
-    return _two_sided(comparison, estimates.p(1), estimates.p(-1))
+    return _two_sided_p(comparison, estimates.p(1), estimates.p(-1))
 
 
 def p_exact(comparison: Comparison) -> float | None:
-    """Two-sided p of the sign-flip test of mean 0 between the arms at their best rates (Fisher 1935).
+    """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
 
-    It is exact where differences are symmetric about 0. None with fewer than `FEWEST_EXACT` or more than `MOST_EXACT` seeds.
+    It is exact where differences are symmetric about 0. None below `FEWEST_SIGN_FLIP_SEEDS` or above `MOST_SIGN_FLIP_SEEDS` seeds.
     """
     values = comparison.at_rates
-    if not FEWEST_EXACT <= values.shape[-1] <= MOST_EXACT:
+    if not FEWEST_SIGN_FLIP_SEEDS <= values.shape[-1] <= MOST_SIGN_FLIP_SEEDS:
         return None
-    return _two_sided(comparison, sign_flip(-values), sign_flip(values))
+    return _two_sided_p(comparison, sign_flip(-values), sign_flip(values))
 
 
-def _two_sided(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
+def _two_sided_p(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
     """The two-sided p of no difference between the arms at their best rates.
 
-    p_below, p_above: (arm's rates, baseline's rates), one-sided p of the hypotheses that the difference is not below 0, and not above 0.
+    p_below, p_above: (arm's rates, baseline's rates), one-sided p of the hypotheses that the difference is at least 0, and at most 0.
     """
 
     def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> float:
         shared_p = p[:n_shared_rates]
         corrected_p = shared_p if comparison.all_pairs else np.minimum(1.0, len(shared_p) * shared_p)
-        return float(np.maximum(p[judged_pair], hardest_claim(corrected_p, comparison.all_pairs)))
+        return float(np.maximum(p[judged_pair], combine_over_rates(corrected_p, comparison.all_pairs)))
 
     if comparison.higher_is_better:
         p_below, p_above = p_above, p_below
@@ -289,12 +289,12 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
     *outer_shape, seeds = values.shape
     if outer_shape:
         return np.array([sign_flip(row) for row in values])
-    first, second = (
+    first_sums, second_sums = (
         (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in np.array_split(values, 2)
     )
-    second = np.sort(second)
+    second_sums = np.sort(second_sums)
     threshold = values.sum() - 1e-12 * np.abs(values).sum()  # equal sums stay equal when they are added in another order
-    return (len(second) - np.searchsorted(second, threshold - first)).sum() / 2**seeds
+    return (len(second_sums) - np.searchsorted(second_sums, threshold - first_sums)).sum() / 2**seeds
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:

@@ -33,9 +33,9 @@ from lm.training.optimizers import parameter_groups
 from lm.training.starting import PhaseStart
 
 # A run with fewer tokens a parameter gets a note: a quarter of the 20 that use compute best (Hoffmann et al. 2022).
-FEWEST_TOKENS = 5
+FEWEST_TOKEN_RATIO = 5
 FEW_TOKENS = (
-    f"fewer than {FEWEST_TOKENS} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
+    f"fewer than {FEWEST_TOKEN_RATIO} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
 # A run that reads text more often gets a note: up to 4 times is about as good as new text (Muennighoff et al. 2023).
@@ -67,7 +67,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
     epochs, lengths = _source_epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
-    has_few_tokens = token_ratio < FEWEST_TOKENS and not (config.init_from or data.symbolic)
+    has_few_tokens = token_ratio < FEWEST_TOKEN_RATIO and not (config.init_from or data.symbolic)
     notes = has_few_tokens * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
@@ -144,7 +144,7 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups_text(config: Config, decoder: Decoder) -> str:
-    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name list their modules."""
+    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name list modules, too."""
     groups, texts = parameter_groups(decoder, config.optim), []
     group_counts = Counter(group["name"] for group in groups)
     for group in groups:
@@ -205,7 +205,7 @@ def _phases_text(config: Config, phase: int) -> str:
 def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]) -> dict[str, Plain]:
     """The content of environment.json: facts on which results depend, other than the configuration.
 
-    `old_facts`: environment.json of a resumed run, else facts on the initial weights. `starts` extends their list by this start's settings.
+    `old_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are appended to `starts`.
     """
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy") if find_spec(name)]

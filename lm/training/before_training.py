@@ -75,7 +75,7 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
 
 
 def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems of keys (model, normalizer, tasks, learned positions) that don't fit `source_model`, the model that `init_from` names."""
+    """A problem for each key (model, normalizer, tasks, learned positions) that doesn't fit `source_model`, which `init_from` names."""
     models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source_model.decoder.config))
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
@@ -101,7 +101,7 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems if a normalizer's options (except initial values), or its constants at this training length, differ from the source's."""
+    """Problems if a normalizer's options (except initial values), or its constants at this training length, differ in `source_model`."""
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
@@ -128,10 +128,10 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded)
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
     """Check that each phase, and each parameter group that optimizer or `optim.groups` name, has trained parameters; raises ConfigError."""
-    shape = decoder.normalizers()[0].layer
+    layer_shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
-        normalizers = (make_normalizer(phase.normalizer.layer_option(layer), shape) for layer in range(config.model.n_layer))
+        normalizers = (make_normalizer(phase.normalizer.layer_option(layer), layer_shape) for layer in range(config.model.n_layer))
         if any(True for normalizer in normalizers for _ in normalizer.parameters()):
             groups.add("normalizer")
         elif config.train_only:

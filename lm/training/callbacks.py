@@ -24,7 +24,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import OUT_OF_TIME, Device, OutOfTime, all_reduce_sum, peak_memory_bytes
 from lm.model.spec import flops_per_token
 from lm.plugins import PLUGINS
-from lm.report.evaluation_tables import logged
+from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, steps_saved
@@ -95,21 +95,21 @@ def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
 
     Matrices grow only while time remains: a CPU that emulates bf16 takes seconds for one product of `MAX_MATRIX_ROWS` rows.
     """
-    n_rows, best_rate, end = MAX_MATRIX_ROWS // 8, 0.0, time.perf_counter() + MEASURING_SECONDS
+    n_rows, best_flops_per_s, end = MAX_MATRIX_ROWS // 8, 0.0, time.perf_counter() + MEASURING_SECONDS
     while (begin := time.perf_counter()) < end:
         matrix = torch.ones(n_rows, n_rows, dtype=dtype)
         start = time.perf_counter()
         matrix @ matrix
         seconds = time.perf_counter() - start
-        best_rate = max(best_rate, 2 * n_rows**3 / seconds)
+        best_flops_per_s = max(best_flops_per_s, 2 * n_rows**3 / seconds)
         n_rows = min(MAX_MATRIX_ROWS, 2 * n_rows) if 8 * seconds < end - begin else n_rows
-    return best_rate
+    return best_flops_per_s
 
 
 def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
     """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the peak FLOPs a second of all devices together, is not known.
 
-    `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts all T x T scores, as PaLM and nanoGPT do.
+    `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts scores of all pairs of tokens, as PaLM and nanoGPT do.
     """
     if not peak:
         return {}
@@ -142,8 +142,8 @@ class StopOnSignal(StepCallback):
     """Ends training at SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the current step, on all ranks, with a checkpoint.
 
     A context manager around all phases of a run, which also records in `signal` a signal between two phases. A repeated signal ends the
-    process at once, except SIGHUP, which a closed terminal sends more than once. A different second signal doesn't: a parent that ends
-    after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    process at once, except SIGHUP, which a closed terminal sends more than once. A second signal of another number does not end it at
+    once: a parent that ends after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -240,7 +240,7 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Makes the measurements that are due, on all ranks, and writes each result to a file in evaluations/ and a line in metrics.jsonl.
 
-    Pictures take as long to draw as a short run takes to start: they are drawn only if a mirror of the log takes them, or at the last
+    Pictures take as long to draw as a short run takes to start: they are drawn only if a logger such as wandb shows them, or at the last
     step of a run outside experiments. Training time excludes measurements and pictures. If a measurement fails or exceeds its time
     limit, the failure is logged, and training continues unless `eval.on_error` is stop.
     """
@@ -265,7 +265,7 @@ class Evaluations(StepCallback):
             result = measurement.evaluate(decoder.to(device.device), device, step, tokens)
             module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
-                scores = logged(result)  # logged before its file is written: where a file is, nothing is missing
+                scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
                 self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
                 draws_picture = self.record.pictures or (step == self.max_steps and not self.config.experiment.name)
                 path = measurement.write(self.config.run_folder, result, draws_picture)
@@ -290,11 +290,11 @@ class Validate(Evaluations):
     """Measures the loss at the training length, every `eval.every` steps and at the end."""
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """Measure the validation loss, and record it as the best if it is the lowest so far on selecting documents. Returns the result."""
+        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so far."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
-            other_sequences = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
-            if math.isfinite(loss) and (other_sequences or loss < state.best.loss):
+            has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
+            if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
                 state.best = Best(result.step, loss, sha256)
                 self.record.summarize({"best/step": result.step, "best/selection_loss": loss})
         return result
@@ -416,7 +416,7 @@ class ProfileSteps(StepCallback):
 
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
-        self.window, self.profiler, self.first = run.config.trainer.profile, None, 0
+        self.window, self.profiler, self.first_step = run.config.trainer.profile, None, 0
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Print a note if all steps to profile were trained before this start, and no profile exists."""
@@ -430,7 +430,7 @@ class ProfileSteps(StepCallback):
             return
         on_gpu = self.machine.accelerator == "gpu"
         self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
-        self.first, begin = step, time.perf_counter()
+        self.first_step, begin = step, time.perf_counter()
         self.profiler.start()  # loads libraries first
         self.clock.exclude_since(begin)
 
@@ -440,7 +440,7 @@ class ProfileSteps(StepCallback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Write the profile of the steps so far if training stops, or a phase ends, within the range."""
-        if self.profiler and trainer.global_step >= self.first:
+        if self.profiler and trainer.global_step >= self.first_step:
             self._write_profile(trainer.global_step)
 
     def _write_profile(self, last_step: int) -> None:
@@ -448,10 +448,10 @@ class ProfileSteps(StepCallback):
         self.profiler.stop()
         folder = self.config.run_folder / PROFILE
         folder.mkdir(exist_ok=True)
-        path = folder / f"steps-{self.first}-{last_step}.txt"
+        path = folder / f"steps-{self.first_step}-{last_step}.txt"
         self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
         sort_key = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
         write_text(path, self.profiler.key_averages().table(sort_by=sort_key, row_limit=PROFILE_ROWS, max_name_column_width=60))
         self.profiler = None
         self.clock.exclude_since(begin)
-        self.progress.say(f"profile of steps {self.first} to {last_step}: {path}")
+        self.progress.say(f"profile of steps {self.first_step} to {last_step}: {path}")

@@ -19,7 +19,7 @@ from lm.machine import keep_freed_memory, threads_per_process, without_garbage_c
 from lm.model.device import OUT_OF_TIME, Machine, resolve_compile, resolve_device, resolve_precision
 from lm.model.spec import flops_per_token
 from lm.progress import StepProgress
-from lm.report.evaluation_tables import logged, print_results
+from lm.report.evaluation_tables import logged_means, print_results
 from lm.runs.checkpoints import link_checkpoint, load_checkpoint
 from lm.runs.evaluations import evaluation_files, evaluation_path, last_evaluations
 from lm.runs.folder import (
@@ -149,8 +149,7 @@ def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint
 
 def truncate_after(run: Path, step: int) -> list[str]:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines, evaluations, checkpoints.
-    Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns notes on unreadable log lines.
-    """
+    Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns notes on unreadable log lines."""
     pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
     for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern), *temporary_links]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
@@ -225,10 +224,10 @@ def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path,
     folder = config.run_folder
     due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
-    limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
+    time_limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
     for kind in [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
         options = config.eval.kinds.get(kind)
-        if options and options.max_seconds == limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
+        if options and options.max_seconds == time_limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
             print(f"{kind}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
         else:
             missing_kinds.append(kind)
@@ -239,11 +238,11 @@ def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path,
         results |= {result.evaluation.kind: result.evaluation for result in new_results}  # with more digits than in its file
         print_results(new_results, folder / EVALUATIONS)
     logged_names = {name for line in lines for name in line}
-    if unlogged_results := [result for result in results.values() if not logged(result).keys() <= logged_names]:
+    if unlogged_results := [result for result in results.values() if not logged_means(result).keys() <= logged_names]:
         truncate_metrics(folder / METRICS, step)  # a line that the kill cut short
         log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step, L.pytorch.loggers), True)
         for result in unlogged_results:
-            log.write({"step": step, "tokens": result.tokens_seen, **logged(result)})
+            log.write({"step": step, "tokens": result.tokens_seen, **logged_means(result)})
             log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
     changed_kinds = [kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))]

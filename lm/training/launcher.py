@@ -9,8 +9,8 @@ from typing import Literal
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError
 
-RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-COUNTS = (
+RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # environment variables
+COUNTS = (  # environment variables with other whole numbers of a launcher
     "WORLD_SIZE",
     "SLURM_NTASKS",
     "SLURM_STEP_NUM_TASKS",
@@ -57,9 +57,9 @@ def this_process(config: Config) -> Process:
 
 
 def end_with_parent(process: Process) -> None:
-    """If Lightning started this process, end this process soon after its parent, another process of the run, has ended.
+    """If Lightning started this process, end it soon after its parent, another process of the run, has ended.
 
-    Otherwise, after the parent was killed, its children would wait minutes for its tensors. The parent only records its id.
+    Children of a killed parent would otherwise wait minutes for its tensors. Called in the parent, it only records the parent's id.
 
     Raises RunError: the parent has ended already.
     """

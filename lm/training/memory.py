@@ -19,11 +19,11 @@ from lm.training.optimizers import implied_state
 
 
 class TensorMemory(TorchDispatchMode):
-    """A context that counts the bytes of tensors made within it and not yet freed, each storage once: `now`, and at the `peak`."""
+    """A context that counts the bytes of tensors made within it and not yet freed, each storage once: `current_bytes` and `peak_bytes`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0  # bytes held now, and the most bytes so far
+        self.current_bytes = self.peak_bytes = 0  # bytes held now, and the most bytes so far
         self._storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -36,8 +36,8 @@ class TensorMemory(TorchDispatchMode):
         return results
 
     def _add(self, n_bytes: int) -> None:
-        self.now += n_bytes
-        self.peak = max(self.peak, self.now)
+        self.current_bytes += n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
 
 _KNOWN_ESTIMATES: dict[str, int] = {}  # estimated bytes, by the repr of all values that determine them
@@ -47,8 +47,8 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations, logits): the
     maximum over phase `phase` and all later phases.
 
-    The estimate ignores `torch.compile`, which keeps less, isolated documents, evaluations, and the memory that Muon takes when activations
-    are freed. Muon takes 12 to 22 bytes x the larger of `BATCH_ELEMENTS` (lm.training.optimizers) and the entries of any one matrix.
+    The estimate ignores savings by `torch.compile`, isolated documents, evaluations, and the memory that Muon takes after activations are
+    freed: 12 to 22 bytes x the larger of `BATCH_ELEMENTS` (lm.training.optimizers) and the number of entries of the largest matrix.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     setup = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
@@ -70,7 +70,7 @@ def _step_bytes(config: Config, model: ModelConfig, vocab_size: int, bf16: bool,
         decoder.to_empty(device="cpu")
         if model.tied:
             decoder.head.weight = decoder.embedding.weight
-        weight_bytes = memory.now  # subtracted below, as `tensors` has the weights
+        weight_bytes = memory.current_bytes  # subtracted below, as `tensors` has the weights
         gradients = torch.empty(trained_bytes, dtype=torch.uint8)  # gradients of the step before
         tokens = torch.zeros(config.micro_batch, config.data.seq_len, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -86,7 +86,7 @@ def _step_bytes(config: Config, model: ModelConfig, vocab_size: int, bf16: bool,
         hidden.backward(scaled_gradients[0])
         del scaled_gradients
     sent_bytes = trained_bytes if config.world_size > 1 else 0  # copies of the gradients, which DDP sends
-    return memory.peak - weight_bytes + sum(tensor.nbytes for tensor in tensors) + sent_bytes
+    return memory.peak_bytes - weight_bytes + sum(tensor.nbytes for tensor in tensors) + sent_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:

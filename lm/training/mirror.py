@@ -64,7 +64,7 @@ class RunMirror(Mirror):
 
 
 class WandbMirror(RunMirror):
-    """Logs to a wandb run, which draws each metric over the number of tokens."""
+    """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
 
     name = "wandb"
     pictures = True
@@ -75,7 +75,7 @@ class WandbMirror(RunMirror):
         run.define_metric("*", step_metric="tokens")
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Send the chart of each series that a report shows over an axis, such as loss by position, and the evaluation's picture."""
+        """Send a chart of each series that has an axis and that reports show, such as loss by position, and the evaluation's picture."""
         import wandb
 
         charts: dict[str, object] = {}
@@ -83,8 +83,8 @@ class WandbMirror(RunMirror):
             if series.axis and series.shown:
                 axis, y = series.axis, series.metric
                 title = ", ".join(filter(None, (f"{y} by {axis.name}", series.what, series.setting)))
-                ends, x = axis.values[1:] if axis.bins else axis.values, axis.unit or axis.name
-                table = wandb.Table(columns=[x, y], data=[list(point) for point in zip(ends, series.means.tolist(), strict=True)])
+                x_values, x = axis.values[1:] if axis.bins else axis.values, axis.unit or axis.name
+                table = wandb.Table(columns=[x, y], data=[list(point) for point in zip(x_values, series.means.tolist(), strict=True)])
                 charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
         if picture.is_file():
             charts[result.kind] = wandb.Image(str(picture))
@@ -183,7 +183,7 @@ def project_of(log: LogConfig) -> str:
 def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
     """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is disabled.
 
-    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. Never prompts. If online fails, prints a note and logs offline.
+    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. Never prompts. If mode online fails, prints a note and logs offline.
 
     Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """
@@ -270,8 +270,8 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
 
     columns = list(dict.fromkeys(key for verdict in verdicts for key in verdict))
     cells = [[None if (cell := verdict.get(key)) is None else str(cell) for key in columns] for verdict in verdicts]
-    verdict_lines = [verdict for verdict in verdicts if "verdict" in verdict]  # all but the baseline
-    summary = {" ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"] for verdict in verdict_lines}
+    verdict_rows = [verdict for verdict in verdicts if "verdict" in verdict]  # all but the baseline
+    summary = {" ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"] for verdict in verdict_rows}
     try:
         run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
         run.summary.update(summary)

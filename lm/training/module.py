@@ -28,7 +28,7 @@ from lm.model.transfer import gradients_to_norm
 from lm.plugins import PLUGINS
 from lm.progress import StepProgress
 from lm.training.mirror import MetricLog
-from lm.training.optimizers import load_named_state, make_optimizer, set_rates
+from lm.training.optimizers import load_named_state, make_optimizer, set_learning_rates
 from lm.training.starting import PhaseStart, RunState
 
 
@@ -119,8 +119,8 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
 
 
 def gradient_norms(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield `train/grad_norm/layerL`: the norm of the gradients that a block's parameters hold (`lm.model.transfer.gradients_to_norm`).
-    Blocks without gradients are left out."""
+    """Yield `train/grad_norm/layerL`: the norm of the gradients of layer L's parameters (`lm.model.transfer.gradients_to_norm`).
+    Layers without gradients are left out."""
     for layer, block in enumerate(decoder.blocks):
         if grads := gradients_to_norm(block, decoder.config):
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
@@ -248,15 +248,15 @@ class TrainModule(L.LightningModule):
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean loss over tokens."""
         (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
-        targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
-        sums = torch.cat((terms.double(), targets.double().unsqueeze(0)))
+        n_targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
+        sums = torch.cat((terms.double(), n_targets.double().unsqueeze(0)))
         self.sums = sums if self.sums is None else self.sums + sums
         # Lightning divides the loss by `accumulation`, DDP the gradients by the number of ranks.
         return loss * (self.accumulation * self.trainer.world_size / self.config.optim.batch_tokens)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the step's learning rates."""
-        set_rates(optimizer, self.config, self.start.phase, self.global_step)
+        set_learning_rates(optimizer, self.config, self.start.phase, self.global_step)
 
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -271,19 +271,19 @@ class TrainModule(L.LightningModule):
         norm = torch.nn.utils.get_total_norm(gradients_to_norm(self.decoder, self.decoder.config))  # of the mean over tokens, not targets
         step_values = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
         host_values = copied_to_host([step_values, *(gradient_norms(self.decoder) if logs_layers else [])])
-        nll, z_loss, targets, stop, grad_norm = (host_values.pop(name) for name in step_values[0])
-        targets = max(1, int(targets))
-        if targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
-            factor = optim.batch_tokens / targets
+        nll, z_loss, n_targets, stop, grad_norm = (host_values.pop(name) for name in step_values[0])
+        n_targets = max(1, int(n_targets))
+        if n_targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
+            factor = optim.batch_tokens / n_targets
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             host_values = {name: value * factor for name, value in host_values.items()}
         self.last_step = Step(grad_norm, stop > 0, host_values)
         if math.isfinite(grad_norm) and math.isfinite(nll):
-            state.count_step(nll, z_loss, targets)
+            state.count_step(nll, z_loss, n_targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)
         else:
-            reason = f"the loss is {nll / targets:g}, the gradient's norm {grad_norm:g}"
+            reason = f"the loss is {nll / n_targets:g}, the gradient's norm {grad_norm:g}"
             skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
 
     def _sums_over_ranks(self) -> Tensor:

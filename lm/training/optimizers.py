@@ -25,14 +25,14 @@ BATCH_ELEMENTS = 2**24  # entries of the matrices that are orthogonalised togeth
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Optimizer with Muon for the group `matrices`, by projection of a fused matrix, and `torch.optim.AdamW` for all other groups.
+    """Optimizer with Muon for the group `matrices` (each projection in a fused matrix by itself), `torch.optim.AdamW` for all other groups.
 
     A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike
     torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for speed.
     Batches have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes of memory for each entry of a batch.
     The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
 
-    Args: the arguments of all `BUILDERS`; Muon's options include AdamW's.
+    Args: as for every builder in `BUILDERS`; Muon's options include AdamW's.
     """
 
     def __init__(self, options: Muon, groups: list[dict[str, object]], decoder: Decoder):
@@ -144,7 +144,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
 
 def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
-    """Make torch's AdamW; fused (one kernel for all parameters) where the device supports it."""
+    """Make torch's AdamW with betas and epsilon of `options`; fused (one kernel for all parameters) where the device supports it."""
     can_fuse = next(decoder.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=can_fuse)
 
@@ -154,7 +154,7 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Make the configured optimizer for the trained parameters; its learning rates are set later, by `set_rates`."""
+    """Make the configured optimizer for the trained parameters; its learning rates are set later, by `set_learning_rates`."""
     options, groups = optim.optimizer, parameter_groups(decoder, optim)
     parameter_ids = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
     builder = BUILDERS.get(options.name)
@@ -174,16 +174,16 @@ def freeze(decoder: Decoder, train_only: str | None) -> None:
         parameter.requires_grad_(not train_only or is_normalizer_parameter(name))
 
 
-def set_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
+def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
     """Give each group its learning rate for optimizer step `step` (0-based).
 
     The rates depend on the step alone, so that a schedule has no state to restore.
     """
-    rate = config.optim.lr_at(step, config.trainer.max_steps)
-    start = config.phase_ends[phase - 1] if phase else 0
-    warmup_factor = min(1.0, (step - start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
+    learning_rate = config.optim.lr_at(step, config.trainer.max_steps)
+    phase_start = config.phase_ends[phase - 1] if phase else 0
+    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
+        group["lr"] = learning_rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
 
 
 # ---------------------------------------------------------------- state by parameter name

@@ -1,4 +1,4 @@
-"""The start of a phase of a run, from random weights, another run's weights, or a checkpoint with its run's state; and checks of it."""
+"""The start of a phase of a run, from random weights, another run's weights, or a checkpoint; with checks that they fit the run."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from lm.training.optimizers import State, freeze, optimizer_mismatch, state_afte
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation loss (nats per target) so far on selecting documents, its step, and the hash of the sequences."""
+    """The lowest loss (nats per target) so far on validation sequences that choose the best checkpoint, its step, the sequences' hash."""
 
     step: int
     loss: float
@@ -35,7 +35,7 @@ class Best:
 
 @dataclass
 class RunState:
-    """The state of a run besides weights and optimizer, which checkpoints keep as metadata; all but time and digests agree on all ranks."""
+    """The state of a run besides weights and optimizer, kept as metadata of checkpoints; equal on all ranks, except time and digests."""
 
     best: Best | None = None  # the lowest validation so far
     skipped: int = 0  # steps whose update was skipped
@@ -166,7 +166,7 @@ def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> l
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
-    """The start of training from a checkpoint; if the checkpoint ends its phase, the next phase's normalizers are swapped in."""
+    """The start of training from a checkpoint; if it was saved at the end of a phase, the next phase's normalizers are swapped in."""
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
@@ -183,11 +183,11 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run from another run's checkpoint at `path`, facts on the other run for environment.json, and notes to print.
+    """The start of a new run from an earlier run's checkpoint at `path`, facts on the earlier run for environment.json, notes to print.
 
-    `lm.training.before_training` has checked that the configurations of both runs differ only where branching allows it.
+    `lm.training.before_training` has checked that the configurations of the two runs differ only where branching allows it.
 
-    Raises ConfigError or RunError where `check_resume` does, and RunError if files of the other run don't belong together.
+    Raises ConfigError or RunError where `check_resume` does, and RunError if files of the earlier run don't belong together.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]

@@ -99,9 +99,9 @@ def had_checkpoint(folder: Path) -> bool:
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
     first_step = (environment.get("branched_from") or {}).get("step", 0)
-    first_saved = min((first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps)
+    first_saved_step = min((first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps)
     evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]  # validation comes before a checkpoint
-    return any(step >= first_saved for step in evaluated_steps) or any(line.get("step", 0) > first_saved for line in lines)
+    return any(step >= first_saved_step for step in evaluated_steps) or any(line.get("step", 0) > first_saved_step for line in lines)
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
