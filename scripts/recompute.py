@@ -94,6 +94,13 @@ GAU = {
     "mixed-n-256": "relu^2, n = 256, mixed lengths",
     "mixed-n-sample": "relu^2, n of the sample, mixed lengths",
 }
+LAYERS = {
+    "softmax": "softmax",
+    "differential": "differential attention",
+    "gate_by_head": "output gate, one factor a head",
+    "softcap": "scores capped at 50",
+    "last_layer_without_rope": "last layer without RoPE",
+}
 BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
 NEEDLE_PUT_IN = {
     **FIXED_AT_256,
@@ -172,6 +179,14 @@ SHOWN = (
         matters=0.03,
         ranked=True,
         beside={"recall falls below 1/2 at": RECALL_ALL.half_length},
+    ),
+    Losses(
+        "text-layers",
+        "text-normalizers.md",
+        LAYERS,
+        against("softmax", LAYERS),
+        AT_256 | AT_2048 | AT_THE_END,
+        matters=0.03,
     ),
     *(
         Losses(

@@ -24,7 +24,7 @@ from lm.files import json_bytes, sealed
 from lm.model.device import Device
 from lm.runs.evaluations import MEASURING_PACKAGES, Evaluation, evaluation_path, measuring_code, read_evaluation
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
-from lm.runs.metadata import without_tensors
+from lm.runs.metadata import read_without_tensors
 from lm.runs.record import read_run
 from lm.runs.same_run import check_log
 
@@ -128,7 +128,7 @@ def test_a_log_that_was_read_before_its_run_saved_again_is_no_altered_one(tmp_pa
     with (run.config.run_folder / METRICS).open("a") as file:
         file.write(json.dumps({"step": 8, "tokens": 8, "lr": 0.1}) + "\n")
     save(run.config.run_folder, run.outcome.last_step)
-    check_log(run.config.run_folder, log.content, without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint)
+    check_log(run.config.run_folder, log.content, read_without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint)
 
 
 @pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)

@@ -192,7 +192,7 @@ def block_weights(device: torch.device) -> int:
 
 @cache
 def _gpu_block_weights(index: int | None) -> int:
-    """`block_weights` of GPU `index` (None: the current GPU). It is cached, as blocks of another size round sums differently."""
+    """Most weights in a query block on GPU `index` (None: the current). Cached, since sums in blocks of another size round differently."""
     if index is None:
         return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)

@@ -97,7 +97,7 @@ class ASEntmaxNormalizer(Entmax15Normalizer):
         self.w_b, self.w_g = (self.parameter(0.0, self.layer.n_head, self.layer.width) for _ in range(2))
 
     def query_features(self, x: Tensor) -> Tensor:
-        """b and g of each query, (B, H, T, 2)."""
+        """The coefficients b and g of the class's formula for each query, (B, H, T, 2)."""
         with routes.without_autocast(x.device):
             x = x.to(self.w_b.dtype)
             b, g = F.softplus(F.linear(x, self.w_b)), 2 * F.linear(x, self.w_g).tanh()

@@ -308,7 +308,7 @@ class TextStream:
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return sequences as `Stream.read` does; a slot holds the same tokens whatever the sequence length."""
+        """Return sequences as `Stream.read` does. A slot of `seq_len` tokens holds the same text whatever the sequences' `length`."""
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         return self.split.circular_windows(starts.ravel(), length, self.first_token, self.n_tokens), None
 

@@ -97,11 +97,11 @@ def describe(store: Store, samples: int) -> Iterator[str]:
     """Yield lines that report files, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
-    shards = sum(len(getattr(store, name).shards) for name in SPLITS)
+    n_shards = sum(len(getattr(store, name).shards) for name in SPLITS)
     yield f"{store.path}"
     yield f"fingerprint  {store.fingerprint}; the sha256 of all {len(manifest['files'])} files ({n_bytes / 1e6:,.1f} MB) is verified"
     vocabulary = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
-    yield f"tokens       {np.dtype(store.train.dtype)} in {shards} shard(s), {vocabulary}"
+    yield f"tokens       {np.dtype(store.train.dtype)} in {n_shards} shard(s), {vocabulary}"
     yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
     yield f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, {manifest['unreadable']['bytes']:,} bytes"
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])

@@ -210,7 +210,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums over all queries of a sequence by head, such as sums of weights by key position; rows that are not `is_defined` do not count.
+    """Sums over a sequence's queries by head, such as sums of weights by key position, without queries that are not `is_defined`.
 
     P: the shape of one head's sums, such as (2 x length,).
     """

@@ -80,7 +80,7 @@ class Procedure:
         self._choices: dict[str, Choice] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
-        """Return the run of an arm at a rate. `rates`: the rates of earlier arms, from which the rate of the source run is taken."""
+        """Return the run of an arm at a rate. `rates`: by arm, the rate of the run that it starts from, if it starts from another arm."""
         source = self.run(size, self._arms[arm.start], stage, rates[arm.start], seed, rates) if arm.start else None
         config = self._config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended_outcomes.get(config.run_folder)
@@ -410,7 +410,7 @@ class Procedure:
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:
-    """Check that finished runs measured a metric on the same sequences, with the options of their configurations. Raises RunError."""
+    """Raise RunError unless finished runs measured a metric on the same sequences, each with its own configuration's options."""
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""

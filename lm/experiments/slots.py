@@ -57,7 +57,7 @@ class Slots:
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def concurrent_devices(self) -> list[Devices]:
-        """List the GPUs of each run while all slots are taken, if every run takes as many GPUs as the run with the most GPUs."""
+        """For each run that can train at the same time, its GPUs; every run is taken to need as many GPUs as the run with the most."""
         size_arm, run_devices = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
         while (devices := self.devices(*size_arm, run_devices)) is not None:
             run_devices.append(devices)

@@ -61,9 +61,9 @@ def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Return the token pairs that BPE merges, highest score of the merged token first: sentencepiece's files list scores, not merges."""
-    splits = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
-    pairs = [split for split in splits if split[0] in scores and split[1] in scores]
-    return [(start, end) for start, end, _ in sorted(pairs, key=lambda split: (-split[2], -len(split[0])))]
+    halves = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
+    merges = [merge for merge in halves if merge[0] in scores and merge[1] in scores]
+    return [(start, end) for start, end, _ in sorted(merges, key=lambda merge: (-merge[2], -len(merge[0])))]
 
 
 def _token_ids(tokens: list[str]) -> dict[str, int]:

@@ -279,12 +279,12 @@ class Series:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The means that training logs to metrics.jsonl, by metric name (`logged`)."""
+        """The means of the series that training logs to metrics.jsonl, by their names in the log (`logged`)."""
         means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """The series as JSON data, with null for numbers that are not finite; values by unit and the curve are rounded to 1e-6."""
+        """The series as JSON data: null for numbers that are not finite, values of single sequences or documents and curves rounded to 1e-6."""
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]

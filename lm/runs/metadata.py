@@ -27,8 +27,8 @@ DIGEST_FIELDS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]],
 
 
 def load_metadata(path: Path) -> dict[str, object]:
-    """The checkpoint's metadata: step, phase, configuration ... Raises the errors of `without_tensors`."""
-    return without_tensors(path)["lm"]
+    """The checkpoint's metadata: step, phase, configuration ... Raises the errors of `read_without_tensors`."""
+    return read_without_tensors(path)["lm"]
 
 
 def best_step(folder: Path) -> int | None:
@@ -38,7 +38,7 @@ def best_step(folder: Path) -> int | None:
     return None
 
 
-def without_tensors(path: Path) -> dict[str, object]:
+def read_without_tensors(path: Path) -> dict[str, object]:
     """The content of a checkpoint with placeholders for its tensors, whose values are neither read nor verified.
 
     Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint in the folder.

@@ -12,7 +12,7 @@ from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.files import read_json
 from lm.runs.evaluations import Evaluation, evaluation_path, remedy
 from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields, seal
-from lm.runs.metadata import DIGEST_FIELDS, SHA256, without_tensors
+from lm.runs.metadata import DIGEST_FIELDS, SHA256, read_without_tensors
 from lm.schema import Plain, to_plain
 
 # Entries of environment.json that a resumed run reads; a model without a training run of its own lacks some.
@@ -96,7 +96,7 @@ def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: 
     or configuration or log were altered.
     """
     try:
-        content = without_tensors(checkpoint)
+        content = read_without_tensors(checkpoint)
         saved_digests = {**DEFAULT_DIGESTS, **content["lm"], SHA256: content.get(SHA256, {})}
         check_fields(saved_digests, DIGEST_FIELDS, checkpoint)
     except RunError as error:

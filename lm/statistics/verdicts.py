@@ -189,9 +189,9 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
 
-    def verdict(kind: Kind, reason: str, open_reason: str = "", is_beyond: bool = False) -> Verdict:
+    def verdict(kind: Kind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
         adjusted_p = None if exact_p is None else min(1.0, family * exact_p)
-        return replace(untested_verdict(kind, reason, open_reason), p=p, p_exact=adjusted_p, exceeds_margin=is_beyond, seeds=seeds)
+        return replace(untested_verdict(kind, reason, open_reason), p=p, p_exact=adjusted_p, exceeds_margin=is_beyond_margin, seeds=seeds)
 
     is_within = -margin < interval.low and interval.high < margin
     is_tied = comparison.estimates.error[comparison.judged_pair] == 0
@@ -199,10 +199,10 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     if interval.low > 0 or interval.high < 0:
         if is_within:
             return verdict("difference below margin", f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method})")
-        is_beyond = min(abs(interval.low), abs(interval.high)) >= margin
-        addition = f" and every difference below {margin_text}" if is_beyond else ""
+        is_beyond_margin = min(abs(interval.low), abs(interval.high)) >= margin
+        addition = f" and every difference below {margin_text}" if is_beyond_margin else ""
         kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
-        return verdict(kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", is_beyond=is_beyond)
+        return verdict(kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", is_beyond_margin=is_beyond_margin)
     if is_within:
         return verdict("no difference above margin", f"the interval holds {null} and lies within {margin_text}{method}")
     if is_tied and not interval.bounded:

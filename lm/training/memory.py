@@ -47,7 +47,7 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations, logits): the
     maximum over phase `phase` and all later phases.
 
-    The estimate ignores savings by `torch.compile`, isolated documents, evaluations, and the memory that Muon takes after activations are
+    The estimate leaves out what `torch.compile` saves, isolated documents and evaluations, and what Muon takes after activations are
     freed: 12 to 22 bytes x the larger of `BATCH_ELEMENTS` (lm.training.optimizers) and the number of entries of the largest matrix.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
