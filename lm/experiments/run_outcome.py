@@ -73,7 +73,7 @@ class Outcome:
         return divergence(self.log.lines, self._final_loss)
 
     @cached_property
-    def loss_above_unigram(self) -> str:
+    def not_learned(self) -> str:
         """Words for a final loss above the unigram cross-entropy; empty if the loss is not above it, or either is unknown."""
         return loss_above_unigram(self._final_loss)
 

@@ -284,7 +284,7 @@ class Series:
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """The series as JSON data: null for numbers that are not finite, values of single sequences or documents and curves rounded to 1e-6."""
+        """The series as JSON data: null for numbers that are not finite, values of sequences or documents and curves rounded to 1e-6."""
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
