@@ -79,7 +79,7 @@ def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path
     assert exploratory(procedure)[: len(arms)] == arms
     assert any(re.search(words, note) for note in procedure.notes()), procedure.notes()
     if list(changes) == ["arms"] and arms == ["log_n"]:
-        assert not procedure.exploratory("", "ssmax")
+        assert not procedure.is_exploratory("", "ssmax")
 
 
 def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
@@ -114,7 +114,7 @@ def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path,
     assert any(re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in experiment.notes()), (
         experiment.notes()
     )
-    assert experiment.exploratory("", "ssmax")
+    assert experiment.is_exploratory("", "ssmax")
 
 
 def test_an_arm_that_is_left_out_makes_all_exploratory(tmp_path, overrides):
@@ -132,7 +132,7 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
 
     started(tmp_path, overrides, arms=arms(6))
     procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
-    assert [procedure.exploratory("", arm) for arm in ("ssmax", "late", "later")] == [False, True, True]
+    assert [procedure.is_exploratory("", arm) for arm in ("ssmax", "late", "later")] == [False, True, True]
     assert any("arm later starts from an arm that has another configuration since" in note for note in procedure.notes())
 
 

@@ -22,7 +22,17 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
-from lm.diagnostics.attention_rows import LEAST_KEYS, NO_WEIGHT, NOT_FINITE, Measures, Values, exponent, half_octaves, orders, query_indices
+from lm.diagnostics.attention_rows import (
+    LEAST_KEYS,
+    NO_WEIGHT,
+    NOT_FINITE,
+    Measures,
+    Values,
+    exponent,
+    half_octaves,
+    query_indices,
+    shuffling_numbers,
+)
 from lm.evaluation.diagnostics import Diagnostics, describe, diagnostic_sequences, families
 from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
@@ -63,7 +73,7 @@ def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle:
     """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
-    vectors = measures.vectors(decoder, sample, order=orders(0, len(queries), LENGTH) if shuffle else None)
+    vectors = measures.vectors(decoder, sample, order=shuffling_numbers(0, len(queries), LENGTH) if shuffle else None)
     return measures.values(vectors[-1][None].numpy(), decoder.seq_len)
 
 
@@ -215,7 +225,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
         Measures(families(config), 2, 3, query_indices(length, 16), length),
         Decoder(decoder.config, VOCAB, train_length, seed=7),
     )
-    name, order = "effective keys", [orders(index, 16, length) for index in range(3)]
+    name, order = "effective keys", [shuffling_numbers(index, 16, length) for index in range(3)]
     for setting, words in zip(settings, ("", f", {settings[1].label}"), strict=True):
         model, other = (for_inference(each, setting).eval() for each in (decoder, untrained))
         sequences = [(index, held_out.batch([index])) for index in range(3)]

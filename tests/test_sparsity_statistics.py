@@ -13,7 +13,7 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
-from lm.diagnostics.attention_rows import Measures, Values, orders
+from lm.diagnostics.attention_rows import Measures, Values, shuffling_numbers
 from lm.evaluation.diagnostics import families
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -37,7 +37,7 @@ def batch(seed: int, isolated: bool = False) -> Batch:
 def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuffle: bool = False) -> Values:
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
-    order = [orders(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
+    order = [shuffling_numbers(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
     vectors = [measures.vectors(decoder, batch(index, isolated), order=order[index])[-1] for index in range(sequences)]
     return measures.values(torch.stack(vectors).numpy(), decoder.seq_len)
 

@@ -266,9 +266,9 @@ def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -
             if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
                 Progress().say(f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another one")
         hashes = FileHashes(folder.parent)
-        unknown_bytes = sum(entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"])
-        if unknown_bytes:
-            Progress().say(f"{folder}: checking the sha256 of {unknown_bytes / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
+        bytes_to_hash = sum(entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"])
+        if bytes_to_hash:
+            Progress().say(f"{folder}: checking the sha256 of {bytes_to_hash / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
 
         def sha256(path: Path) -> str:
             """Return the cached hash; if it differs from the manifest's, the hash of the file's present content."""

@@ -341,7 +341,7 @@ class Measures:
         return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 
 
-def orders(index: int, queries: int, length: int) -> Tensor:
+def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:
     """Random numbers (queries, length) by which scores of sequence `index` are shuffled, the same for each model: `index` is the seed."""
     return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
 

@@ -86,12 +86,12 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
         for block in attention_blocks(decoder, batch, queries, inputs=True, block=len(queries)):
             rows = AttentionRows.from_block(block)
             normalizer = block.normalizer
-            is_exp = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
-            is_exp &= type(normalizer).visible is Normalizer.visible  # a window that holds these sequences does not hold longer ones
-            is_exp &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
-            if is_exp or (any_map and bool((rows.n >= rows.queries).all())):
-                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, is_exp))
-                formula_holds[block.layer] = is_exp
+            is_exp_map = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
+            is_exp_map &= type(normalizer).visible is Normalizer.visible  # a window may hold these sequences and not longer ones
+            is_exp_map &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
+            if is_exp_map or (any_map and bool((rows.n >= rows.queries).all())):
+                parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, is_exp_map))
+                formula_holds[block.layer] = is_exp_map
     best_head: RetrievingHead | None = None
     for layer, blocks in parts.items():
         needle, other_scores, filler, n, slope, weight, effective_keys, entropy = (
@@ -105,27 +105,27 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
     return best_head
 
 
-def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler_ids: range, is_exp: bool) -> tuple[np.ndarray, ...]:
+def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool) -> tuple[np.ndarray, ...]:
     """Arrays for questions of a sequence of L tokens: the needle's score (Q, H), scores of other keys (Q, H, L), a mask of filler (Q, L),
     n (Q,), then slope, weight on the needle, N_eff and entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
-    weights = rows.weights if is_exp else (rows.magnitudes / rows.abs_sum.unsqueeze(-1)).nan_to_num()
+    weights = rows.weights if is_exp_map else (rows.magnitudes / rows.abs_sum.unsqueeze(-1)).nan_to_num()
     fractions = weights.double().transpose(0, 1)  # (Q, H, S)
-    scores = rows.scores.double().transpose(0, 1) if is_exp else fractions.clamp_min(1e-300).log()
+    scores = rows.scores.double().transpose(0, 1) if is_exp_map else fractions.clamp_min(1e-300).log()
     scores = scores.masked_fill(~rows.visible.unsqueeze(1), -math.inf)
     needle = scores[questions, :, evidence]
     other_scores = scores.clone()
     other_scores[questions, :, evidence] = -math.inf
     tokens = torch.as_tensor(example.tokens, device=device)
-    is_special = (tokens < filler_ids.start) | (tokens >= filler_ids.stop)  # in a pair or a question
-    filler = ~is_special[:keys] & ~torch.cat((is_special.new_ones(1), is_special[: keys - 1])) & rows.visible
-    growth = _shifted_scale(block, rows, length) - 1 if is_exp else torch.zeros_like(needle)
+    is_special = (tokens < filler.start) | (tokens >= filler.stop)  # in a pair or a question
+    is_filler = ~is_special[:keys] & ~torch.cat((is_special.new_ones(1), is_special[: keys - 1])) & rows.visible
+    growth = _shifted_scale(block, rows, length) - 1 if is_exp_map else torch.zeros_like(needle)
     slope = growth / torch.log1p(length / rows.n.double()).unsqueeze(-1)
     weight, entropy = fractions[questions, :, evidence], -torch.special.xlogy(fractions, fractions).sum(-1)
     effective_keys = 1 / fractions.square().sum(-1)
     pad = (0, length - keys)
-    padded_arrays = F.pad(other_scores, pad, value=-math.inf), F.pad(filler, pad)
+    padded_arrays = F.pad(other_scores, pad, value=-math.inf), F.pad(is_filler, pad)
     return tuple(values.cpu().numpy() for values in (needle, *padded_arrays, rows.n.double(), slope, weight, effective_keys, entropy))
 
 

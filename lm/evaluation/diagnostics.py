@@ -34,8 +34,8 @@ from lm.diagnostics.attention_rows import (
     exponent,
     half_octaves,
     mean,
-    orders,
     query_indices,
+    shuffling_numbers,
     visible_keys,
 )
 from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median_weights, prediction_lengths, retrieving_head
@@ -222,7 +222,7 @@ def statistics_of(
     def vectors(index: int) -> Tensor:
         batch = held_out.batch([index]).to(device.device)
         device.check_time()
-        model_values, shuffled_values = measures.vectors(decoder, batch, index, orders(index, len(queries), held_out.length))
+        model_values, shuffled_values = measures.vectors(decoder, batch, index, shuffling_numbers(index, len(queries), held_out.length))
         return torch.stack([model_values, *measures.vectors(untrained_decoder, batch, index), shuffled_values])
 
     def measure(indices: list[int]) -> Tensor:

@@ -85,7 +85,7 @@ class Tune:
 
     @property
     def rates(self) -> list[Rate]:
-        """All combinations of the grid's values, each with one value for every tuned key; [] without a grid."""
+        """The rates to try: all combinations of the grid's values, with one value for each tuned key; [] without a grid."""
         return grid_rates(self.axes) if self.grid else []
 
     @property

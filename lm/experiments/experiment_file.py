@@ -338,8 +338,8 @@ def check_experiment(experiment: Experiment) -> None:
 
 
 def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
-    """Words that name sizes and arms at the beginning of an error message. Empty if `size_arms` holds every arm in every size, unless
-    the only size has a name."""
+    """Words that name the sizes and arms that an error is about, for the beginning of its message. Empty if it is about all of them; a
+    single size that has a name is named even then."""
     if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
         return ""
     words = []

@@ -95,7 +95,7 @@ class Judgement:
         return {size_arm: self._comparison(*size_arm) for size_arm in self.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
-        """List the runs of an arm at its judged rate, ordered by seed; empty if the arm has no rate."""
+        """List an arm's final runs at the learning rate that judges the arm, ordered by seed; empty if no rate is chosen."""
         rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 

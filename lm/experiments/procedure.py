@@ -279,7 +279,7 @@ class Procedure:
                 notes.append(f"{prefix}arms have finished different seeds, means are over those in common: {seed_words}")
         return notes
 
-    def exploratory(self, size: str, arm: str) -> bool:
+    def is_exploratory(self, size: str, arm: str) -> bool:
         departures = (departure.place in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
         return bool(self.added_seeds or self.omitted_seeds) or any(departures)
 
@@ -309,7 +309,7 @@ class Procedure:
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
-            exploratory=[size_arm for size_arm in size_arms if self.exploratory(*size_arm)],
+            exploratory=[size_arm for size_arm in size_arms if self.is_exploratory(*size_arm)],
             key=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )

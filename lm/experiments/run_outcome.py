@@ -123,7 +123,7 @@ class Outcome:
         return next((series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None)
 
     @property
-    def sealed(self) -> bool:
+    def has_digests(self) -> bool:
         """Whether digests (older versions: none) tie the last step's evaluations to its weights; true without evaluations or checkpoint."""
         return self._last_evaluations[1]
 
@@ -134,8 +134,8 @@ class Outcome:
 
     @cached_property
     def _last_evaluations(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and the value of `sealed`. Raises RunError: the evaluations measured other weights, or
-        were altered."""
+        """The evaluations of the last step by file, and the value of `has_digests`. Raises RunError: they measured other weights, or were
+        altered."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
@@ -210,9 +210,10 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
                 sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
-    if missing_digest_count := sum(not run.sealed for _, run in finished_runs):
+    if missing_digest_count := sum(not run.has_digests for _, run in finished_runs):
         sentences.append(f"{missing_digest_count} runs' evaluations carry no digest (made by an earlier version)")
-    code_digests, changed_count = [(arm, evaluation.code) for arm, run in finished_runs if run.sealed for evaluation in run.evaluations], 0
+    code_digests = [(arm, evaluation.code) for arm, run in finished_runs if run.has_digests for evaluation in run.evaluations]
+    changed_count = 0
     names = dict.fromkeys(name for _, code in code_digests for name in code)
     current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:

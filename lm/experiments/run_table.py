@@ -300,7 +300,7 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
-    """Select the rows by which tuning chooses a rate: the rows of tuning runs, else all rows that choose rates."""
+    """Of rows that may be used to choose a rate, select those of runs with stage `tune`; all of them if there are none."""
     tuning_rows = selecting_rows[selecting_rows["stage"] == "tune"] if "stage" in selecting_rows else selecting_rows[:0]
     return selecting_rows if tuning_rows.empty else tuning_rows
 

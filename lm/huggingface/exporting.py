@@ -248,7 +248,7 @@ def _reason_not_computed(loaded_model: Loaded) -> str:
 
 
 def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
-    """Return the config.json fields of a model that modeling_lm.py computes: the arguments of modeling_lm.py's class `LmConfig`."""
+    """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class `LmConfig`."""
     spec = loaded_model.spec
     model = spec.model
     rope = model.position

@@ -93,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool) -> Tensor:
-    """Sums of the negative log-likelihoods and of the z-loss of some tokens, (2,) fp32. If `needs_grads`, `low_logits` is
+    """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`, `low_logits` is
     overwritten with the gradient of the two sums' total.
 
     A function of its own, so that the tensors it makes are freed before the next tokens' logits are read.

@@ -49,7 +49,7 @@ def initial_scale(config: ModelConfig, name: str) -> float:
     """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1 without it.
 
     With m times the base model's width and l times its depth it is m^-1/2 for hidden matrices and value embeddings, (m l)^-1/2 for
-    projections into the residual stream. All models divide these by sqrt(2 n_layer), too, so that in all they are multiplied by m^-1/2 / l.
+    projections into the residual stream. As every model divides these by sqrt(2 n_layer), they are m^-1/2 / l times the base model's.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):

@@ -298,7 +298,7 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
-    """Number and length of the sequences on which the run's series in the section were measured, as text by task; None: not stated."""
+    """Text on how many sequences, of which length, a section's series of a run were measured on, by task; None if they don't say it."""
     subject_amounts = [
         (line.subject, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount
     ]

@@ -240,8 +240,8 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     if unreadable_numbers and not lines:
         raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
     if unreadable_numbers:
-        line_numbers = f"{', '.join(map(str, unreadable_numbers[:5]))}{', ...' if len(unreadable_numbers) > 5 else ''}"
-        gaps.append(f"{METRICS}: unreadable lines were skipped ({line_numbers})")
+        line_numbers_text = f"{', '.join(map(str, unreadable_numbers[:5]))}{', ...' if len(unreadable_numbers) > 5 else ''}"
+        gaps.append(f"{METRICS}: unreadable lines were skipped ({line_numbers_text})")
     if not lines and (folder / METRICS).is_file():
         gaps.append(f"{METRICS} is empty: no training curve")
     elif not lines and not environment.get("swap"):  # swapped weights have no training curve

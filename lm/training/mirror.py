@@ -75,7 +75,7 @@ class WandbMirror(RunMirror):
         run.define_metric("*", step_metric="tokens")
 
     def evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Send a chart of each series that has an axis and that reports show, such as loss by position, and the evaluation's picture."""
+        """Send an evaluation to wandb: its picture, and a chart of each series that has an axis and is shown in reports."""
         import wandb
 
         charts: dict[str, object] = {}
