@@ -207,7 +207,7 @@ from lm.training.module import TrainModule
 close, training_step = MetricLog.close, TrainModule.training_step
 
 def slow_close(self):
-    if self.main:
+    if self.is_main:
         time.sleep(8)
     close(self)
 

@@ -99,7 +99,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
         verbose: whether progress is printed.
 
     Returns:
-        The measured values, with the columns of `lm.results`; for a model folder, no column but `run` and `folder` describes the run.
+        The measured values, with the columns of `lm.results`; of a model folder, only `run` and `folder` describe the run.
 
     Raises LMError: `lm eval` would end with this error.
     """

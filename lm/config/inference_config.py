@@ -97,7 +97,7 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """RoPE scaling and normalizer options with which a trained model is evaluated, by `lm.model.swapped`; the weights do not change."""
+    """RoPE scaling and normalizer options with which a trained model is evaluated (`lm.model.swapped.for_inference`); weights stay."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(

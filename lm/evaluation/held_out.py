@@ -396,7 +396,8 @@ class LongContext(Measurement):
 
 
 class ByLength(Measurement):
-    """Mean loss of the same stretches of held-out text, cut into sequences of each of `eval.by_length.lengths`, by inference setting."""
+    """Mean loss of the same held-out tokens, cut into sequences of each of `eval.by_length.lengths`, by inference setting: only the
+    context differs. A unit of its samples is a stretch of the longest length, with a value for each length."""
 
     kind = "by_length"
 

@@ -411,7 +411,7 @@ class Jobs:
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Yield the runs that can start: they have not ended, failed or started (`running_folders`), and any source run has finished."""
+        """Yield the runs that can start: not ended, failed or under way (`running_folders`), and without an unfinished source run."""
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source

@@ -203,7 +203,7 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
 
 
 def read_blocks(path: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the changed configuration keys (null: none) by name of arm or size. `value`: the content of `path`, `arms` or `sizes`."""
+    """Return changed configuration keys by name of arm or size, {} for null. `value`: the content of `path`, `arms` or `sizes`."""
     if not isinstance(value, dict):
         problems.append(Problem(path, value, "must be a map from names to what they change"))
         return {}

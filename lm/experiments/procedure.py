@@ -80,7 +80,7 @@ class Procedure:
         self._choices: dict[str, Choice] = {}
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
-        """Return the run of an arm at a rate. `rates`: by arm, the rate of the run that it starts from, if it starts from another arm."""
+        """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
         source = self.run(size, self._arms[arm.start], stage, rates[arm.start], seed, rates) if arm.start else None
         config = self._config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended_outcomes.get(config.run_folder)

@@ -300,7 +300,7 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
-    """Of rows that may be used to choose a rate, select those of runs with stage `tune`; all of them if there are none."""
+    """Select the rows of runs with stage `tune` among rows that may choose a rate; without such runs, return all of the rows."""
     tuning_rows = selecting_rows[selecting_rows["stage"] == "tune"] if "stage" in selecting_rows else selecting_rows[:0]
     return selecting_rows if tuning_rows.empty else tuning_rows
 

@@ -139,7 +139,7 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, if they have no handler. Yields the list of received signals."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, unless handled or ignored. Yields the list of received signals."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -102,7 +102,7 @@ def _interval_unit(unit: str, coverage: str) -> str:
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of the differences to the baseline that have an interval, in a column for each noise that intervals cover (`coverage`)."""
+    """A table of differences to the baseline that have an interval; a column for each kind of noise that intervals cover (`coverage`)."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.line.metric) for difference in differences]
@@ -298,7 +298,7 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
-    """Text on how many sequences, of which length, a section's series of a run were measured on, by task; None if they don't say it."""
+    """Text on how many sequences, of which length, a section's series of a run were measured on, by task; None if no series says it."""
     subject_amounts = [
         (line.subject, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount
     ]

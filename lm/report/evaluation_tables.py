@@ -84,7 +84,7 @@ def logged_means(evaluation: Evaluation) -> dict[str, float]:
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
     """Print tables for each kind of evaluation: for many metrics only the overall means, for long curves only the first and last values.
 
-    `output`: the file or folder that holds all numbers, printed as the place of the omitted numbers; None: print how to write such a file.
+    `output`: the file or folder that holds all numbers. Runs with different data fingerprints are not comparable.
     """
     folders = {result.folder for result in results}
     several_runs, has_equal_names = len(folders) > 1, len({folder.resolve().name for folder in folders}) < len(folders)

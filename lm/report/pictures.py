@@ -401,7 +401,7 @@ def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[flo
 
 
 def token_unit(count: float) -> tuple[float, str]:
-    """The unit of an axis of up to `count` tokens, and the label of the axis: 1e6 and `tokens seen (millions)`."""
+    """The unit of an axis of up to `count` tokens, and the label of the axis, such as 1e6 and `tokens seen (millions)`."""
     unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if count >= size), (1, ""))
     return unit, f"tokens seen ({word})" if word else "tokens seen"
 

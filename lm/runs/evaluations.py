@@ -77,8 +77,8 @@ class Sample:
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
     """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports use all other units.
 
-    `documents`, (units,): label of each unit's document. By a hash of label and data `fingerprint`, about a third of the documents are
-    selecting documents, which choose checkpoints and rates; all others are reporting documents, whose results are reported.
+    `documents`, (units,): label of each unit's document. By a hash of label and data `fingerprint`, about a third are selecting
+    documents, which choose checkpoints and rates. All others are reporting documents, whose results are reported.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]

@@ -174,7 +174,7 @@ def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> l
 def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
     """Text with each task's name and weight; if sequences must repeat, also the numbers of drawn and of distinct sequences.
 
-    If the run trains on text, too, the text ends with the estimated fraction of targets that are answers.
+    With text in the mixture it ends with the fraction of targets that are answers, of each task's first sequences at the first length.
     fractions: fraction of the run's tokens at each sequence length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens

@@ -295,7 +295,7 @@ def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
 
 
 class MetricLog:
-    """Appends metrics as JSON lines to metrics.jsonl (`path`) and sends them to the mirrors; only rank 0 (`is_main`) writes the file."""
+    """Appends metrics as JSON lines to metrics.jsonl (`path`) and sends them to the mirrors, on rank 0 (`is_main`) alone."""
 
     def __init__(self, path: Path, mirrors: Sequence[Mirror], is_main: bool):
         self.path, self.mirrors, self.is_main = path, [*mirrors], is_main

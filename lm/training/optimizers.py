@@ -89,7 +89,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.dtype) -> Tensor:
-    """Approximate each matrix by its nearest orthogonal matrix: singular values that aren't near 0 become values from 0.7 to 1.2.
+    """Approximate the orthogonal matrix nearest to each matrix: singular values not near 0 become values from 0.7 to 1.2.
 
     Args:
         matrices: (N, rows, columns), bfloat16.

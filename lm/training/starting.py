@@ -103,9 +103,9 @@ class PhaseStart:
 def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
-    The facts have one entry, `started_from`: `path`, `step`, `tokens` and `normalizer` of the source model, 12 digits of the sha256 of
-    its `weights`, `arm` and `seeds` of the run that trained it (lm.runs.record). `tokens_before`: tokens on which the initial weights
-    of that run were trained, if any.
+    The facts have one entry, `started_from`: `path`, `step`, `tokens` and `normalizer` of the source model, and `weights`, 12 digits of
+    their sha256. `arm` and `seeds` are those of the run that trained it (lm.runs.record), `tokens_before` the tokens on which the initial
+    weights of that run were trained, if any.
 
     source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
