@@ -217,7 +217,7 @@ def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots,
     assert times["", "kind29"] > times["", "kind0"]
     assert [path.name for path in procedure.experiment.folder.iterdir()] == ["pilot.json"]
     pilots.clear()
-    with pytest.raises(RunError, match="no arm was timed within 10 s"):
+    with pytest.raises(RunError, match="no arm was timed within 0 s"):
         run_times(experiment(tmp_path, "other"), costs(procedure) | {("", "ssmax"): costs(procedure)["", "slow"]}, Slots(1), 0.0)
     assert not pilots
 
