@@ -76,14 +76,14 @@ class Problem:
 
 
 class ConfigError(LMError):
-    """Raised for an invalid configuration; its text lists the problems, one per line, at most the first `most_lines`."""
+    """Raised for an invalid configuration; its text lists the problems, one per line, at most the first `max_lines`."""
 
     exit_code = 2
-    most_lines = 30
+    max_lines = 30
 
     def __init__(self, problems: list[Problem] | list[str] | str):
         self.problems = [problem for problem in problems if isinstance(problem, Problem)] if isinstance(problems, list) else []
         lines = [str(problem) for problem in problems] if isinstance(problems, list) else [problems]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
-        remainder = [f"... and {len(lines) - self.most_lines} more"] if len(lines) > self.most_lines else []
-        super().__init__(head + "\n  ".join(lines[: self.most_lines] + remainder))
+        remainder = [f"... and {len(lines) - self.max_lines} more"] if len(lines) > self.max_lines else []
+        super().__init__(head + "\n  ".join(lines[: self.max_lines] + remainder))

@@ -18,7 +18,7 @@ from lm.errors import ConfigError, LMError
 from lm.files import write_together
 
 FIRST = 2  # the weight of a single key is 1 whatever p_1, which is never trained
-LARGEST_POWER = 4.0
+MAX_POWER = 4.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ def fits(p: np.ndarray) -> dict[str, Fit]:
     def error(k: float) -> float:
         return float(np.square(p - _line(power(k), p)[2]).sum())
 
-    k = float(minimize_scalar(error, bounds=(-LARGEST_POWER, LARGEST_POWER), method="bounded", options={"xatol": 1e-7}).x)
+    k = float(minimize_scalar(error, bounds=(-MAX_POWER, MAX_POWER), method="bounded", options={"xatol": 1e-7}).x)
     log, of_power = _line(np.log(n), p), _line(power(k), p)
     return {
         "constant": _fit("b", {"b": p.mean()}, np.full_like(p, p.mean()), p),

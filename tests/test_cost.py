@@ -152,8 +152,8 @@ def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
 def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch: pytest.MonkeyPatch):
     """A CPU adds up the few distances of a window; a GPU takes its fused kernel, as for any window."""
     config, estimates = tiny(*LARGER, "model.normalizer={name: window, size: 4}"), []
-    for most_keys in (4, 0):
-        monkeypatch.setattr("lm.attention.distance.LARGEST_LOOP_WINDOW", most_keys)
+    for max_keys in (4, 0):
+        monkeypatch.setattr("lm.attention.distance.MAX_LOOP_WINDOW", max_keys)
         monkeypatch.setattr("lm.training.memory._KNOWN_ESTIMATES", {})
         estimates.append([estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu")])
     (on_cpu, on_gpu), (fused_on_cpu, fused_on_gpu) = estimates

@@ -221,5 +221,5 @@ def test_heads_whose_copies_would_take_much_memory_are_computed_after_each_other
     q, k, v = inputs(600, 700, 32, 48, heads=5)
     together = causal_softmax(q, k, v, 0.2)
     for most in (1, 1500, 3000):
-        monkeypatch.setattr(cpu_kernel, "MOST_KEYS", most)
+        monkeypatch.setattr(cpu_kernel, "MAX_KEYS", most)
         assert torch.equal(causal_softmax(q, k, v, 0.2), together)

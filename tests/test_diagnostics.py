@@ -23,7 +23,7 @@ from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
 from lm.diagnostics.attention_rows import (
-    LEAST_KEYS,
+    MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
     Measures,
@@ -127,7 +127,7 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
             for head in range(len(weights)):
                 actual = {name: array[0, block.layer, head, query] for name, array in values.by_query.items()}
                 row, keys = weights[head, query], visible[query]
-                if keys.sum() < LEAST_KEYS or not np.abs(row).sum():
+                if keys.sum() < MIN_KEYS or not np.abs(row).sum():
                     assert all(np.isnan(value) for name, value in actual.items() if name not in (NOT_FINITE, NO_WEIGHT)), actual
                     continue
                 expected = naive(row, keys, query - positions[query], query, sums_to_one)
@@ -165,7 +165,7 @@ def test_shuffled_scores_keep_their_distribution_and_lose_their_places():
         np.testing.assert_allclose(shuffled[name], as_is[name], rtol=1e-4)
     near, far = (values["mean distance"][:, :, 0] for values in (as_is, shuffled))  # the head of the steeper slope
     assert np.nanmean(near) < 16
-    assert np.nanmean(far) == pytest.approx(np.mean([(n - 1) / 2 for n in range(LEAST_KEYS, LENGTH + 1)]), rel=0.1)
+    assert np.nanmean(far) == pytest.approx(np.mean([(n - 1) / 2 for n in range(MIN_KEYS, LENGTH + 1)]), rel=0.1)
 
 
 @torch.no_grad()
@@ -204,8 +204,8 @@ def test_an_exponent_is_that_of_a_power_law_and_needs_two_octaves():
 
 def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_length():
     assert query_indices(1024, 6) == [31, 63, 127, 255, 511, 1023]
-    assert query_indices(LEAST_KEYS, 64) == [31]
-    assert query_indices(LEAST_KEYS - 1, 64) == []
+    assert query_indices(MIN_KEYS, 64) == [31]
+    assert query_indices(MIN_KEYS - 1, 64) == []
     n = np.array([32.0, 90, 91, 128, 129, 256, math.nan])
     assert half_octaves(n, 128) == [(32, 32), (65, 91), (92, 128), (129, 181), (182, 256)]
 

@@ -11,7 +11,7 @@ from fabricated import save
 from reported import build_run, write_report
 
 from lm.report.comparison import compare_runs
-from lm.report.comparison_pictures import MOST_POINTS, drawn_runs, layer_curves, layer_pictures, quantity_title
+from lm.report.comparison_pictures import MAX_POINTS, drawn_runs, layer_curves, layer_pictures, quantity_title
 from lm.runs.folder import METRICS
 from lm.runs.record import read_run
 
@@ -66,7 +66,7 @@ def test_a_line_is_the_median_over_heads_of_scores_the_largest_and_no_spike_is_l
     picture = layer_pictures(["softmax"], drawn_runs(compare_runs([read_run(run)])))["dynamics"]
     rows = list(csv.DictReader(io.StringIO(picture.csv)))
     scores = [row for row in rows if row["panel"] == "Largest score"]
-    assert len(scores) == 200 <= MOST_POINTS  # of 600 steps
+    assert len(scores) == 200 <= MAX_POINTS  # of 600 steps
     assert {(row["of"], row["y"]) for row in scores} == {("softmax, seed 1, layer0", "6")}
     norms = [row["y"] for row in rows if row["panel"] == "Gradient norm before clipping"]
     assert (set(norms), norms.count("100")) == ({"0.5", "nan", "100"}, 1)

@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import DataConfig, Files, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load
-from lm.data.encoding import LONGEST_WORD, Document, cuts_between_words, encode_all, pieces, short_words
+from lm.data.encoding import MAX_WORD_LENGTH, Document, cuts_between_words, encode_all, pieces, short_words
 from lm.data.inspect import describe
 from lm.data.prepare import prepare
 from lm.data.sources import read_archive
@@ -271,7 +271,7 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
 
 
 def test_a_tokenizer_is_trained_on_short_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.data.encoding.LONGEST_WORD", 4)
+    monkeypatch.setattr("lm.data.encoding.MAX_WORD_LENGTH", 4)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"abcdefgh{number} " * 500)
     store = prepare(DataConfig(Files(paths=[str(tmp_path)]), TrainedTokenizer(262), root=str(tmp_path / "stores")))
@@ -283,7 +283,7 @@ def test_long_words_are_cut():
     blob = "ab" * 5_000
     cut = list(short_words(f"some words {blob} and {blob}"))
     assert "".join(cut) == f"some words {blob} and {blob}"
-    assert max(len(word) for text in cut for word in text.split()) == LONGEST_WORD
+    assert max(len(word) for text in cut for word in text.split()) == MAX_WORD_LENGTH
     assert list(short_words("words " * 5_000)) == ["words " * 5_000]
 
 

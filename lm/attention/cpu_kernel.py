@@ -26,7 +26,7 @@ from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, usable_cor
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
 ROWS, WIDTH = 12, 32  # queries and keys of a tile
-MOST_KEYS = 2**17  # keys, summed over heads, that one call computes: it holds copies of their operands
+MAX_KEYS = 2**17  # keys, summed over heads, that one call computes: it holds copies of their operands
 COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
@@ -47,7 +47,7 @@ def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
     output = v.new_empty(*q.shape[:2], v.size(2))
-    n_heads = max(1, MOST_KEYS // k.size(1))
+    n_heads = max(1, MAX_KEYS // k.size(1))
     for tensors in zip(*(x.split(n_heads) for x in (q, k, v, output)), strict=True):
         _run_kernel(*tensors, scale)
     return output

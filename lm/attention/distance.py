@@ -8,7 +8,7 @@ from lm.attention.normalizer import Normalizer, SoftmaxNormalizer, logits
 from lm.attention.options import LARGEST, LONGEST, Options
 from lm.schema import key
 
-LARGEST_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
+MAX_LOOP_WINDOW = 4  # keys of the largest window that a CPU computes faster in a loop over distances
 
 
 @dataclass
@@ -90,7 +90,7 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.to(dtype)
 
     def _has_few_keys(self, device: str) -> bool:
-        return self.options.size <= LARGEST_LOOP_WINDOW and device == "cpu"
+        return self.options.size <= MAX_LOOP_WINDOW and device == "cpu"
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
         """Decode as `Normalizer.decode`; the state is (keys, values) of the latest w - 1 tokens."""

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lm.attention.layout import uncompiled
-from lm.attention.routes import SMALLEST_SUM, gradient_of_sums, spans, without_autocast
+from lm.attention.routes import MIN_SUM, gradient_of_sums, spans, without_autocast
 
 TILE = 256  # queries and keys of one tile
-LARGEST_HEAD = 128  # the largest head size that the Triton kernel takes
+MAX_HEAD_SIZE = 128  # the largest head size that the Triton kernel takes
 OLDEST_TRITON = (3, 4)
 
 
@@ -89,7 +89,7 @@ class _ElementwiseAttention(torch.autograd.Function):
                     if over_sum:
                         row_sum += w.sum(-1, keepdim=True)
                 if over_sum:
-                    sums[:, a:b] = row_sum.masked_fill_(row_sum < SMALLEST_SUM, torch.inf)
+                    sums[:, a:b] = row_sum.masked_fill_(row_sum < MIN_SUM, torch.inf)
                     output_block /= row_sum
                 output[:, a:b] = output_block
         ctx.save_for_backward(q, k, v, shift, *((output, sums) if over_sum else ()))
@@ -149,8 +149,8 @@ def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """The reason why `elementwise_attention` takes tiles for q and k of `dtype` and head size `size`; empty if it takes the kernel."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
-    if size > LARGEST_HEAD:
-        return f"the Triton kernel has no head size over {LARGEST_HEAD}"
+    if size > MAX_HEAD_SIZE:
+        return f"the Triton kernel has no head size over {MAX_HEAD_SIZE}"
     if device.type != "cuda" and not is_interpreted():
         return "the Triton kernel needs a CUDA GPU"
     return _why_unusable(device)

@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lm.attention import cpu_kernel
 from lm.attention.layout import AttentionLayout, uncompiled
 
-SMALLEST_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
+MIN_SUM = 1e-24  # a query whose weights would be divided by a smaller sum has weights 0
 
 _simulated_device: torch.device | None = None
 
@@ -57,12 +57,12 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
     """Multiply `rows` (B, H, T, size), weights or outputs, by `factor`, expandable to (B, H, T), or if `factor` is None divide by `total`.
 
-    `total` is (B, H, T, 1); a row with less than `SMALLEST_SUM` becomes 0, as where relu(z)^2 is 0 for all keys. Returns fp32 or wider.
+    `total` is (B, H, T, 1); a row with less than `MIN_SUM` becomes 0, as where relu(z)^2 is 0 for all keys. Returns fp32 or wider.
     """
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
         total = total.to(wide_dtype)
-        return rows.to(wide_dtype) / total.masked_fill(total < SMALLEST_SUM, torch.inf)
+        return rows.to(wide_dtype) / total.masked_fill(total < MIN_SUM, torch.inf)
     return rows * factor.unsqueeze(-1).to(wide_dtype)
 
 
@@ -179,8 +179,8 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 BLOCK_WEIGHTS = 2**21  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
-LEAST_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
-MOST_GPU_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
+MIN_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
+MAX_GPU_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
 WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes: softpick's takes 42
 MEMORY_DIVISOR = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
 
@@ -197,20 +197,20 @@ def _gpu_block_weights(index: int | None) -> int:
         return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)
     weights = max(free_bytes // (MEMORY_DIVISOR * WEIGHT_BYTES), BLOCK_WEIGHTS)
-    return min(2 ** (weights.bit_length() - 1), MOST_GPU_WEIGHTS)
+    return min(2 ** (weights.bit_length() - 1), MAX_GPU_WEIGHTS)
 
 
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """(first query, last query + 1, number of keys) of each block.
 
     A causal block has the keys up to its last query, rounded up to eighths of all keys: blocks of few different sizes reuse memory. On a
-    CPU a causal block has at most an eighth of the sequence's queries, or `LEAST_BLOCK_WEIGHTS` weights if that is more.
+    CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS` weights if that is more.
     """
     device, length, keys, row_weights = executing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
-    eighth_of_keys, most_weights = -(-keys // 8), block_weights(device)
+    eighth_of_keys, max_weights = -(-keys // 8), block_weights(device)
     if device.type == "cpu" and layout.causal:
-        most_weights = min(most_weights, max(row_weights * eighth_of_keys, LEAST_BLOCK_WEIGHTS))
-    step = max(1, most_weights // row_weights)
+        max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))
+    step = max(1, max_weights // row_weights)
     return [(a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.causal else keys) for a, b in spans(length, step)]
 
 

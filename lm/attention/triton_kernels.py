@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lm.attention.routes import SMALLEST_SUM, gradient_of_sums
+from lm.attention.routes import MIN_SUM, gradient_of_sums
 
-LEAST_SUM = tl.constexpr(SMALLEST_SUM)
+KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
 WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
 PIECE_COLUMNS = 128  # columns of v that a program holds; wider values take further programs, which compute the weights again
 # Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes reads shared memory
 # beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
-FEWEST_COLUMNS = 64
+MIN_COLUMNS = 64
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _forward(
         if SUMMED:
             row_sum += tl.sum(w.to(tl.float32), 1)
     if SUMMED:
-        row_sum = tl.where(row_sum < LEAST_SUM, float("inf"), row_sum)
+        row_sum = tl.where(row_sum < KERNEL_MIN_SUM, float("inf"), row_sum)
         total /= row_sum[:, None]
         if tl.program_id(1) == 0:
             tl.store(sums + n * T + i, row_sum, mask=i < T)
@@ -177,7 +177,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
     Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of GPUs that have
     no more than 99 KiB.
     """
-    min_columns = FEWEST_COLUMNS if dtype == torch.bfloat16 else 16
+    min_columns = MIN_COLUMNS if dtype == torch.bfloat16 else 16
     block_d, block_e = (max(min_columns, triton.next_power_of_2(x)) for x in (size, min(width, PIECE_COLUMNS)))
     is_small = dtype == torch.bfloat16 and block_d + block_e <= 128
     return {

@@ -117,8 +117,8 @@ def read_spool(path: Path) -> Iterator[str]:
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
-MIN_ANSWERS_PER_SYMBOL, MOST_COUNTED_SEQUENCES = 16, 8192  # limits of `_answer_counts`: answers per symbol, sequences per task
-MOST_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
+MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192  # limits of `_answer_counts`: answers per symbol, sequences per task
+MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 
@@ -158,7 +158,7 @@ class OmissionCounts:
             raise error
         self.unreadable["count"] += 1
         self.unreadable["bytes"] += error.n_bytes or 0
-        if len(self.unreadable["first"]) < MOST_LISTED_ERRORS:
+        if len(self.unreadable["first"]) < MAX_LISTED_ERRORS:
             self.unreadable["first"].append(str(error))
 
     def words(self, copies: int = 0) -> str:
@@ -286,9 +286,9 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
     """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,). If these sequences have
-    fewer than `min_answers` answers in total, more sequences of each task are counted, up to `MOST_COUNTED_SEQUENCES`."""
+    fewer than `min_answers` answers in total, more sequences of each task are counted, up to `MAX_COUNTED_SEQUENCES`."""
     counts, sequences = np.zeros(n_symbols, np.int64), 0
-    while sequences < TASK_SEQUENCES or (sequences < MOST_COUNTED_SEQUENCES and counts.sum() < min_answers):
+    while sequences < TASK_SEQUENCES or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
             sequence = example(task, STORE_SEED, sequences, length, subset)
             np.add.at(counts, sequence.tokens[1:][sequence.answers], 1)

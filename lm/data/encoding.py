@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch: encoding needs a hundred times its bytes
 PIECE_CHARACTERS = 1 << 20  # characters of a piece, in which a long document is encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
-LONGEST_WORD = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
+MAX_WORD_LENGTH = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text at these places, too
 
@@ -125,10 +125,10 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def short_words(text: str) -> Iterator[str]:
-    """Yield a text in parts to train a tokenizer on; words of `LONGEST_WORD` or more characters, e.g. base64, are cut at this length."""
+    """Yield a text in parts to train a tokenizer on; words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are cut at this length."""
     begin = 0
-    for word in re.finditer(rf"(?<!\S)\S{{{LONGEST_WORD},}}", text):
-        for end in range(word.start() + LONGEST_WORD, word.end() + 1, LONGEST_WORD):
+    for word in re.finditer(rf"(?<!\S)\S{{{MAX_WORD_LENGTH},}}", text):
+        for end in range(word.start() + MAX_WORD_LENGTH, word.end() + 1, MAX_WORD_LENGTH):
             yield text[begin:end]
             begin = end
     yield text[begin:]

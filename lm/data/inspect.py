@@ -11,7 +11,7 @@ from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
 
 N_GRAM = 13  # tokens, as in GPT-3's study of contamination (arXiv 2005.14165, appendix C)
-MOST_SAMPLED_N_GRAMS = 2**17  # most held-out n-grams that are looked up for a source
+MAX_SAMPLED_N_GRAMS = 2**17  # most held-out n-grams that are looked up for a source
 _BLOCK_TOKENS = 2**22  # training tokens hashed at a time
 _FILTER_BITS = 24  # bits of a hash that index a table of 16 MB, which rules out most training n-grams
 _HASH_BASE = 0x9E3779B97F4A7C15  # odd base of the polynomial hashes, modulo 2^64
@@ -20,7 +20,7 @@ _HASH_BASE = 0x9E3779B97F4A7C15  # odd base of the polynomial hashes, modulo 2^6
 def overlap(store: Store) -> list[tuple[str, int, float]]:
     """Return (label, number of held-out n-grams looked up, fraction of them that also occur in the training text) for each source.
 
-    An n-gram is a window of `N_GRAM` tokens of one document. All n-grams of a source, or `MOST_SAMPLED_N_GRAMS` evenly spaced n-grams, are
+    An n-gram is a window of `N_GRAM` tokens of one document. All n-grams of a source, or `MAX_SAMPLED_N_GRAMS` evenly spaced n-grams, are
     looked up by 64-bit hash. Sources without held-out n-grams are left out. The training tokens are read once, in blocks.
     """
     hashes_by_source, first_token = [], 0
@@ -52,7 +52,7 @@ def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) 
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)
-    starts = first + np.unique(np.linspace(0, n_windows - 1, min(n_windows, MOST_SAMPLED_N_GRAMS)).astype(np.int64))
+    starts = first + np.unique(np.linspace(0, n_windows - 1, min(n_windows, MAX_SAMPLED_N_GRAMS)).astype(np.int64))
     windows = split.take(starts, N_GRAM)
     windows = windows[(windows != end_of_text).all(1)]
     return n_gram_hashes(windows.ravel())[::N_GRAM]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
 INDEX_LIMIT = 2**63
-MOST_ATTEMPTS = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
-MOST_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
+MAX_ATTEMPTS = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
+MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
 
@@ -85,8 +85,8 @@ class Draw:
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def attempts(self) -> Iterator[int]:
-        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after `MOST_ATTEMPTS`."""
-        yield from range(MOST_ATTEMPTS)
+        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after `MAX_ATTEMPTS`."""
+        yield from range(MAX_ATTEMPTS)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def accepts(self, *contents: int) -> bool:
@@ -127,14 +127,14 @@ class Text:
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
         """Return `count` consecutive tokens of a random window, int64 (count,), within one document if possible. The window may cross
-        documents if no document is long enough, or if all of `MOST_ATTEMPTS` random windows cross documents.
+        documents if no document is long enough, or if all of `MAX_ATTEMPTS` random windows cross documents.
 
         Raises TaskError: the split has fewer than `count` tokens.
         """
         split = self._splits[draw.subset]
         if split.n_tokens < count:
             raise TaskError(f"{count} tokens of filler are more than the {split.n_tokens} of the split")
-        for _ in range(MOST_ATTEMPTS if split.longest > count else 1):
+        for _ in range(MAX_ATTEMPTS if split.longest > count else 1):
             start = draw.integer(split.n_tokens - count + 1)
             begin, end = np.searchsorted(split.offsets, (start, start + count - 1), "right")
             if begin == end and start > split.offsets[begin - 1]:  # a document begins with the end-of-text token
@@ -371,7 +371,7 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
             outside lm made an invalid sequence.
     """
     draw = Draw(seed, subset, index)
-    for tries_left in reversed(range(MOST_CONTENT_DRAWS)):
+    for tries_left in reversed(range(MAX_CONTENT_DRAWS)):
         try:
             generator = GENERATORS.get(type(task))
             sequence = generator(task, draw, length, text) if generator else task.make(draw, length, text)

@@ -23,7 +23,7 @@ from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
 
 NO_FIRST = ", no first"  # ending of names of statistics without the first token (`Statistic.without_first`)
-LEAST_KEYS = 32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
+MIN_KEYS = 32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ def _query_by_key(values: Tensor) -> Tensor:
 
 
 def query_indices(length: int, count: int) -> list[int]:
-    """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `LEAST_KEYS` keys to the last query.
+    """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `MIN_KEYS` keys to the last query.
 
     The queries are evenly spread over the logarithm of the number of keys, so that each octave has equally many queries. Short sequences
     have fewer queries than `count`, as indices are not repeated.
     """
-    key_counts = np.geomspace(LEAST_KEYS, length, count) if length >= LEAST_KEYS else []
+    key_counts = np.geomspace(MIN_KEYS, length, count) if length >= MIN_KEYS else []
     return sorted({round(float(keys)) - 1 for keys in key_counts})
 
 
@@ -311,8 +311,8 @@ class Measures:
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _write_statistics(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `LEAST_KEYS` or more keys into `parts`, arrays of `shapes`; `start`: index of the first query."""
-        indices = (rows.n >= LEAST_KEYS).nonzero().squeeze(-1)
+        """Write statistics of rows with `MIN_KEYS` or more keys into `parts`, arrays of `shapes`; `start`: index of the first query."""
+        indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
         (row_values, *sums), row_indices, rows, layer = parts, indices.cpu() + start, rows.select(indices), rows.layer

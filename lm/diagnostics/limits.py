@@ -33,7 +33,7 @@ from torch import Tensor
 from lm.config.eval_config import LimitsConfig
 from lm.diagnostics import lemmas
 from lm.diagnostics.attention_rows import (
-    LEAST_KEYS,
+    MIN_KEYS,
     AttentionRows,
     DerivedNumbers,
     Family,
@@ -207,7 +207,7 @@ def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tu
 # ---------------------------------------------------------------- the theorems
 
 
-MOST_PRODUCTS = 2**22  # the most products of keys' vectors with sums s in memory at a time
+MAX_PRODUCTS = 2**22  # the most products of keys' vectors with sums s in memory at a time
 FEW_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
 DISTANCES = ("largest weights", "random keys, uncorrected", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
 SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
@@ -215,8 +215,8 @@ DIFFERENCES = ("one direction", "largest of all directions", "spectral norm")
 
 
 def octaves(length: int) -> list[tuple[int, int]]:
-    """Octaves of the number of visible keys, (first, last), from `LEAST_KEYS` to all tokens of a sequence."""
-    edges = [LEAST_KEYS * 2**power for power in range(40) if LEAST_KEYS * 2**power < length] or [LEAST_KEYS]
+    """Octaves of the number of visible keys, (first, last), from `MIN_KEYS` to all tokens of a sequence."""
+    edges = [MIN_KEYS * 2**power for power in range(40) if MIN_KEYS * 2**power < length] or [MIN_KEYS]
     return [(low, high - 1) for low, high in pairwise([*edges, length + 1])]
 
 
@@ -252,8 +252,8 @@ class Theorems:
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
         """Sums over queries of d~ (see the module) of N largest and N random keys (`DISTANCES`), by N and octave; None without queries."""
 
-        def measure(octave_rows: AttentionRows, most_keys: int) -> Tensor:
-            counts = [count for count in many_key_counts(length) if count <= most_keys / 4]
+        def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
+            counts = [count for count in many_key_counts(length) if count <= max_keys / 4]
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
@@ -269,7 +269,7 @@ class Theorems:
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
         """Sums over queries of the quantities `SEPARABLE` of N largest keys, by N and octave; the last two describe whole layers."""
 
-        def measure(octave_rows: AttentionRows, most_keys: int) -> Tensor:
+        def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts, heads = few_key_counts(length), len(octave_rows.weights)
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class Theorems:
         Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 logits are q.k / T.
         """
 
-        def measure(octave_rows: AttentionRows, most_keys: int) -> Tensor:
+        def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             is_left_out = octave_rows.is_first_token & (not self.config.first_token)  # its score stays, and its weight does not count
 
             def weights_at(scores: Tensor, temperature: Tensor | float) -> Tensor:
@@ -326,7 +326,7 @@ class Theorems:
         keys = slice(int(key_indices[0]), int(key_indices[-1]) + 1)
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
         heads, queries, width = weights.shape
-        size, values = max(1, MOST_PRODUCTS // (points * width)), []
+        size, values = max(1, MAX_PRODUCTS // (points * width)), []
         for index, vectors in enumerate(x):  # one x for all heads, or one for each head
             head_weights = weights if len(x) == 1 else weights[index : index + 1]
             visible = rows.visible[:, keys].expand(head_weights.shape).flatten(0, 1)

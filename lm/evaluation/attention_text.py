@@ -84,7 +84,7 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
 # ---------------------------------------------------------------- pictures
 
 
-MOST_LABELS = 40  # the most tokens with which the axes show each token's text
+MAX_LABELS = 40  # the most tokens with which the axes show each token's text
 DECADES = 4  # powers of ten below the largest weight that the colours cover
 
 
@@ -111,7 +111,7 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
     row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
     grids: list[list[Map | None]] = []  # the maps of each model, row by row
     for model, columns in zip(models, column_counts, strict=True):
-        labels, axis_note, maps = _labels(model), "" if len(model.tokens) <= MOST_LABELS else ", token (character)", []
+        labels, axis_note, maps = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token (character)", []
         for layer, head in model.heads:
             title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
             weights, axes = model.maps.weights[layer, head], (f"key{axis_note}", labels, labels)
@@ -119,15 +119,15 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
         grids.append(maps + [None] * (row_count * columns - len(maps)))
     starts = [(grid, row * columns, columns) for row in range(row_count) for grid, columns in zip(grids, column_counts, strict=True)]
     cells = [cell for grid, start, columns in starts for cell in grid[start : start + columns]]
-    side = 4.2 if min(len(model.tokens) for model in models) <= MOST_LABELS else 2.9
+    side = 4.2 if min(len(model.tokens) for model in models) <= MAX_LABELS else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)
     return Picture(cells, [], "", sum(column_counts), (side, side), shared="xy" if same_tokens else "x")
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Axis labels: each token's text for up to `MOST_LABELS` tokens; for more tokens the token (and character) index of five cells."""
+    """Axis labels: each token's text for up to `MAX_LABELS` tokens; for more tokens the token (and character) index of five cells."""
     count, size = len(model.tokens), model.maps.size
-    if count <= MOST_LABELS:
+    if count <= MAX_LABELS:
         return [token_label(token) for token in model.tokens]
     labels = [""] * -(-count // size)
     for mark in np.linspace(0, count - 1, 5).round().astype(int) // size * size:
@@ -143,8 +143,8 @@ def token_label(token: str) -> str:
 
 
 CELLS_A_SIDE = 128  # along each side of a map
-MOST_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
-MOST_TEXT_TOKENS = 2**16  # the longest text, for models without learned positions
+MAX_HEADS = 16  # the most heads of a model that are shown, unless layers or heads are named
+MAX_TEXT_TOKENS = 2**16  # the longest text, for models without learned positions
 Indices = list[int] | None  # of layers or heads; None: all
 
 
@@ -156,7 +156,7 @@ def show_attention(
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are over `MOST_HEADS`.
+        layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are over `MAX_HEADS`.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of eval.diagnostics.inference and trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
@@ -200,10 +200,10 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
-    most_tokens = model.spec.seq_len if has_end else MOST_TEXT_TOKENS
-    if len(ids) > most_tokens:
+    max_tokens = model.spec.seq_len if has_end else MAX_TEXT_TOKENS
+    if len(ids) > max_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"
-        raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {most_tokens:,}; give a shorter one")
+        raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {max_tokens:,}; give a shorter one")
     layer_count, head_count = model.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
     for name, indices, count in (("layer", layers, layer_count), ("head", heads, head_count)):
         if wrong_indices := [index for index in indices or [] if not 0 <= index < count]:
@@ -220,8 +220,8 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
             with torch.autocast(device.type, enabled=False):
                 maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS_A_SIDE)
             shown_heads = [(layer, head) for layer in layers or range(layer_count) for head in heads or range(head_count)]
-            if layers is None and heads is None and len(shown_heads) > MOST_HEADS:
-                shown_heads = maps.most_concentrated(MOST_HEADS)
+            if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
+                shown_heads = maps.most_concentrated(MAX_HEADS)
             count_prefix = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
             size_text = f"{len(ids):,} tokens, {len(text):,} characters; {count_prefix}{maps.effective.size} heads"
             size_text += f"; a cell is the largest of {maps.size} x {maps.size} weights" if maps.size > 1 else ""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from lm.diagnostics.attention_rows import HEAD, KEYS, LEAST_KEYS, NO_FIRST
+from lm.diagnostics.attention_rows import HEAD, KEYS, MIN_KEYS, NO_FIRST
 from lm.diagnostics.sparsity import condensation_scale, exp_sparsity, identity_sparsity, relu2_sparsity, relu_sparsity, simulated_sparsity
 from lm.report.pictures import Map, Panel, Picture, Trace, logarithmic_ticks
 from lm.runs.evaluations import Series, number
@@ -101,7 +101,7 @@ def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[
     """
     if not any(entry.metric == CLOSED_FORM for entry in series):
         return []
-    keys = LEAST_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
+    keys = MIN_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
     rows = {ending: _head_metrics(series, ending) for ending in ("", NO_FIRST)}
     columns = [(x, frame) for x, frame in PANELS if any(np.isfinite(x(heads) + heads[CLOSED_FORM]).any() for heads in rows[""].values())]
     return [[_theory_panel(heads, ending, x, frame, keys, settings) for x, frame in columns] for ending, heads in rows.items()]

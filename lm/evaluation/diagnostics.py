@@ -22,7 +22,7 @@ from lm.data.tokenizer import encoding_of
 from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (
     HEAD,
-    LEAST_KEYS,
+    MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
     DerivedNumbers,
@@ -78,7 +78,7 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
     """Up to `options.sequences` windows of `options.text`, else of held-out data, each within a document at other lengths than training.
 
     Raises:
-        ConfigError: no document is long enough, or sequences are so short that no query sees `LEAST_KEYS` keys.
+        ConfigError: no document is long enough, or sequences are so short that no query sees `MIN_KEYS` keys.
         RunError: the text can't be read, or is too short.
     """
     length = sequence_length(options, config.data.seq_len)
@@ -100,10 +100,10 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
 
 
 def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
-    """Tokens in a sequence, for a model trained on sequences of `seq_len`. Raises ConfigError if no query would see `LEAST_KEYS` keys."""
+    """Tokens in a sequence, for a model trained on sequences of `seq_len`. Raises ConfigError if no query would see `MIN_KEYS` keys."""
     length = round(options.length_factor * seq_len)
-    if length < LEAST_KEYS:
-        reason = f"makes sequences of {length} tokens, in which no query sees the {LEAST_KEYS} keys that statistics need"
+    if length < MIN_KEYS:
+        reason = f"makes sequences of {length} tokens, in which no query sees the {MIN_KEYS} keys that statistics need"
         raise ConfigError([Problem(_LENGTH_KEY, options.length_factor, reason, "set it higher")])
     return length
 
@@ -156,7 +156,7 @@ class Diagnostics(Measurement):
         facts = {"sequences": len(self.held_out.sequences), "sequences_asked": options["sequences"], "length": length}
         facts |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, options["queries"])}
         facts["documents"] = self.config.data.documents
-        return {"seq_len": self.config.data.seq_len, **options, **facts, "least_keys": LEAST_KEYS, "untrained_seed": self.config.seed}
+        return {"seq_len": self.config.data.seq_len, **options, **facts, "least_keys": MIN_KEYS, "untrained_seed": self.config.seed}
 
     @property
     def work(self) -> int:

@@ -180,7 +180,7 @@ _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"  # variable that names the signal b
 # options that submitit has for every engine
 _COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
 _DEFAULT_OPTIONS = {"name": "lm", "timeout_min": 60}
-_MOST_REQUEUES = 1000  # how often a job that meets its time limit is queued again
+_MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued again
 
 
 class Training:
@@ -241,7 +241,7 @@ class Cluster:
         if engine == "slurm":
             parameters["slurm_setup"] = [f"export {_SIGNAL_VARIABLE}=USR1"]  # for jobs that don't inherit the environment
         try:
-            self._executor = submitit.AutoExecutor(self.experiment / JOBS_FOLDER, engine, **{f"{engine}_max_num_timeout": _MOST_REQUEUES})
+            self._executor = submitit.AutoExecutor(self.experiment / JOBS_FOLDER, engine, **{f"{engine}_max_num_timeout": _MAX_REQUEUES})
             self._executor.update_parameters(**parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {','.join(map('='.join, options.items()))}: {one_line(error)}") from None

@@ -21,7 +21,7 @@ from lm.experiments.run_outcome import SELECTION
 from lm.files import expand_home
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build, flatten, is_block, key, to_plain
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, grid_rates, key_values
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, grid_rates, key_values
 
 NOT_REACHED = "not reached"  # in place of the number of tokens of a run that never reached `primary.reach`
 SHARED_SETTINGS = ("precision", "compile", "threads")  # keys of `trainer` that all runs of an experiment share
@@ -105,8 +105,8 @@ class Tune:
             problems.append(Problem("grid", self.grid, reason, remedy))
         elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
             problems.append(Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * has_several_keys))
-        if self.grid and len(set(self.seeds)) < FEWEST_TUNING_SEEDS:
-            problems.append(Problem("seeds", self.seeds, f"tuning needs at least {FEWEST_TUNING_SEEDS} seeds"))
+        if self.grid and len(set(self.seeds)) < MIN_TUNING_SEEDS:
+            problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
         if self.grid and self.table:
             problems.append(Problem("table", self.table, "the rates would be chosen twice", "give a grid or a table"))
         return problems

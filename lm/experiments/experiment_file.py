@@ -23,8 +23,8 @@ from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
 from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
 from lm.schema import Plain, Unavailable, build, cross_key_problems, flatten, is_block, key, section, suggest, to_plain
-from lm.statistics.tuning import FEWEST_TUNING_SEEDS, Rate, key_values, rate_words, read_rate
-from lm.statistics.verdicts import FEWEST_SEEDS
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, key_values, rate_words, read_rate
+from lm.statistics.verdicts import MIN_SEEDS
 
 
 @dataclass
@@ -86,8 +86,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("seeds", settings.seeds, "must be different seeds, at least one"))
     if len({*settings.seeds, *settings.more_seeds}) < len({*settings.seeds}) + len(settings.more_seeds):
         problems.append(Problem("more_seeds", settings.more_seeds, "must be different seeds, and none of `seeds`"))
-    if settings.more_seeds and len(settings.seeds) < FEWEST_SEEDS and settings.primary.learned is None:
-        reason = f"need a first look of {FEWEST_SEEDS} seeds or more: with fewer there is no verdict"
+    if settings.more_seeds and len(settings.seeds) < MIN_SEEDS and settings.primary.learned is None:
+        reason = f"need a first look of {MIN_SEEDS} seeds or more: with fewer there is no verdict"
         problems.append(Problem("more_seeds", settings.more_seeds, reason, "move some to `seeds`"))
     if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.start for arm in arms):
         reason = "a second look may choose another rate for the arms that others start from"
@@ -527,8 +527,8 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
             yield Problem("tune.table", table_file, f"has no {name}", remedy)
         elif any(experiment.choice_value(run) is None for run in arm_runs):
             yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
-        elif len(costs_by_rate) < 2 or min(map(len, costs_by_rate.values())) < FEWEST_TUNING_SEEDS:
-            reason = f"has fewer than 2 rates of {name}, or fewer than {FEWEST_TUNING_SEEDS} seeds at one"
+        elif len(costs_by_rate) < 2 or min(map(len, costs_by_rate.values())) < MIN_TUNING_SEEDS:
+            reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
             yield Problem("tune.table", table_file, reason, remedy)
         elif differing_rates := sorted(
             rate for rate in arm_seeds.keys() & baseline_seeds.keys() if arm_seeds[rate] != baseline_seeds[rate]

@@ -13,7 +13,7 @@ from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, Interval, over_seeds, over_seeds_and_documents
 from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_words
-from lm.statistics.verdicts import FEWEST_SEEDS, MOST_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
+from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
 INTERVALS = ("difference", "factor", "alone")  # entries of `Judgement.lines`; a CSV has columns for their ends even if all are empty
 SizeArm = tuple[str, str]  # size and arm
@@ -239,8 +239,8 @@ class Judgement:
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
-        if seed_count < FEWEST_SEEDS:
-            yield f"NO VERDICT: there are {seed_count} seeds, and a verdict takes {FEWEST_SEEDS}: add seeds"
+        if seed_count < MIN_SEEDS:
+            yield f"NO VERDICT: there are {seed_count} seeds, and a verdict takes {MIN_SEEDS}: add seeds"
             return
         seed_differences = [comparison.differences for (size, _), comparison in self.comparisons.items() if self.rates[size] is not None]
         seed_differences = [differences for differences in seed_differences if len(differences) > 1 and np.isfinite(differences).all()]
@@ -260,7 +260,7 @@ class Judgement:
         probability = power(seed_count, spread, margin, self.alpha)
         yield f"power: {seed_count} seeds find {effect} with probability {probability:.2f}, by a spread of {spread:.2g} ({source})"
         if probability < 0.5:
-            needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MOST_SEEDS}"
+            needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MAX_SEEDS}"
             remedy = f"probability {POWER:g} takes {needed_seeds} seeds: add seeds, or ask about a larger difference"
             yield f"LOW POWER: the experiment will more likely than not leave such a difference undecided; {remedy}"
 

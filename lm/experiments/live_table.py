@@ -24,7 +24,7 @@ from lm.schema import Plain
 from lm.statistics.tuning import rate_words
 
 REFRESH_SECONDS = 1.0
-MOST_RUNS = 20  # largest number of rows; more runs are shown in groups
+MAX_RUNS = 20  # largest number of rows; more runs are shown in groups
 ENDED = ("finished", "diverged")
 STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
 _NUMBER_COLUMNS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
@@ -75,7 +75,7 @@ class LiveTable:
         lines = self.run_lines()
         if not lines:
             return Text("reading the run folders")
-        max_rows = max(1, min(MOST_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
+        max_rows = max(1, min(MAX_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
         for column_names in (_RUN_COLUMNS, *_GROUP_COLUMNS):
             groups: dict[tuple, list[RunLine]] = {}
             for line in lines:

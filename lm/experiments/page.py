@@ -25,7 +25,7 @@ from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_words
 
-MOST_NAMES = 8  # largest number of runs that a sentence names
+MAX_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS_NOTE = (
     "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have finished, a difference over "
@@ -234,7 +234,7 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         for run in results.final:
             runs_by_state.setdefault(run.outcome.state, []).append(f"{run.arm} seed {run.seed}")
         if unfinished_names := runs_by_state.get("unfinished"):
-            names = f": {_join_names(unfinished_names)}" if len(unfinished_names) <= MOST_NAMES else ""
+            names = f": {_join_names(unfinished_names)}" if len(unfinished_names) <= MAX_NAMES else ""
             caveats.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
         if "diverged" in runs_by_state:
             caveats.append(f"{prefix}diverged, counted and in no mean: {_join_names(runs_by_state['diverged'])}")

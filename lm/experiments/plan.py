@@ -166,7 +166,7 @@ def _seed_count_words(primary: Primary, alpha: float) -> str:
 
 PILOT = "pilot.json"  # file in the experiment's folder: seconds of a run, by a hash of the settings that decide them
 PILOT_SECONDS = 10.0  # most seconds that the pilots of one command take, without the start of their processes
-MOST_PILOTS = 16  # largest number of arms that are timed
+MAX_PILOTS = 16  # largest number of arms that are timed
 PILOT_COMMAND = [sys.executable, "-m", "lm.training.pilot"]
 _OUTPUT_FILE, _ERROR_FILE = "output", "errors"  # names of a pilot's files
 
@@ -259,7 +259,7 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
             open_prepared(experiment.first_config.data)
         kinds = {name: (*sorted(config.normalizer_names), run_costs[size, name].flops) for name, config in configs.items()}
         first_names = {kinds[name]: name for name in reversed(configs)}.values()
-        names = sorted(untimed_names.values(), key=lambda name: (name not in first_names, list(configs).index(name)))[:MOST_PILOTS]
+        names = sorted(untimed_names.values(), key=lambda name: (name not in first_names, list(configs).index(name)))[:MAX_PILOTS]
         run_seconds, step_times = _time_configurations({name: configs[name] for name in names}, file, slots.concurrent_devices(), budget)
         known_seconds |= {keys[name]: seconds for name, seconds in run_seconds.items()}
         write_json(file, {"seconds": known_seconds})

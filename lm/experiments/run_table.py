@@ -16,7 +16,7 @@ from lm.runs.folder import DIVERGED
 from lm.schema import build
 from lm.statistics.tuning import (
     ANY_VALUE,
-    FEWEST_TUNING_SEEDS,
+    MIN_TUNING_SEEDS,
     Rate,
     best_rate,
     cells_by_partial_cell,
@@ -32,7 +32,7 @@ RUN_KEY = ["size", "arm", "rate", "seed"]
 _UNIT_COLUMNS = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _RUN_STATES = ("finished", "unfinished", DIVERGED)
-_LARGEST_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
+_MAX_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
 
 
 def judge_table(
@@ -217,7 +217,7 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
-        (f"value below {_LARGEST_VALUE:g}", (runs["value"].abs() > _LARGEST_VALUE) & (runs["state"] == "finished")),
+        (f"value below {_MAX_VALUE:g}", (runs["value"].abs() > _MAX_VALUE) & (runs["state"] == "finished")),
         ("finite rate", has_rate & runs["rate"].isna()),
         ("weight above 0", ~((runs["weight"] >= 0) & (total_weight > 0))),
     ):
@@ -267,7 +267,7 @@ def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.Dat
 
 def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
     """Check that all runs have the same sequences (units), weights and groups. Check that all arms were tuned at the same rates with the
-    same seeds, with at least `FEWEST_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
+    same seeds, with at least `MIN_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
     stages = [rows for _, rows in selecting_rows.groupby("stage", dropna=False)] if "stage" in selecting_rows else [selecting_rows]
     for rows in (reporting_rows, *stages):
         rows = rows[rows["state"] == "finished"]
@@ -294,9 +294,9 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
         remedy = "a run that diverged before it was measured takes a line with state diverged"
         raise RunError(f"{source}: {arm} at {rate_words(read_rate(rate))} has no run of seed {missing_seeds}, others have; {remedy}")
     seeds = seeds_by_rate.map(len)
-    if (seeds < FEWEST_TUNING_SEEDS).any():
+    if (seeds < MIN_TUNING_SEEDS).any():
         arm, rate = seeds.idxmin()
-        raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {FEWEST_TUNING_SEEDS}")
+        raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {MIN_TUNING_SEEDS}")
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:

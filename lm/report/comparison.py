@@ -17,7 +17,7 @@ from lm.report.tables import printable, show
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
 from lm.schema import yaml_scalar
-from lm.statistics.intervals import FEWEST_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
+from lm.statistics.intervals import MIN_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
 _NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")  # prefixes of the keys in which a comparison of normalizers may differ
@@ -331,7 +331,7 @@ class Difference:
 def mean_interval(differences: list[Units]) -> Interval | None:
     """The mean of paired differences with its interval: Student's t over seeds, or for one seed over documents.
 
-    `differences`: for each seed, the differences by sequence. Returns None for one seed with fewer than `FEWEST_DOCUMENTS` documents.
+    `differences`: for each seed, the differences by sequence. Returns None for one seed with fewer than `MIN_DOCUMENTS` documents.
     """
     if len(differences) > 1:
         return over_seeds(np.array([units.mean for units in differences])).interval()
@@ -393,7 +393,7 @@ def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[in
         return interval, f"mean over {len(shared_seeds)} paired seeds, Student t interval over seeds, on these evaluation sequences"
     n_sequences, n_documents = len(all_units[0].values), len(np.unique(all_units[0].groups))
     if interval is None:
-        return None, f"sequences of {n_documents} documents: an interval takes at least {FEWEST_DOCUMENTS}"
+        return None, f"sequences of {n_documents} documents: an interval takes at least {MIN_DOCUMENTS}"
     sample_text = f"{n_sequences} sequences" if n_documents == n_sequences else f"{n_documents} documents ({n_sequences} sequences)"
     note = f"paired by sequence, Student t over {sample_text}: covers the choice of what was evaluated on, not training noise"
     caveat = "one seed per arm" if len(arm_units) == len(base_units) == 1 else f"seed {seeds_shown(shared_seeds[0])} alone is in both arms"

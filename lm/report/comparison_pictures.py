@@ -24,9 +24,9 @@ from lm.statistics.intervals import Interval, interval_of
 PARAM_PREFIX = "normalizer/"  # prefix of the logged names of normalizers' parameters
 GRAD_NORM = "train/grad_norm"
 FIRST_DRAWN_POSITION = 16  # position at which a picture by position begins
-MOST_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
+MAX_TASKS_WITHOUT_MAP = 3  # fractions of more tasks than this, such as a needle at several depths, are drawn as a map
 LOSSES = {"train/loss": "Training loss", "val/loss": "Validation loss"}
-MOST_POINTS = 250  # most points of a curve in a picture
+MAX_POINTS = 250  # most points of a curve in a picture
 SETTLING_FRACTION = 0.1  # fraction of training after which values count for the ends of the y axis
 _LAYER_METRIC = re.compile(r"(.+)/layer(\d+)(?:/(head\d+|rms))?")
 _LOGIT_SCALE_METRIC = re.compile(r"logit_scale/n(\d+)")
@@ -84,8 +84,8 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
     curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)] for name in titles}
-    most_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
-    unit, x_label = token_unit(most_tokens)
+    max_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
+    unit, x_label = token_unit(max_tokens)
     swap_tokens = {
         step * (run.record.flat.get("optim.batch_tokens") or 0) + run.record.tokens_before
         for run in runs
@@ -101,12 +101,12 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         traces, settled_values, is_loss = [], [], name in LOSSES
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-            losses, stride = pd.Series(curve.loss).where(np.isfinite(curve.loss)), max(1, len(curve.tokens) // MOST_POINTS)
+            losses, stride = pd.Series(curve.loss).where(np.isfinite(curve.loss)), max(1, len(curve.tokens) // MAX_POINTS)
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
             start_tokens = run.record.tokens_before
-            settled_values += y[(curve.tokens - start_tokens > SETTLING_FRACTION * (most_tokens - start_tokens)) & np.isfinite(y)].tolist()
+            settled_values += y[(curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
                 traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
         for arm_index, arm in enumerate(names) if name != "train/loss" else ():
@@ -291,7 +291,7 @@ def heat_maps(comparison: RunComparison) -> list[Picture]:
     pictures = []
     for (kind, metric, setting), by_arm in series_groups.items():
         aligned_arms = {arm: rows for arm, rows in by_arm.items() if len({series.axis.values for series in chain(*rows.values())}) == 1}
-        if aligned_arms and max(map(len, by_arm.values())) > MOST_TASKS_WITHOUT_MAP:
+        if aligned_arms and max(map(len, by_arm.values())) > MAX_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
             panels = [_fraction_map(arm, rows) for arm, rows in aligned_arms.items()]
             pictures.append(Picture(panels, comparison.names, caption, columns=3))
@@ -333,7 +333,7 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
     """Pictures of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with the quantities of `log.dynamics`.
 
     Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a colour. Gradient
-    norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are merged to `MOST_POINTS` or fewer.
+    norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are merged to `MAX_POINTS` or fewer.
     """
     captions = {
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
@@ -378,11 +378,11 @@ def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]
 
 
 def _merge_points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbouring points into at most `MOST_POINTS` points and return their x and y; `values` is (points, heads).
+    """Merge neighbouring points into at most `MAX_POINTS` points and return their x and y; `values` is (points, heads).
 
     Each y is the median of a group's values over all heads; for the largest score and the gradient norm, which have spikes, the largest.
     """
-    group_size = -(-len(x) // MOST_POINTS)
+    group_size = -(-len(x) // MAX_POINTS)
     groups = np.split(np.arange(len(x)), range(group_size, len(x), group_size))
     reduction = np.max if quantity in ("largest_score", GRAD_NORM) else np.median
     with np.errstate(invalid="ignore"):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from lm.report.tables import Column, FilledColumn, Table, digits, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
-from lm.statistics.intervals import FEWEST_DOCUMENTS, interval_of
+from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
 
 SETTING_HEADING = "inference setting"  # heading of the column that says how the model was used
-TOO_FEW_DOCUMENTS = f"no interval: fewer than {FEWEST_DOCUMENTS} documents"
+TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
-MOST_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
-MOST_NUMBERS = 24  # most numbers without an interval of a model in a table; of more, the ends of curves are printed
+MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
+MAX_NUMBERS = 24  # most numbers without an interval of a model in a table; of more, the ends of curves are printed
 
 CellTexts = dict[tuple[tuple[int, str, str], Column], str]  # texts by row (number of the evaluation, inference setting, place) and column
 
@@ -98,12 +98,12 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):
             rows = [(index, row) for index, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
             tables, curves = {}, []
-            if len(metrics) > MOST_COLUMNS:
+            if len(metrics) > MAX_COLUMNS:
                 means = [(Column(f"{models[index]} {row.setting}".strip()), row) for index, row in rows if not row.where]
                 tables["metric"] = {((0, "", row.metric), column): digits(row.value) for column, row in means}
                 omitted_count += len(rows) - len(means)
                 rows = []
-            elif max(Counter(index for index, row in rows if row.low is None).values(), default=0) > MOST_NUMBERS:
+            elif max(Counter(index for index, row in rows if row.low is None).values(), default=0) > MAX_NUMBERS:
                 metric_series = ((series for series in result.evaluation.series if series.metric in metrics) for result in kind_results)
                 named_series = [(index, *pair) for index, series in enumerate(metric_series) for pair in series_names(series).items()]
                 rows = [(index, row) for index, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]

@@ -25,9 +25,9 @@ from lm.report.tables import csv_text
 from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
-MOST_CELLS = 40  # most rows or columns of a map with gaps between cells; larger maps are drawn as one image
-MOST_LABEL_CHARACTERS = 56  # most characters of all category labels below a panel together; with more, the labels are slanted
-MOST_LEGEND_ENTRIES = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
+MAX_CELLS = 40  # most rows or columns of a map with gaps between cells; larger maps are drawn as one image
+MAX_LABEL_CHARACTERS = 56  # most characters of all category labels below a panel together; with more, the labels are slanted
+MAX_LEGEND_ENTRIES = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
 PLOT_SETTINGS = {
     "svg.hashsalt": "lm.report",
     "svg.fonttype": "path",
@@ -186,8 +186,8 @@ class Picture:
         if not maps:
             width, height = self.panel_size or (_PANEL_WIDTH, _PANEL_HEIGHT)
             return width * columns, height * rows
-        least_height = _PANEL_HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
-        return 2 * _PANEL_WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), least_height)
+        min_height = _PANEL_HEIGHT if any(isinstance(panel, Panel) for panel in self.panels) else 2.2
+        return 2 * _PANEL_WIDTH, rows * max(1.2 + 0.36 * max(len(panel.rows) for panel in maps), min_height)
 
     @cached_property
     def svg(self) -> str:
@@ -257,7 +257,7 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             tick_format = {} if scale == "linear" else {"format": "{x:g}"}
             figure.colorbar(mesh, ax=map_axes, label=unit, **tick_format, aspect=20 * max(1, len(map_axes) // columns), pad=0.02)
         legend_entries = max((_legend_entry_count(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
-        height += 0.1 * rows * (legend_entries + 2) if legend_entries > MOST_LEGEND_ENTRIES else 0
+        height += 0.1 * rows * (legend_entries + 2) if legend_entries > MAX_LEGEND_ENTRIES else 0
         legend_rows = 0
         if shown_arms:
             styles = {arm: colour_and_marker(arm) | {"linestyle": DASHES[arm // len(COLOURS) % len(DASHES)]} for arm in shown_arms}
@@ -301,7 +301,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(*panel.y_range)
     if panel.ticks:
         labels, is_categorical = list(panel.ticks.values()), [*panel.ticks] == [*range(len(panel.ticks))]
-        labels_overlap = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MOST_LABEL_CHARACTERS
+        labels_overlap = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MAX_LABEL_CHARACTERS
         axes.set_xticks(list(panel.ticks), labels, **({"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if labels_overlap else {}))
         axes.minorticks_off()
         if is_categorical:  # categories keep half a unit from the ends of the axis
@@ -316,7 +316,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         write_note(axes, text, (1, y), (-4, 3), axes.get_yaxis_transform(), ha="right", va="bottom")
     if not any(len(trace.x) for trace in panel.traces):
         axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", va="center", color=GREY)
-    if _legend_entry_count(panel) > MOST_LEGEND_ENTRIES:
+    if _legend_entry_count(panel) > MAX_LEGEND_ENTRIES:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
     elif _legend_entry_count(panel):
         axes.legend(loc="best", fontsize=9)
@@ -356,7 +356,7 @@ def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     """Draw a heat map and return its mesh of cells. `size`: width and height in inches of the space for the map."""
     rows, columns = panel.values.shape
     norm, colormap = panel.colours
-    edges, is_large = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MOST_CELLS
+    edges, is_large = (np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5), max(rows, columns) > MAX_CELLS
     values = np.clip(panel.values, norm.vmin, norm.vmax)
     cell_style = {"rasterized": True} if is_large else {"edgecolors": PAPER, "linewidth": 1}
     mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colormap, **cell_style)

@@ -211,8 +211,8 @@ def _tex_cell(column: Column, cell: Cell) -> str:
 
 # ---------------------------------------------------------------- terminal
 
-MOST_MEANS_WITH_INTERVALS = 2  # columns of means that are printed with their intervals; more columns show the means only
-LEAST_WRAP_WIDTH = 10  # least width, in characters, at which headings are wrapped
+MAX_MEANS_WITH_INTERVALS = 2  # columns of means that are printed with their intervals; more columns show the means only
+MIN_WRAP_WIDTH = 10  # least width, in characters, at which headings are wrapped
 
 
 def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | None = None) -> None:
@@ -229,7 +229,7 @@ def grid(table: Table) -> RichTable:
     """The table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title only."""
     title = with_unit(table.title, table.unit)
     rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    omits_intervals = sum(column.kind == "mean" for column in table.columns) > MOST_MEANS_WITH_INTERVALS
+    omits_intervals = sum(column.kind == "mean" for column in table.columns) > MAX_MEANS_WITH_INTERVALS
     columns = []
     for column, cells in table.contents:
         is_mean_only = omits_intervals and column.kind == "mean"
@@ -240,7 +240,7 @@ def grid(table: Table) -> RichTable:
         if column.kind in ("label", "words"):
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
-            width = max(LEAST_WRAP_WIDTH, *map(len, columns[-1]), 0)
+            width = max(MIN_WRAP_WIDTH, *map(len, columns[-1]), 0)
             name, *coverage = heading.partition(" over ")  # what an interval covers stays on one line
             wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(coverage).replace(" ", "\n", 1)
             rich_table.add_column(escape(wrapped_heading), justify="right")

@@ -96,14 +96,14 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
 
 # ---------------------------------------------------------------- how a run came to its end
 
-LEAST_LOSS_RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
+MIN_LOSS_RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
 
 
 def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
     """A text that says how a run diverged; empty if it didn't.
 
     A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its final loss is
-    above the unigram cross-entropy, and its training loss ended more than `LEAST_LOSS_RISE` above its minimum.
+    above the unigram cross-entropy, and its training loss ended more than `MIN_LOSS_RISE` above its minimum.
 
     final_series: validation loss at the run's last step; None: the run has not reached this step.
     """
@@ -113,7 +113,7 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
         return "final val/loss is not finite"
     losses = curve(lines, "train/loss").loss
     losses = losses[np.isfinite(losses)]
-    if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= LEAST_LOSS_RISE:
+    if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= MIN_LOSS_RISE:
         return ""
     return f"{reason_above_unigram}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
 

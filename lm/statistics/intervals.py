@@ -10,8 +10,8 @@ import numpy as np
 from lm.runs.evaluations import Series
 
 ALPHA = 0.05  # probability that an interval, or any interval of a family, misses the true value
-FEWEST_DOCUMENTS = 3  # an interval over fewer documents says nothing
-FEWEST_CROSSED_DOCUMENTS = 8  # fewest documents of an interval over seeds and documents at once
+MIN_DOCUMENTS = 3  # an interval over fewer documents says nothing
+MIN_CROSSED_DOCUMENTS = 8  # fewest documents of an interval over seeds and documents at once
 _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
@@ -125,12 +125,12 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
         groups: (units,) labels; units of one label, such as a document's sequences, depend on each other. None: all units are independent.
 
     Returns:
-        None if fewer than `FEWEST_DOCUMENTS` documents have weight.
+        None if fewer than `MIN_DOCUMENTS` documents have weight.
     """
     values = np.asarray(values, dtype=float)
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=float)
     labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    if len(np.unique(labels[weights > 0])) < FEWEST_DOCUMENTS:
+    if len(np.unique(labels[weights > 0])) < MIN_DOCUMENTS:
         return None
     coverage = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
     if not np.isfinite(values).all():
@@ -189,13 +189,13 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
         weights, groups: (units,), as in `over_documents`.
 
     Returns:
-        None if there are fewer than two seeds or `FEWEST_CROSSED_DOCUMENTS` documents, or a value is not finite.
+        None if there are fewer than two seeds or `MIN_CROSSED_DOCUMENTS` documents, or a value is not finite.
     """
     weights, (*outer_shape, seeds, units) = np.asarray(weights, dtype=float), values.shape
     labels = np.unique(groups, return_inverse=True)[1]
     document_weights = np.bincount(labels, weights)
     has_weight = document_weights > 0
-    if seeds < 2 or has_weight.sum() < FEWEST_CROSSED_DOCUMENTS or not np.isfinite(values).all():
+    if seeds < 2 or has_weight.sum() < MIN_CROSSED_DOCUMENTS or not np.isfinite(values).all():
         return None
     seed_means = values @ weights / weights.sum()
     seed_variance, seed_degrees = seed_means.var(-1, ddof=1) / seeds, seeds - 1

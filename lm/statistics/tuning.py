@@ -7,7 +7,7 @@ from itertools import count, product
 from statistics import fmean
 
 EXTENSIONS = 2  # how often a grid may grow
-FEWEST_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
+MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
 Losses = Mapping[Rate, Sequence[float]]  # of one arm, by rate: the final selection loss of each tuning seed; inf: its run diverged
@@ -108,7 +108,7 @@ def tuning_outcome(
 
     Args:
         axes: planned values of each tuned key, above 0; an odd whole number is halved exactly if that is possible, else rounded down.
-        losses: by arm, with `FEWEST_TUNING_SEEDS` seeds or more at each rate.
+        losses: by arm, with `MIN_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
     """
     axes = [sorted(set(values)) for values in axes]

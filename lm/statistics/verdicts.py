@@ -13,10 +13,10 @@ from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
-FEWEST_SEEDS = 3  # for a verdict: the spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
-FEWEST_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
-MOST_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
-MOST_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
+MIN_SEEDS = 3  # for a verdict: the spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
+MIN_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
+MAX_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
+MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
 
 Kind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete", "not reached", "unstable",
@@ -99,7 +99,7 @@ class Verdict:
     interval: Interval | None
     p: float  # two-sided p of no difference, times the number of comparisons and looks; 1 where nothing was tested
     # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the ends of its 95 %
-    # interval (chi squared). A number is None above `MOST_SEEDS`; None in place of all three: unknown
+    # interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three: unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
     single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
     # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds
@@ -182,8 +182,8 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     if seeds < comparison.n_planned_seeds:
         progress = f"{seeds} of {comparison.n_planned_seeds} seeds have ended"
         return untested_verdict("incomplete", progress, progress)
-    if seeds < FEWEST_SEEDS:
-        return untested_verdict("incomplete", f"{seeds} seeds in common", f"a verdict takes {FEWEST_SEEDS} seeds")
+    if seeds < MIN_SEEDS:
+        return untested_verdict("incomplete", f"{seeds} seeds in common", f"a verdict takes {MIN_SEEDS} seeds")
     if not np.isfinite(comparison.by_rates).all():
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
@@ -213,8 +213,8 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
-    expected_seeds, fewest_seeds, most_seeds = (f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
-    addition = f" ({fewest_seeds} to {most_seeds}, as the spread itself is known from few)" if fewest_seeds != most_seeds else ""
+    expected_seeds, min_seeds, max_seeds = (f"more than {MAX_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
+    addition = f" ({min_seeds} to {max_seeds}, as the spread itself is known from few)" if min_seeds != max_seeds else ""
     estimate = f"to find one of {margin_text} 4 times in 5 takes {expected_seeds} seeds{addition}"
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
@@ -253,10 +253,10 @@ def p_difference(comparison: Comparison) -> float:
 def p_exact(comparison: Comparison) -> float | None:
     """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
 
-    It is exact where differences are symmetric about 0. None below `FEWEST_SIGN_FLIP_SEEDS` or above `MOST_SIGN_FLIP_SEEDS` seeds.
+    It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above `MAX_SIGN_FLIP_SEEDS` seeds.
     """
     values = comparison.at_rates
-    if not FEWEST_SIGN_FLIP_SEEDS <= values.shape[-1] <= MOST_SIGN_FLIP_SEEDS:
+    if not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
         return None
     return _two_sided_p(comparison, sign_flip(-values), sign_flip(values))
 
@@ -308,9 +308,9 @@ def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) ->
 
 
 def seeds_needed(spread: float, difference: float, alpha: float = ALPHA) -> int | None:
-    """The fewest seeds, at least `FEWEST_SEEDS`, with which `power` reaches `POWER`; None: more than `MOST_SEEDS`."""
+    """The fewest seeds, at least `MIN_SEEDS`, with which `power` reaches `POWER`; None: more than `MAX_SEEDS`."""
     # The square of `root` is the number of seeds of a test that knows the spread, and so needs fewer.
     root = (ndtri(1 - alpha / 2) + ndtri(POWER)) * spread / abs(difference)
-    candidates = range(max(FEWEST_SEEDS, math.floor(min(root, MOST_SEEDS) ** 2)), MOST_SEEDS + 1)
+    candidates = range(max(MIN_SEEDS, math.floor(min(root, MAX_SEEDS) ** 2)), MAX_SEEDS + 1)
     index = bisect_left(candidates, True, key=lambda seeds: power(seeds, spread, difference, alpha) >= POWER)
     return candidates[index] if index < len(candidates) else None

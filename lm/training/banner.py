@@ -33,18 +33,18 @@ from lm.training.optimizers import parameter_groups
 from lm.training.starting import PhaseStart
 
 # A run with fewer tokens a parameter gets a note: a quarter of the 20 that use compute best (Hoffmann et al. 2022).
-FEWEST_TOKEN_RATIO = 5
+MIN_TOKEN_RATIO = 5
 FEW_TOKENS = (
-    f"fewer than {FEWEST_TOKEN_RATIO} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
+    f"fewer than {MIN_TOKEN_RATIO} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
 # A run that reads text more often gets a note: up to 4 times is about as good as new text (Muennighoff et al. 2023).
-MOST_EPOCHS = 16
+MAX_EPOCHS = 16
 MANY_EPOCHS = (
-    f"text is read more than {MOST_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
+    f"text is read more than {MAX_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 )
 FEW_HELD_OUT = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
-FEWEST_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than `eval.sequences`, gets a note
+MIN_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than `eval.sequences`, gets a note
 SEQUENCES_PER_TASK = 8  # sequences of each task from which the banner estimates the fraction of answers
 # Keys of `model` that the banner shows outside its line `options`.
 _SHOWN_OPTIONS = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
@@ -67,13 +67,13 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
     epochs, lengths = _source_epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
-    has_few_tokens = token_ratio < FEWEST_TOKEN_RATIO and not (config.init_from or data.symbolic)
-    notes = has_few_tokens * [FEW_TOKENS] + any(number > MOST_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
+    has_few_tokens = token_ratio < MIN_TOKEN_RATIO and not (config.init_from or data.symbolic)
+    notes = has_few_tokens * [FEW_TOKENS] + any(number > MAX_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
         notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
     notes += bool(checkpoint_selection_mask(store.fingerprint, documents).all()) * [FEW_HELD_OUT]
-    if len(documents) < min(config.eval.sequences, FEWEST_SEQUENCES):
+    if len(documents) < min(config.eval.sequences, MIN_SEQUENCES):
         remedy = "raise data.val_fraction, or split files into documents by data.source.separator"
         notes.append(f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}")
     length_texts = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())

@@ -133,7 +133,7 @@ def _head_metrics(prefix: str, values: Tensor) -> NamedValues:
 # ---------------------------------------------------------------- steps whose loss or gradient is not finite
 
 
-MOST_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
+MAX_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
 def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
@@ -148,7 +148,7 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
         advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
         advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
         raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
-    if state.skipped_in_a_row >= MOST_SKIPPED:
+    if state.skipped_in_a_row >= MAX_SKIPPED:
         raise Diverged(f"{message}, the {state.skipped_in_a_row}th step in a row; the last checkpoint is intact", step)
     for parameter in decoder.parameters():
         parameter.grad = None  # the optimizer then leaves the parameter and its moments as they are

@@ -20,7 +20,7 @@ from lm.runs.checkpoints import mismatch
 
 MATRICES = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
-LEAST_NORM = 1e-7  # least norm that a matrix is divided by
+MIN_NORM = 1e-7  # least norm that a matrix is divided by
 BATCH_ELEMENTS = 2**24  # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
 
 
@@ -104,7 +104,7 @@ def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrices.size(1) > matrices.size(2)
     x = (matrices.mT if is_tall else matrices).to(product_dtype)
-    x = round_to_bf16(x / round_to_bf16(x.norm(dim=(1, 2), keepdim=True)).clamp(min=LEAST_NORM))
+    x = round_to_bf16(x / round_to_bf16(x.norm(dim=(1, 2), keepdim=True)).clamp(min=MIN_NORM))
     for _ in range(steps):
         gram = round_to_bf16(x @ x.mT)
         x = round_to_bf16(torch.baddbmm(x, round_to_bf16(torch.baddbmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
