@@ -11,7 +11,7 @@ from fabricated import save
 
 from lm.config import load as configuration
 from lm.files import sealed
-from lm.report.comparison import Difference, Line, RunComparison, compare_runs
+from lm.report.comparison import Difference, RunComparison, SeriesName, compare_runs
 from lm.report.html import PICTURE, write_comparison
 from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, measuring_code, read_evaluation, validation_series
 from lm.runs.record import read_run
@@ -200,7 +200,7 @@ def write_report(folders: list[Path], out: Path) -> ReportFiles:
 def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Difference]]:
     """The comparison, and the last arm's differences by what they are of."""
     comparison = compare_runs([read_run(folder) for folder in folders])
-    return comparison, {difference.line.labels: difference for difference in comparison.differences}
+    return comparison, {difference.name.labels: difference for difference in comparison.differences}
 
 
 def edit(folder: Path, kind: str, change: Callable[[dict], None]) -> None:
@@ -218,9 +218,9 @@ def first_sample(content: dict, number: int = 0) -> dict:
 
 def asked(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Task and inference setting of all answers, in the order of their files."""
-    return [line.labels for line in comparison.sections[-1].lines if line.metric == ANSWERS]
+    return [name.labels for name in comparison.sections[-1].names if name.metric == ANSWERS]
 
 
 def fraction_right(comparison: RunComparison, arm: int, of: tuple[str, str], length: int) -> Interval:
     """Of an arm's answers, with its interval."""
-    return comparison.sections[-1].interval(comparison.arms[arm], Line(ANSWERS, *of), str(length))
+    return comparison.sections[-1].interval(comparison.arms[arm], SeriesName(ANSWERS, *of), str(length))

@@ -62,8 +62,8 @@ def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch
         right += hits[sequence.answers].tolist()
         whole += [hits[start - 1 : stop - 1].all() for start, stop in sequence.questions]
     assert np.allclose(answers.nll, nll, atol=1e-5)
-    assert answers.right.tolist() == right
-    assert answers.whole_answers(answers.right).tolist() == whole
+    assert answers.hits.tolist() == right
+    assert answers.whole_answers(answers.hits).tolist() == whole
     assert answers.sequence.tolist() == np.repeat(np.arange(7), len(nll) // 7).tolist()
 
 
@@ -73,8 +73,8 @@ def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
     parts = [read_answers(decoder, examples, Device(torch.device("cpu"), False, rank, 7)) for rank in range(7)]
     answers = read_answers(decoder, examples, CPU)
     assert np.allclose(sum(part.nll for part in parts), answers.nll, atol=1e-5)
-    assert (sum(part.right.astype(int) for part in parts) == answers.right).all()
-    assert (sum(part.rolled_out.astype(int) for part in parts) == answers.rolled_out).all()
+    assert (sum(part.hits.astype(int) for part in parts) == answers.hits).all()
+    assert (sum(part.rolled_out_hits.astype(int) for part in parts) == answers.rolled_out_hits).all()
 
 
 def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str,
     examples = sequences(task, length, 7)
     with torch.no_grad():
         expected = [greedy(decoder, sample.tokens, sample.answers) == sample.tokens[1:][sample.answers] for sample in examples]
-    assert answers.rolled_out.tolist() == np.concatenate(expected).tolist()
+    assert answers.rolled_out_hits.tolist() == np.concatenate(expected).tolist()
 
 
 def test_a_roll_out_reads_settled_sequences_no_more(monkeypatch: pytest.MonkeyPatch):
@@ -126,8 +126,8 @@ def test_a_wrong_answer_stays_in_the_sequence():
     task = MQAR(keys=4, values=4, filler=4, pairs=4, queries=4)
     decoder = Chained(task, mistaken=2)
     answers = read_answers(decoder, sequences(task, 24, 3), CPU)
-    assert answers.whole_answers(answers.right).tolist() == [True, True, False, True] * 3
-    assert answers.whole_answers(answers.rolled_out).tolist() == [True, True, False, False] * 3
+    assert answers.whole_answers(answers.hits).tolist() == [True, True, False, True] * 3
+    assert answers.whole_answers(answers.rolled_out_hits).tolist() == [True, True, False, False] * 3
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
         "not 14 of 20: depths ask the same"
     )
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
-    assert CONTROL not in {difference.line.labels for difference in comparison.differences}, "a control says nothing about an arm"
+    assert CONTROL not in {difference.name.labels for difference in comparison.differences}, "a control says nothing about an arm"
     assert differences[RECALL].interval is None, "all sequences differ by the same"
     edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
     differences = compared(*folders)[1]

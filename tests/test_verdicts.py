@@ -186,7 +186,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [*verdict.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
     assert verdict.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
-    assert verdict.interval.coverage == "5 seeds"
+    assert verdict.interval.noise == "5 seeds"
     verdict_of_few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
     assert verdict_of_few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
 

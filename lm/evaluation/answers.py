@@ -45,14 +45,14 @@ class Answers:
     """A model's answers to the questions in some sequences: one entry for each answer token, in the order of sequences and questions."""
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
-    right: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
-    rolled_out: np.ndarray  # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
+    hits: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
+    rolled_out_hits: np.ndarray  # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
     sequence: np.ndarray  # (N,) int64, index of the token's sequence
-    place: np.ndarray  # (N,) int64, the token's index within its answer
+    token_index: np.ndarray  # (N,) int64, the token's index within its answer
 
     def whole_answers(self, token_hits: np.ndarray) -> np.ndarray:
         """For each whole answer, (answers,) bool, whether `token_hits`, (N,) bool, is true at all its answer tokens."""
-        return np.minimum.reduceat(token_hits, np.flatnonzero(self.place == 0)).astype(bool)
+        return np.minimum.reduceat(token_hits, np.flatnonzero(self.token_index == 0)).astype(bool)
 
 
 def read_answers(decoder: Decoder, examples: list[Example], device: Device, progress: Advance = ignore) -> Answers:
@@ -204,10 +204,10 @@ class Recall(AnswerMeasurement):
         for length in self.lengths:
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
-            question_sequence = answers.sequence[answers.place == 0]
-            samples["whole"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.right)))
-            samples["rolled out"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.rolled_out)))
-            samples["token"].append(sequence_sample(sha256, answers.sequence, answers.right))
+            question_sequence = answers.sequence[answers.token_index == 0]
+            samples["whole"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.hits)))
+            samples["rolled out"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.rolled_out_hits)))
+            samples["token"].append(sequence_sample(sha256, answers.sequence, answers.hits))
             samples["loss"].append(sequence_sample(sha256, answers.sequence, answers.nll))
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}

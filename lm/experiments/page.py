@@ -179,7 +179,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
         if interval := verdict.interval:
             positions = (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
             mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
-            sample = "" if interval.coverage == f"{verdict.seeds} seeds" else interval.coverage  # the verdict's words end with the seeds
+            sample = "" if interval.noise == f"{verdict.seeds} seeds" else interval.noise  # the verdict's words end with the seeds
             effect = effect_name, column.text(interval.mean), column.ends(interval), sample, positions, mark_labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."

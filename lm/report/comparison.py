@@ -32,7 +32,7 @@ class ArmRuns:
 
 
 @dataclass(frozen=True)
-class Line:
+class SeriesName:
     """The name of a series: reports compare series of equal name. Each name has its own panels in a picture and its own differences."""
 
     metric: str
@@ -50,7 +50,7 @@ class Section:
     """Series of all runs with one `Shown.title` and one shape of axis; reports show them in one table and, with an axis, one picture."""
 
     title: str
-    series: dict[tuple[RunRecord, Line], Series]  # in the order of the runs' files
+    series: dict[tuple[RunRecord, SeriesName], Series]  # in the order of the runs' files
 
     @property
     def example_series(self) -> Series:
@@ -58,12 +58,12 @@ class Section:
         return next(iter(self.series.values()))
 
     @cached_property
-    def lines(self) -> list[Line]:
-        return list(dict.fromkeys(line for _, line in self.series))
+    def names(self) -> list[SeriesName]:
+        return list(dict.fromkeys(name for _, name in self.series))
 
     @property
     def metrics(self) -> list[str]:
-        return list(dict.fromkeys(line.metric for line in self.lines))
+        return list(dict.fromkeys(name.metric for name in self.names))
 
     @property
     def shape(self) -> Shape:
@@ -89,9 +89,9 @@ class Section:
     def series_of_run(self, run: RunRecord) -> list[Series]:
         return [series for (owner, _), series in self.series.items() if owner is run]
 
-    def by_seed(self, arm: ArmRuns, line: Line) -> dict[tuple[int, ...], Series]:
-        """The series named `line` of the arm's runs, by the seeds of each run; runs without such a series are left out."""
-        return {run.seeds: self.series[run, line] for run in arm.runs if (run, line) in self.series}
+    def by_seed(self, arm: ArmRuns, name: SeriesName) -> dict[tuple[int, ...], Series]:
+        """The series named `name` of the arm's runs, by the seeds of each run; runs without such a series are left out."""
+        return {run.seeds: self.series[run, name] for run in arm.runs if (run, name) in self.series}
 
     def sha256(self, run: RunRecord) -> str | None:
         """The sha256 of the sequences on which the run's series in the section were measured; None: the run has no series with samples.
@@ -107,22 +107,22 @@ class Section:
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
 
-    def comparable_series(self, arm: ArmRuns, line: Line, place: str) -> list[Series]:
-        """The arm's series named `line` that have a value at `place`, a label in `places`; [] if their sequences at `place` differ."""
-        run_series = [series for series in self.by_seed(arm, line).values() if place in series.places]
+    def comparable_series(self, arm: ArmRuns, name: SeriesName, place: str) -> list[Series]:
+        """The arm's series named `name` that have a value at `place`, a label in `places`; [] if their sequences at `place` differ."""
+        run_series = [series for series in self.by_seed(arm, name).values() if place in series.places]
         return run_series if len(identities(run_series, place)) < 2 else []
 
-    def mean(self, arm: ArmRuns, line: Line, place: str) -> float | None:
+    def mean(self, arm: ArmRuns, name: SeriesName, place: str) -> float | None:
         """The mean at `place` of the arm's `comparable_series`; None if there are no such series."""
-        run_series = self.comparable_series(arm, line, place)
+        run_series = self.comparable_series(arm, name, place)
         return float(np.mean([series.mean_at(place) for series in run_series])) if run_series else None
 
-    def interval(self, arm: ArmRuns, line: Line, place: str) -> Interval | None:
+    def interval(self, arm: ArmRuns, name: SeriesName, place: str) -> Interval | None:
         """The interval of the mean at `place`: for one run the interval of its series, for several runs Student's t interval over seeds.
 
         With Wilson intervals, the interval over seeds is widened to contain each run's. None: the mean is not finite or has no interval.
         """
-        run_series, mean = self.comparable_series(arm, line, place), self.mean(arm, line, place)
+        run_series, mean = self.comparable_series(arm, name, place), self.mean(arm, name, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
             return None
         run_intervals = [interval_of(series, series.column_at(place), mean) for series in run_series]
@@ -133,7 +133,7 @@ class Section:
             return seed_interval
         intervals = [*run_intervals, *[seed_interval] * seed_interval.bounded]
         low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
-        return Interval(mean, max(0.0, low), min(1.0, high), seed_interval.coverage)
+        return Interval(mean, max(0.0, low), min(1.0, high), seed_interval.noise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,16 +205,16 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         (arm, section.example_series.shown.measured_on)
         for arm in arms
         for section in sections
-        if any(len(identities(section.by_seed(arm, line).values(), place)) > 1 for line in section.lines for place in section.places)
+        if any(len(identities(section.by_seed(arm, name).values(), place)) > 1 for name in section.names for place in section.places)
     )
     missing_notes += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in mixed_arms]
     diff = _config_diff(arms)
     differences = [
-        _compare_arms(arm, arms[0], section, line)
+        _compare_arms(arm, arms[0], section, name)
         for arm in (arms[1:] if arms[0].label == names[0] else ())
         for section in sections
-        for line in section.lines
-        if any(series.samples and not series.control for runs in (arm, arms[0]) for series in section.by_seed(runs, line).values())
+        for name in section.names
+        if any(series.samples and not series.control for runs in (arm, arms[0]) for series in section.by_seed(runs, name).values())
     ]
     warning = " ".join(_warnings(arms, sections, diff)) if len(arms) > 1 else ""
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
@@ -298,9 +298,9 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
     """The runs' series, grouped into sections: single numbers first, then series over bins, then series over points."""
     run_series = [(run, series) for arm in arms for run in arm.runs for series in run.series]
     subjects = series_names(series for _, series in run_series)
-    titles: dict[tuple[str, Shape], dict[tuple[RunRecord, Line], Series]] = {}
+    titles: dict[tuple[str, Shape], dict[tuple[RunRecord, SeriesName], Series]] = {}
     for run, series in run_series:
-        titles.setdefault((series.shown.title, series.shape), {})[run, Line(series.metric, subjects[series], series.setting)] = series
+        titles.setdefault((series.shown.title, series.shape), {})[run, SeriesName(series.metric, subjects[series], series.setting)] = series
     sections = [Section(title, series) for (title, _), series in titles.items()]
     return tuple(sorted(sections, key=lambda section: get_args(Shape).index(section.shape)))
 
@@ -321,7 +321,7 @@ class Difference:
 
     arm: str
     section: Section
-    line: Line
+    name: SeriesName
     place: str  # label of the place, such as `4x-8x`; empty: the series is a single number
     subject: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the series
@@ -353,23 +353,23 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
     return f"{seeds[-1]} after {earlier_seeds}" if earlier_seeds else str(seeds[-1])
 
 
-def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, line: Line) -> Difference:
-    """The difference of `arm` to `base` in series `line`, at the last place measured in both arms, or if they share none, in either arm."""
-    series_by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, line).items() if series.samples} for runs in (arm, base)]
+def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesName) -> Difference:
+    """The difference of `arm` to `base` in series `name`, at the last place measured in both arms, or if they share none, in either arm."""
+    series_by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples} for runs in (arm, base)]
     arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in series_by_seeds)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
     series_by_seeds = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in series_by_seeds]
     example_series = next(series for by_seed in series_by_seeds for series in by_seed.values())
     place_text = ""
     if example_series.axis is not None:
-        start, stop = example_series.units(*example_series.places[place]).place
+        start, stop = example_series.units(*example_series.places[place]).span
         place_text = f" {example_series.axis.before} {f'{number(start)}-{number(stop)}' if example_series.bins else place}"
-    subject = ", ".join(filter(None, (line.metric, line.subject))) + place_text + (line.setting and f", {line.setting}")
+    subject = ", ".join(filter(None, (name.metric, name.subject))) + place_text + (name.setting and f", {name.setting}")
     units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in series_by_seeds]
     interval, note = _difference_and_note([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
-    return Difference(arm.label, section, line, place, subject, shown_interval(interval, example_series), note)
+    return Difference(arm.label, section, name, place, subject, shown_interval(interval, example_series), note)
 
 
 def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
@@ -381,7 +381,7 @@ def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[in
     all_units = [*arm_units.values(), *base_units.values()]
     if len({units.identity[0] for units in all_units}) > 1:
         return None, "not measured on the same tokens: the data fingerprints differ"
-    if len({(units.identity, units.place, units.values.shape, units.weights.tobytes()) for units in all_units}) > 1:
+    if len({(units.identity, units.span, units.values.shape, units.weights.tobytes()) for units in all_units}) > 1:
         return None, "not measured on the same tokens: the evaluation sequences or positions differ"
     if not all(np.isfinite(units.values).all() for units in all_units):
         return None, "not finite on some sequences"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from lm.report.comparison import ArmRuns, Line, RunComparison, Section, mean_interval, shown_interval
+from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, mean_interval, shown_interval
 from lm.report.pictures import Map, Panel, Picture, Trace, plain_ticks, token_unit
 from lm.report.tables import printable, with_unit
 from lm.runs.evaluations import Series, number
@@ -161,23 +161,23 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
     base, *other_arms = comparison.arms
     caption = f"{first_series.shown.caption[:1].upper()}{first_series.shown.caption[1:]}."
     caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
-    for line in section.lines:
-        series_by_arm = {arm.label: section.by_seed(arm, line) for arm in comparison.arms}
+    for name in section.names:
+        series_by_arm = {arm.label: section.by_seed(arm, name) for arm in comparison.arms}
         line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        value_traces = [trace for arm in comparison.arms for trace in _arm_traces(_value_traces(section, arm, line), arm.label, names)]
+        value_traces = [trace for arm in comparison.arms for trace in _arm_traces(_value_traces(section, arm, name), arm.label, names)]
         paired_traces = []
         for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
             paired_traces += _arm_traces(paired_difference_traces(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
-        title, y_range = f"{section.title}: {', '.join((line.metric, *line.labels))}", (-0.03, 1.03)
+        title, y_range = f"{section.title}: {', '.join((name.metric, *name.labels))}", (-0.03, 1.03)
         if first_series.unit != "fraction":
             y_range, clip_note = _y_range(comparison, section, value_traces)
             sentences.append(clip_note)
         nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in value_traces if not np.isfinite(trace.y).all())
-        sentences += [f"Not finite at some places: {', '.join((*line.labels, *nonfinite_arms))}."] if nonfinite_arms else []
+        sentences += [f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}."] if nonfinite_arms else []
         for traces, template in ((value_traces, "Bands: 95% intervals over {}."), (paired_traces, DIFFERENCE_BANDS)):
-            sentences += [template.format(trace.coverage) for trace in traces if trace.coverage]
+            sentences += [template.format(trace.noise) for trace in traces if trace.noise]
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
-        panels.append(replace(_axis_panel(section, title, line.metric, value_traces), y_range=y_range, levels=levels))
+        panels.append(replace(_axis_panel(section, title, name.metric, value_traces), y_range=y_range, levels=levels))
         difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", paired_traces)
         panels.append(replace(difference_panel, zero_line=True) if paired_traces else None)
     sentences += [f"Intervals are {WILSON_NOTE}."] if any(series.interval == "wilson" for series in section.series.values()) else []
@@ -191,16 +191,16 @@ def _arm_traces(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list
     return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
 
 
-def _value_traces(section: Section, arm: ArmRuns, line: Line) -> list[Trace]:
-    """Traces of an arm's series named `line`, over the points or bins at which all runs of the arm have values.
+def _value_traces(section: Section, arm: ArmRuns, name: SeriesName) -> list[Trace]:
+    """Traces of an arm's series named `name`, over the points or bins at which all runs of the arm have values.
 
     Points have intervals; bins have intervals only if the arm has a single run. Control series (`Series.control`) have no intervals.
     """
-    by_seed, intervals = section.by_seed(arm, line), []
+    by_seed, intervals = section.by_seed(arm, name), []
     run_series = [*by_seed.values()]
     places = _shared_places(run_series)
     if section.shape == "points" and run_series and not run_series[0].control:
-        intervals = [section.interval(arm, line, number(x)) for x in places]
+        intervals = [section.interval(arm, name, number(x)) for x in places]
     elif len(run_series) == 1 and not run_series[0].control:
         edges = [*run_series[0].axis.values]
         intervals = [interval_of(run_series[0], edges.index(start)) for start, _ in places.values()]
@@ -231,13 +231,13 @@ def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[f
     """
     if not values:
         return []
-    x, seed_values, bounds, coverage = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
+    x, seed_values, bounds, noise = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
     mean = seed_values.mean(0)
     if any(bands):
         bounds = np.array([(interval or Interval(y, y, y)).picture_values() for interval, y in zip(bands, mean, strict=True)]).T[1:]
-        coverage = next(interval.coverage for interval in bands if interval)
+        noise = next(interval.noise for interval in bands if interval)
     seed_traces = [Trace(0, f"seed {run_seeds[-1]}", x, y_values, "seed") for run_seeds, y_values in zip(seeds, seed_values, strict=True)]
-    return [*seed_traces, Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, coverage=coverage)]
+    return [*seed_traces, Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, noise=noise)]
 
 
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from lm.attention import catalogue
-from lm.report.comparison import ArmRuns, Line, RunComparison, Section, seeds_shown, shared_value
+from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
 from lm.report.tables import Column, FilledColumn, Table, digits, four_digits, print_tables, printable, show, table_from_rows
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
@@ -35,17 +35,17 @@ def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
 
 
 def _section_table(comparison: RunComparison, section: Section) -> Table:
-    runs_by_row: dict[tuple[ArmRuns, Line], list[RunRecord]] = {}  # by arm and line without metric: the runs that have one of the metrics
-    for line, arm in product(dict.fromkeys(replace(line, metric="") for line in section.lines), comparison.arms):
-        metric_lines = [replace(line, metric=metric) for metric in section.metrics]
-        if row_runs := [run for run in arm.runs if any((run, metric_line) in section.series for metric_line in metric_lines)]:
-            runs_by_row[arm, line] = row_runs
+    runs_by_row: dict[tuple[ArmRuns, SeriesName], list[RunRecord]] = {}  # by arm and name without metric: runs that have one of the metrics
+    for name, arm in product(dict.fromkeys(replace(name, metric="") for name in section.names), comparison.arms):
+        metric_names = [replace(name, metric=metric) for metric in section.metrics]
+        if row_runs := [run for run in arm.runs if any((run, metric_name) in section.series for metric_name in metric_names)]:
+            runs_by_row[arm, name] = row_runs
     rows, runs, is_number = list(runs_by_row), list(runs_by_row.values()), section.shape == "number"
-    rows_by_metric = [[(arm, replace(line, metric=metric)) for arm, line in rows] for metric in section.metrics]
+    rows_by_metric = [[(arm, replace(name, metric=metric)) for arm, name in rows] for metric in section.metrics]
     labels = {
         "arm": [arm.label for arm, _ in rows],
-        "task": [line.subject for _, line in rows],
-        "inference setting": [line.setting for _, line in rows],
+        "task": [name.subject for _, name in rows],
+        "inference setting": [name.setting for _, name in rows],
     }
     columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
     columns += [(Column("seeds"), [str(len(row_runs)) for row_runs in runs])]
@@ -73,7 +73,7 @@ def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int 
     return four_digits(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
-def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, Line]]) -> list[FilledColumn]:
+def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, SeriesName]]) -> list[FilledColumn]:
     """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also have an sd column."""
     example = section.example(rows[0][1].metric)
     unit, has_points, training_lengths = _unit(example.unit), section.shape == "points", section.seq_lens
@@ -82,9 +82,9 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
         name = place + (f", {start / training_lengths[0]:g}x" if has_points and len(training_lengths) == 1 else "")
         name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
         cells_by_name[name] = [(section.interval(*row, place) if has_points else None) or digits(section.mean(*row, place)) for row in rows]
-    coverages = dict.fromkeys(cell.coverage for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
-    fields = {"unit": _interval_unit(unit, " or over ".join(coverages)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
-    mean_columns = [(Column(name, **fields if coverages else {"unit": unit}), cells) for name, cells in cells_by_name.items()]
+    noises = dict.fromkeys(cell.noise for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
+    fields = {"unit": _interval_unit(unit, " or over ".join(noises)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
+    mean_columns = [(Column(name, **fields if noises else {"unit": unit}), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
@@ -96,16 +96,16 @@ def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
 
 
-def _interval_unit(unit: str, coverage: str) -> str:
-    """The unit in the heading of a column with intervals: `unit, 95% interval over coverage`; without `over` if `coverage` is empty."""
-    return f"{unit}, 95% interval" + (f" over {coverage}" if coverage else "")
+def _interval_unit(unit: str, noise: str) -> str:
+    """The unit in the heading of a column with intervals: `unit, 95% interval over noise`; without `over` if `noise` is empty."""
+    return f"{unit}, 95% interval" + (f" over {noise}" if noise else "")
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of differences to the baseline that have an interval; a column for each kind of noise that intervals cover (`coverage`)."""
+    """A table of differences to the baseline that have an interval; a column for each kind of noise that intervals cover (`noise`)."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
-    examples = [difference.section.example(difference.line.metric) for difference in differences]
+    examples = [difference.section.example(difference.name.metric) for difference in differences]
     labels = {
         "arm": [difference.arm for difference in differences],
         "metric": [difference.subject for difference in differences],
@@ -113,9 +113,9 @@ def _difference_table(comparison: RunComparison) -> Table:
         "better": [BETTER_SIDE[series.better] for series in examples],
     }
     columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
-    for coverage in dict.fromkeys(interval.coverage for interval in intervals):
-        cells = [interval if interval.coverage == coverage else None for interval in intervals]
-        columns.append((Column("difference", _interval_unit("", coverage).removeprefix(", "), "difference"), cells))
+    for noise in dict.fromkeys(interval.noise for interval in intervals):
+        cells = [interval if interval.noise == noise else None for interval in intervals]
+        columns.append((Column("difference", _interval_unit("", noise).removeprefix(", "), "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 
 
@@ -143,9 +143,9 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
 
 
 def _differs_in_seeds(comparison: RunComparison) -> bool:
-    """Whether two arms have a series of the same name (`Line`), but for different seeds."""
-    lines = ((section, line) for section in comparison.sections for line in section.lines)
-    return any(len({tuple(section.by_seed(arm, line)) for arm in comparison.arms} - {()}) > 1 for section, line in lines)
+    """Whether two arms have a series of the same name (`SeriesName`), but for different seeds."""
+    names = ((section, name) for section in comparison.sections for name in section.names)
+    return any(len({tuple(section.by_seed(arm, name)) for arm in comparison.arms} - {()}) > 1 for section, name in names)
 
 
 # ---------------------------------------------------------------- what a run took
@@ -248,7 +248,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         for run in comparison.runs
         if (differences := differing_settings(run.environment))
     ]
-    inference_settings = dict.fromkeys(line.setting for section in comparison.sections for line in section.lines if line.setting)
+    inference_settings = dict.fromkeys(name.setting for section in comparison.sections for name in section.names if name.setting)
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
         fact("tokens in the weights started from", lambda run: run.tokens_before),
@@ -300,7 +300,7 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
     """Text on how many sequences, of which length, a section's series of a run were measured on, by task; None if no series says it."""
     subject_amounts = [
-        (line.subject, series.shown.amount) for (owner, line), series in section.series.items() if owner is run and series.shown.amount
+        (name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run and series.shown.amount
     ]
     return "; ".join(": ".join(filter(None, subject_and_amount)) for subject_and_amount in dict.fromkeys(subject_amounts)) or None
 

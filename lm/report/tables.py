@@ -139,7 +139,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """CSV text of all tables: a line for each cell that is no label, with its row's labels, value, and interval's ends and `coverage`."""
+    """CSV text of all tables: a line for each cell that is no label, with its row's labels, value, and interval's ends and `noise`."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -148,7 +148,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
                     is_text = not isinstance(cell, Interval)
-                    values = [cell] if is_text else [*(column.text(value) for value in cell.as_list()), cell.coverage]
+                    values = [cell] if is_text else [*(column.text(value) for value in cell.as_list()), cell.noise]
                     lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
     return csv_text(lines, ("table", *labels, *numbers))
 
@@ -241,8 +241,8 @@ def grid(table: Table) -> RichTable:
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
             width = max(MIN_WRAP_WIDTH, *map(len, columns[-1]), 0)
-            name, *coverage = heading.partition(" over ")  # what an interval covers stays on one line
-            wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(coverage).replace(" ", "\n", 1)
+            name, *units = heading.partition(" over ")  # what an interval covers stays on one line
+            wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(units).replace(" ", "\n", 1)
             rich_table.add_column(escape(wrapped_heading), justify="right")
     for row in zip(*columns, strict=True):
         rich_table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))

@@ -100,7 +100,7 @@ class Units:
     # fingerprint of the held-out text, whose documents select or report; empty: units of another kind, such as questions, do both
     fingerprint: str
     sha256: str  # the hash of the sequences
-    place: tuple[float, float]  # start and end on the axis
+    span: tuple[float, float]  # start and end on the axis
 
     @property
     def identity(self) -> tuple[str, str]:
