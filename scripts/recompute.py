@@ -281,7 +281,7 @@ def main_verdicts() -> str:
     for measured, page, place, key in HEADLINES:
         result, verdict = results[place], results[place].verdicts[key]
         pair = [result.labels[line] for line in result.compared(key)]
-        lines.append([f"[{measured}]({page})" if page else "", *pair, result.words(verdict), verdict.interval.noise])
+        lines.append([f"[{measured}]({page})" if page else "", *pair, result.words(verdict), verdict.interval.noise_source])
     return markdown(lines)
 
 

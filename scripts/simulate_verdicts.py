@@ -85,7 +85,7 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     differ = [differs for size in sizes for differs in size.differ]
     for comparison, verdict, (text, population), differs in zip(comparisons.values(), found_verdicts.values(), truths, differ, strict=True):
         if comparison.is_tuned and not comparison.diverged:
-            over_both = comparison.over_documents
+            over_both = comparison.document_estimate
             wide = over_both and comparison.enclosing(over_both)
             alone = _holds(verdict.single_interval, text), _holds(wide, population) if wide else math.nan
             coverage.append((*alone, differs, _holds(verdict.interval, text)))
@@ -99,7 +99,7 @@ class _Size:
         self.world, self.random = world, random
         self.arms = ["base", *(f"arm {number}" for number in range(len(world.effects)))]
         self.effects, self.optima = (0.0, *world.effects), world.optima or (0.0,) * len(self.arms)
-        self.noise = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
+        self.noise_source = [1.0, *(2.0 if world.unequal else 1.0 for _ in world.effects)]
         self._tune()
         self._train(world.seeds + world.more_seeds)
 
@@ -115,7 +115,7 @@ class _Size:
     def of_runs(self, arm: int, rate: float, seeds: int) -> np.ndarray:
         """What the runs of an arm at a rate have for themselves, of mean 0."""
         world = self.world
-        noise = self.draw(self.noise[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
+        noise = self.draw(self.noise_source[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
         if world.unlucky and rate >= UNLUCKY_FROM:
             random = self.random
             noise += (random.random(seeds) < world.unlucky) * random.exponential(world.unlucky_by, seeds) - world.unlucky * world.unlucky_by
@@ -152,8 +152,8 @@ class _Size:
             values, selected, means = np.empty((len(self.crossed[arm]), seeds, world.documents)), {}, []
             for of_rate, rate in zip(values, self.crossed[arm], strict=True):
                 noise, mean = self.of_runs(number, rate, seeds)[:, None], self.expected(number, rate)
-                of_rate[:] = mean + noise + self.draw(self.noise[number] * world.arm_seed_document, seeds, world.documents)
-                rest = self.draw(self.noise[number] * world.arm_seed_document / math.sqrt(world.documents / 2), seeds)
+                of_rate[:] = mean + noise + self.draw(self.noise_source[number] * world.arm_seed_document, seeds, world.documents)
+                rest = self.draw(self.noise_source[number] * world.arm_seed_document / math.sqrt(world.documents / 2), seeds)
                 selecting = self.expected(number, rate, 1.0) if world.other_metric else mean
                 selected[rate] = selecting + by_seed[:, 0] + noise[:, 0] + self.shift[number] + rest
                 means.append(mean)
@@ -177,7 +177,7 @@ class _Size:
             differences = self._measured(arm_values)[:, None] - self._measured(base_values)[order]
             by_rates, documents = differences @ self.weights, np.arange(self.world.documents)
             over_both = None if self.world.ceiling else over_seeds_and_documents(differences, self.weights, documents)
-            comparisons[arm] = Comparison(by_rates, place, n_lost, shared, self.world.other_metric, over_documents=over_both)
+            comparisons[arm] = Comparison(by_rates, place, n_lost, shared, self.world.other_metric, document_estimate=over_both)
         return comparisons
 
     def _best(self, arm: str, seeds: int) -> int:

@@ -154,7 +154,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
     assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
-    assert expected.noise == f"3 seeds and {len(report)} documents"
+    assert expected.noise_source == f"3 seeds and {len(report)} documents"
 
 
 @pytest.mark.parametrize("by", [{}, {"metric": "primary"}])

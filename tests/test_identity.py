@@ -136,7 +136,7 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeyp
             assert train(tiny(f"name={name}-{seed}", *options)) == 0
     folders = [runs / f"{name}-{seed}" for name in ("soft", "scalable") for seed in (1, 2)]
     assert arms(*folders) == [["soft-1", "soft-2"], ["scalable-1", "scalable-2"]]
-    assert compared(*folders)[0].differences[0].interval.noise == "2 seeds"
+    assert compared(*folders)[0].differences[0].interval.noise_source == "2 seeds"
     sources = [read_json(folder / "environment.json")["started_from"] for folder in folders]
     assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
     assert len({source["arm"] for source in sources}) == 2
@@ -178,7 +178,7 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
     assert read_run(started_from(tmp_path, "same", 1, 1)).seeds == (1,)
     b_runs = [started_from(tmp_path, f"b{source}", 7, source, "other") for source in (2, 3, 4)]
     comparison, differences = compared(*a_runs, *b_runs)
-    assert differences[()].interval.noise == "2 seeds"
+    assert differences[()].interval.noise_source == "2 seeds"
     (seeds,) = [fact for fact in run_facts(comparison) if fact.name == "seeds"]
     assert "7 after 1, 7 after 2, 7 after 3" in seeds.value
     assert [arm.label for arm in comparison.arms] == ["softmax, init_from=abc-1", "softmax, init_from=other-2"]

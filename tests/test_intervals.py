@@ -61,7 +61,7 @@ def test_sequences_of_a_document_are_not_taken_for_independent():
     values, labels = np.repeat(np.random.default_rng(0).normal(size=12), 10), np.repeat(np.arange(12), 10)
     grouped, ungrouped = (over_documents(values, groups=groups) for groups in (labels, None))
     assert grouped.high - grouped.low > 3 * (ungrouped.high - ungrouped.low)
-    assert (grouped.noise, ungrouped.noise) == ("documents, 1 seed", "sequences, 1 seed")
+    assert (grouped.noise_source, ungrouped.noise_source) == ("documents, 1 seed", "sequences, 1 seed")
 
 
 def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing():
@@ -97,7 +97,7 @@ def test_two_documents_have_no_interval():
     values, labels = np.arange(6.0), np.array([0, 0, 0, 1, 1, 2])
     assert over_documents(values, groups=labels // 2) is None
     assert over_documents(values, np.array([1, 1, 1, 1, 1, 0]), labels) is None
-    assert over_documents(values, groups=labels).noise == "documents, 1 seed"
+    assert over_documents(values, groups=labels).noise_source == "documents, 1 seed"
 
 
 def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
@@ -110,7 +110,7 @@ def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
             hits[name] += interval.low <= 0.1 <= interval.high
     assert 0.93 <= hits["both"] / trials <= 0.98
     assert hits["seeds alone"] / trials < 0.93
-    assert over_both.noise == "5 seeds and 20 documents"
+    assert over_both.noise_source == "5 seeds and 20 documents"
 
 
 def test_the_spread_over_seeds_is_that_of_their_weighted_means():
@@ -169,7 +169,7 @@ def test_the_interval_of_a_series_is_over_the_documents_and_weights_of_its_sampl
 @pytest.mark.parametrize("right", range(12))
 def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
     interval = fraction_interval(np.arange(11) < right, np.ones(11), np.arange(11))
-    assert interval.noise == "questions, 1 seed"
+    assert interval.noise_source == "questions, 1 seed"
     assert interval.as_list() == pytest.approx(wilson(right, 11).as_list(), rel=1e-12)
 
 
@@ -178,7 +178,7 @@ def test_with_one_question_in_each_sequence_it_is_wilsons(right: int):
 def test_all_right_or_all_wrong_are_as_many_trials_as_sequences(fraction: int, as_units: bool):
     units = (np.ones(72), np.repeat(np.arange(9), 8)) if as_units else (np.full(9, 8), np.arange(9))
     interval = fraction_interval(np.full(len(units[0]), fraction), *units)
-    assert interval.noise == "sequences, 1 seed"
+    assert interval.noise_source == "sequences, 1 seed"
     assert interval.as_list() == pytest.approx(wilson(9 * fraction, 9).as_list(), rel=1e-12)
 
 

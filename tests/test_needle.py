@@ -225,7 +225,7 @@ def test_questions_of_one_sequence_are_one_group(tiny):
     assert {tuple(sample.groups) for series in by_length for sample in series.samples} == {(0, 0, 0, 1, 1, 1, 2)}
     accuracy = next(series for series in by_length if series.metric == "accuracy")
     assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, "the third sequence is asked one question of three"
-    assert interval_of(accuracy, 0).noise == "sequences, 1 seed"
+    assert interval_of(accuracy, 0).noise_source == "sequences, 1 seed"
 
 
 def test_numbers_beside_the_needle_make_a_chance(tiny):

@@ -186,7 +186,7 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [*verdict.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
     assert verdict.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
-    assert verdict.interval.noise == "5 seeds"
+    assert verdict.interval.noise_source == "5 seeds"
     verdict_of_few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
     assert verdict_of_few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
 
@@ -268,14 +268,14 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
     values = spread(0.03, 0.03, 7)
     units = np.array(values)[:, None] + np.random.default_rng(0).normal(0, 0.02, (7, 9))
     on_other_text = over_seeds_and_documents(units[None, None], np.ones(9), np.arange(9))
-    comparison = Comparison(values, over_documents=on_other_text)
+    comparison = Comparison(values, document_estimate=on_other_text)
     for comparisons, looks in ((1, 1), (4, 1), (3, 2)):
         family = comparisons * looks
         verdict = verdicts(dict.fromkeys(range(comparisons), comparison), MATTERS, looks=looks)[0]
         half, half_alone = (t.ppf(1 - 0.025 / number, 6) * 0.03 / np.sqrt(7) for number in (family, looks))
         assert verdict.interval.as_list() == pytest.approx([0.03, 0.03 - half, 0.03 + half])
         assert verdict.single_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone]), "for all looks together"
-        assert verdict.over_documents.as_list() == pytest.approx(on_other_text[0, 0].interval(family).as_list())
+        assert verdict.document_interval.as_list() == pytest.approx(on_other_text[0, 0].interval(family).as_list())
         assert verdict.p == pytest.approx(min(1, family * ttest_1samp(values, 0).pvalue))
         assert verdict.p_exact == pytest.approx(min(1, family * p_exact(comparison)))
         assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS, 0.05 / family)

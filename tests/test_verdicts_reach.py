@@ -90,7 +90,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     sizes = [SizeResults(procedure, "", procedure.judgement())]
     (answer,) = answers(sizes)
     assert (answer.effect, answer.value, answer.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
-    assert (answer.noise, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
+    assert (answer.noise_source, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
     mean, low, high, zero, least, most = answer.place
     assert low < mean < high < least < zero < most
     assert answer.reason.startswith("The interval leaves out 1")

@@ -132,9 +132,9 @@ def initial_values(options: Options) -> None:
 
 
 def fast_path(options: Options) -> None:
-    """`forward` computes the definition, and its gradients, for heads of 1, 16 and 40 dimensions
+    """outputs and gradients of `forward` are those of `weights(q, k, layout)` @ v, for heads of 1, 16 and 40 dimensions
 
-    `forward` gives `weights(q, k, layout) @ v`, computed in another way; a class without a `forward` of its own keeps this promise
+    `forward` computes the same in another way; a class without a `forward` of its own keeps this promise
     """
     for size in (1, 16, 40):
         normalizer = randomized(options, size=size)
@@ -182,9 +182,9 @@ def own_row(options: Options) -> None:
 
 
 def row_sums(options: Options) -> None:
-    """weights are causal, and rows of weights that are not all 0 sum to one if, and only if, the options say so
+    """weights of keys after the query are 0; a query's weights are all 0, or sum to one if and only if the options say so
 
-    weights are 0 where `layout.visible()` is false; `sums_to_one` of the options (`schema`) says whether each row sums to one
+    weights are 0 where `layout.visible()` is false; options say it by `sums_to_one`; with `n: sum` the sums are one
     """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
@@ -294,9 +294,9 @@ def packed(options: Options) -> None:
 
 
 def documents(options: Options) -> None:
-    """outputs and gradients are the definition's where documents begin at different tokens in each sequence
+    """outputs and gradients are those of `weights(q, k, layout)` @ v where documents begin at different tokens in each sequence
 
-    positions differ by sequence, (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
+    there positions are (B, T), `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
     """
     normalizer = randomized(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])

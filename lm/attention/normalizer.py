@@ -73,7 +73,7 @@ class Normalizer(ABC, Module):
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Features of the keys computed from x: (B, H, T, F), appended to k and cached with k; None: no features."""
+        """Features of the keys, (B, H, T, F), from the layer's input x (B, T, C): appended to k and cached with it; None: no features."""
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +229,7 @@ class DividedNormalizer(Normalizer):
     """Weights f(score) divided by their sum over a query's keys (`n: sum`), or times a factor that depends on n."""
 
     def f(self, scores: Tensor) -> Tensor:
-        """The weights f(score) before they are divided or multiplied; by default the scores."""
+        """The unnormalized weights f(score), to be divided by their sum or multiplied by `factor`; by default the scores."""
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:

@@ -81,7 +81,7 @@ class Options:
         return label_text(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
-        """The arguments of `lm swap --to` for these options, without `init`: `ssmax model.normalizer.bias=true`."""
+        """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax model.normalizer.bias=true`."""
         overrides = self.non_defaults_but_init()
         return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
 

@@ -42,7 +42,7 @@ class QueryScale(FusedSoftmax):
     change = "q scaled in fp32: a factor on the logits is a factor on the query"
 
     def scale(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor c, fp32, broadcastable to (B, H, T); None for 1."""
+        """The factor c on a query's scores, fp32, broadcastable to (B, H, T); None: c is 1 for all queries."""
         return None
 
     def scale_by_position(self) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""Causal sums of f(q.k / sqrt(D) + b) v as Triton kernels: no weight leaves the chip, forward or backward.
+"""Causal sums of f(q.k / sqrt(D) + b) v as Triton kernels, which never write attention weights to GPU memory.
 
 Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32 whatever the
 inputs; fp32 inputs are multiplied in full precision, never as TF32. No atomic additions: the same inputs give the same
-bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, cut into pieces of at most 128. `SHIFTED`: scores have
-a shift b (N, T). `SUMMED`: weights are divided by their sums (N, T), and `mean` (N, T) is subtracted from the weights' gradients.
+bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, of which a program takes at most 128 columns.
+`SHIFTED`: scores have a shift b (N, T). `SUMMED`: weights are divided by their sums (N, T). In the backward pass `mean` (N, T), the mean
+gradient of a query's weights, is then subtracted from the gradient of each weight.
 """
 
 import os

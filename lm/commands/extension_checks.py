@@ -160,8 +160,8 @@ def answers_in_place(task: Task) -> None:
         samples = [example(task, 1, index, 256, text=text) for index in range(20)]
     for sample in samples:
         for (start, stop), (first, last) in zip(sample.questions, sample.evidence, strict=True):
-            is_answer = last - first != stop - start or bool((sample.tokens[first:last] == sample.tokens[start:stop]).all())
-            require(is_answer, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
+            can_be_answer = last - first != stop - start or bool((sample.tokens[first:last] == sample.tokens[start:stop]).all())
+            require(can_be_answer, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
 
 
 def different_sequences(task: Task) -> None:

@@ -99,8 +99,12 @@ class YarnScaling(TrainedScaling):
 
 
 def divide_low_frequencies(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
-    """Divide the frequencies of pairs with at most `slow` periods by `factor`, and keep those of pairs with at least `fast` periods.
-    Between `slow` and `fast` the multiplier is linear in `periods`, the number of full turns of a pair in the context before scaling."""
+    """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as they are.
+
+    Low ones have at most `slow` periods, high ones at least `fast`. Between these the multiplier is linear in the number of periods.
+
+    periods: (pairs,), the number of turns of each pair, not rounded, in the context length before scaling.
+    """
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)
 
@@ -201,7 +205,10 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """Values, by key, of options of `model` that may be null, nulls resolved; equal in all configurations that define one model."""
+        """Return {key: value} of the options of `model` that may be null, with each null replaced by the value that it stands for.
+
+        Configurations of the same model give equal values. `mlp_bias` is None where it is null or equals `bias`.
+        """
         return {
             "n_kv_head": model.kv_heads,
             "head_size": model.value_dims,

@@ -38,7 +38,7 @@ class Chance:
 
 
 class Task(ABC):
-    """Base class of the options of synthetic tasks. Under "Disjoint", docstrings say which contents training and test never share."""
+    """Base class of the options of synthetic tasks. Under "Symbols" docstrings say what token ids stand for, in the order of the ids."""
 
     name: ClassVar[str]
 
@@ -86,8 +86,8 @@ class MQAR(Task):
     with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is asked for twice, and filler has
     symbols of its own. So a value occurs only in its pair and in its answer.
 
-    Disjoint: lists of (key, value), by their hash; a single pair may occur in both subsets. With `held_out: pairs`, single pairs are
-    disjoint: test sequences have the pairs whose key and value, each counted from 0, sum to a multiple of 8, and training all others.
+    Training and test share no list of (key, value), by its hash; a single pair may occur in both. With `held_out: pairs` they share no
+    pair: test sequences have the pairs whose key and value, each counted from 0, sum to a multiple of 8, and training all others.
     A model that has memorised the pairs of training is then wrong in test sequences more often than chance.
     """
 
@@ -144,7 +144,7 @@ class Copy(Task):
 
     Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string occurs nowhere else.
 
-    Disjoint: strings, by their hash.
+    Training and test share no string: its hash decides to which of them it belongs.
     """
 
     name: ClassVar[str] = "copy"
@@ -169,7 +169,7 @@ class Induction(Task):
     Symbols: the random symbols, then the mark, which occurs twice in a sequence. The symbol after the mark, which is the answer, is
     drawn like all others: it may occur elsewhere, so that frequencies do not reveal it.
 
-    Disjoint: whole sequences, by their hash.
+    Training and test share no sequence: its hash decides to which of them it belongs.
     """
 
     name: ClassVar[str] = "induction"
@@ -196,7 +196,7 @@ class Maximum(Task):
     An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the mark.
     Priorities and payloads of a sequence all differ, so the answer occurs only in its item and at the end.
 
-    Disjoint: the list of (priority, payload) in the order of the sequence, by its hash.
+    Training and test share no list of (priority, payload) in the order of the sequence: its hash decides to which of them it belongs.
     """
 
     name: ClassVar[str] = "max"
@@ -231,7 +231,7 @@ class FlipFlop(Task):
     instruction is a write, the last a read. Ignored symbols are drawn from the written symbols: only the order reveals the answer.
     Chance level differs between questions: about half of the reads repeat the answer of the read before, with no write between them.
 
-    Disjoint: whole sequences, by their hash.
+    Training and test share no sequence: its hash decides to which of them it belongs.
     """
 
     name: ClassVar[str] = "flip_flop"
@@ -256,7 +256,7 @@ class Needle(Task):
     The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a sequence all
     differ. A number occurs only in its needle and in its answer, as the same tokens.
 
-    Disjoint: numbers, by their hash; filler, by the split of the corpus into documents. Both subsets have the same cities.
+    Training and test share no number, by its hash, and no filler, by the split of the corpus into documents. They share cities.
     """
 
     name: ClassVar[str] = "needle"
@@ -280,7 +280,7 @@ class Passkey(Task):
 
     KEY has five digits, and occurs twice in its sentence and once in the answer, as the same tokens, and nowhere else.
 
-    Disjoint: keys, by their hash; filler from the corpus, by the split of the corpus into documents.
+    Training and test share no key, by its hash, and no filler from the corpus, by the split of the corpus into documents.
     """
 
     name: ClassVar[str] = "passkey"

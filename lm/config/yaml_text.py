@@ -99,7 +99,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
-        """Make the node of a text. Unicode line breaks are written as escapes in quotes, since PyYAML would read them back as spaces."""
+        """Return the YAML node of `text`. Unicode line breaks are written as escapes in quotes: PyYAML would read them back as spaces."""
         return self.represent_scalar(_TAG + "str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None)
 
 

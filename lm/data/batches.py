@@ -150,13 +150,13 @@ class DocumentPieces(Lengths):
 
     Args:
         longest: tokens of the longest sequence, a power of two.
-        step_tokens: tokens of a step, a multiple of `longest`.
+        tokens_per_step: tokens of a step, a multiple of `longest`.
 
     Raises ConfigError: no length has enough pieces to fill a step.
     """
 
-    def __init__(self, split: Split, longest: int, step_tokens: int, seed_words: tuple[int, ...]):
-        self.split, self.longest, self.step_tokens, self.seed_words = split, longest, step_tokens, seed_words
+    def __init__(self, split: Split, longest: int, tokens_per_step: int, seed_words: tuple[int, ...]):
+        self.split, self.longest, self.tokens_per_step, self.seed_words = split, longest, tokens_per_step, seed_words
         self.shortest = SHORTEST_PIECE
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
@@ -170,12 +170,12 @@ class DocumentPieces(Lengths):
             self.pieces[length] = document, starts[document] + piece * length
             starts += counts * length
             length //= 2
-        self.steps = {length: len(document) * length // step_tokens for length, (document, _) in self.pieces.items()}
+        self.steps = {length: len(document) * length // tokens_per_step for length, (document, _) in self.pieces.items()}
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
-            reason = f"pieces of no length fill a step of {step_tokens} tokens"
+            reason = f"pieces of no length fill a step of {tokens_per_step} tokens"
             raise ConfigError([Problem("data.lengths", "documents", reason, "lower optim.batch_tokens, or add text")])
-        self.left_out = 1 - self.steps_per_epoch * step_tokens / int(sizes.sum())
+        self.left_out = 1 - self.steps_per_epoch * tokens_per_step / int(sizes.sum())
         self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that every epoch leaves out
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
@@ -207,16 +207,16 @@ class DocumentPieces(Lengths):
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length` tokens."""
-        slots_per_step = self.step_tokens // self.longest
+        slots_per_step = self.tokens_per_step // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
-        """Return where the sequences of step `step` begin, as token indices in the split: int64 (step_tokens / length,)."""
+        """Return where the sequences of step `step` begin, as token indices in the split: int64 (tokens_per_step / length,)."""
         length = self(step)
         epoch_step = step % self.steps_per_epoch
         n_steps_before = int((self._order[:epoch_step] == length).sum())
-        count = self.step_tokens // length
+        count = self.tokens_per_step // length
         return self._starts[length][n_steps_before * count : (n_steps_before + 1) * count]
 
 
@@ -333,21 +333,21 @@ class TrainSequences:
     """Makes the global batch of every training step of a run.
 
     Args:
-        batch_slots: slots of `seq_len` tokens in one optimizer step, over all processes.
+        slots_per_step: slots of `seq_len` tokens in one optimizer step, over all processes.
         data: the sources' weights, the tasks, and the lengths of sequences. Unless `data.lengths` is `documents`, a step
             has the same text whatever its sequence length. No token is padding.
         max_steps: number of steps of the run; a curriculum changes the sequence length at fractions of this number.
     """
 
-    def __init__(self, store: Store, data: DataConfig, batch_slots: int, seed: int, max_steps: int = 1):
-        self.store, self.data, self.seq_len, self.batch_slots = store, data, data.seq_len, batch_slots
+    def __init__(self, store: Store, data: DataConfig, slots_per_step: int, seed: int, max_steps: int = 1):
+        self.store, self.data, self.seq_len, self.slots_per_step = store, data, data.seq_len, slots_per_step
         self.seed_words = (int(store.fingerprint, 16), seed)
         if length_by_step := data.lengths.length_by_step(self.seq_len, max_steps):
             self.length: Lengths = StepwiseLengths(length_by_step)
         elif weights_by_length := data.lengths.weights_by_length():
             self.length = DrawnLengths(weights_by_length, self.seed_words)
         else:
-            self.length = DocumentPieces(store.train, self.seq_len, self.seq_len * batch_slots, self.seed_words)
+            self.length = DocumentPieces(store.train, self.seq_len, self.seq_len * slots_per_step, self.seed_words)
         weights, self.streams = self._streams(seed)
         self.sampler = StratifiedSampler(weights, self.seed_words) if len(self.streams) > 1 else None
 
@@ -372,8 +372,8 @@ class TrainSequences:
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
         """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have `length(step)` tokens."""
-        stop = self.batch_slots if count is None else first + count
-        sequences, answers, is_text = self._sequences(step * self.batch_slots + np.arange(first, stop), self.length(step))
+        stop = self.slots_per_step if count is None else first + count
+        sequences, answers, is_text = self._sequences(step * self.slots_per_step + np.arange(first, stop), self.length(step))
         batch = Batch.of(sequences, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
         if batch.positions is not None:  # a task's sequence counts as one document, even if its filler is text of several
             batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
@@ -398,15 +398,15 @@ class TrainSequences:
         return sequences.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
-def train_sequences(store: Store, config: Config, batch_slots: int | None = None) -> TrainSequences:
-    """Return the training sequences of a configuration, with `batch_slots` slots a step; None: `optim.batch_tokens` / `data.seq_len` slots.
+def train_sequences(store: Store, config: Config, slots_per_step: int | None = None) -> TrainSequences:
+    """Return the training sequences of a configuration. `slots_per_step`: None stands for `optim.batch_tokens` / `data.seq_len`.
 
     Raises ConfigError: with `data.lengths=documents`, the pieces of no length fill a step; or a task can't make its sequences.
     """
     data = config.data
-    slots = batch_slots or config.optim.batch_tokens // data.seq_len
+    slots_per_step = slots_per_step or config.optim.batch_tokens // data.seq_len
     try:
-        return TrainSequences(store, data, slots, config.seed if data.seed is None else data.seed, config.trainer.max_steps)
+        return TrainSequences(store, data, slots_per_step, config.seed if data.seed is None else data.seed, config.trainer.max_steps)
     except TaskError as error:
         names = ", ".join(weighted.task.name for weighted in data.tasks)
         raise ConfigError([Problem("data.tasks", names, str(error), "change data.seq_len, data.lengths or the task's options")]) from None
@@ -419,7 +419,7 @@ class MicroBatches(Dataset[Batch]):
     """
 
     def __init__(self, sequences: TrainSequences, rank: int, world: int, micro_batch: int):
-        rank_slots = sequences.batch_slots // world
+        rank_slots = sequences.slots_per_step // world
         self.source, self.first_slot, self.micro_batch = sequences, rank * rank_slots, micro_batch
         self.accumulation = rank_slots // micro_batch
 

@@ -65,7 +65,10 @@ class Journal:
         self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
 
     def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
-        """Return the number of documents on disk and {split: writer}. If files differ from the journal: 0, and writers of empty splits."""
+        """Return the number of documents whose tokens are on disk, and {split: writer} to go on after them.
+
+        If the token files don't match the journal, writing starts again, with 0 documents and writers of empty splits.
+        """
         writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             progress = self.entry.get(name)

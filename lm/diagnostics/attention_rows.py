@@ -284,7 +284,7 @@ class Measures:
 
     @property
     def vector_length(self) -> int:
-        """The number of values in the vector of one sequence and model."""
+        """The length of one vector that `vectors` returns: the number of values of all statistics, for one sequence and model."""
         return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
@@ -371,11 +371,11 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
 
 
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """The exponent of value ~ n^exponent for each head, and the fit's R^2, both (layers, H): least squares on logarithms.
+    """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both (layers, H).
 
     NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
 
-    values: (N, layers, H, T), logarithms already if `log`; n: (N, layers, T).
+    values: (N, layers, H, T), or their logarithms if `log`; n: (N, layers, T).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         y = values.astype("f8") if log else np.log(values.astype("f8"))

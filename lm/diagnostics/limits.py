@@ -232,9 +232,9 @@ def few_key_counts(length: int) -> list[int]:
 
 def means(sums: np.ndarray) -> np.ndarray:
     """Means over queries, (octaves, quantities, points, ...), of `sums`, which `totals_and_counts` describes; NaN without queries."""
-    total, rows = totals_and_counts(sums)
+    total, counts = totals_and_counts(sums)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(rows > 0, total / rows, np.nan)
+        return np.where(counts > 0, total / counts, np.nan)
 
 
 def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -488,10 +488,10 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
     """Two samples of heads' mean d~ in one octave of visible keys, (size, N) each: largest weights, and `DISTANCES[expectation]`."""
-    total, rows = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
+    total, counts = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     sample_pair = []
     for quantity in (0, expectation):
-        by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, rows))  # (sequences, layers, H, N)
+        by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, counts))  # (sequences, layers, H, N)
         shape = (len(by_head), -1, by_head.shape[-1])
         sample_pair.append(head_mean_samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
     return sample_pair

@@ -423,9 +423,12 @@ class NeedleMeasurement(AnswerMeasurement):
         base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
         for inference in applicable_settings(decoder, self.asked.inference):
-            model, setting = for_inference(base, inference), f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label
-            series += self._answer_series(model, inference.label, setting, device, progress)
-            heads_series += self._head_series(model, setting, device) if self.asked.heads_at else []
+            model, setting_label = (
+                for_inference(base, inference),
+                f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label,
+            )
+            series += self._answer_series(model, inference.label, setting_label, device, progress)
+            heads_series += self._head_series(model, setting_label, device) if self.asked.heads_at else []
         return series + heads_series
 
     def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
@@ -452,12 +455,12 @@ class NeedleMeasurement(AnswerMeasurement):
         candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
         return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
 
-    def _answer_series(self, decoder: Decoder, label: str, setting: str, device: Device, progress: Advance) -> list[Series]:
+    def _answer_series(self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance) -> list[Series]:
         """Accuracy over all depths and in the control without needle, for reports; then series for each task and metric of `SCORED`."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
-        common_fields = {"options": {"needles": self.asked.needles, "distractors": self.asked.distractors}, "setting": setting}
+        common_fields = {"options": {"needles": self.asked.needles, "distractors": self.asked.distractors}, "setting": setting_label}
         series: list[Series] = []
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
@@ -494,7 +497,7 @@ class NeedleMeasurement(AnswerMeasurement):
         fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
         return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
 
-    def _head_series(self, decoder: Decoder, setting: str, device: Device) -> list[Series]:
+    def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
         """Series of every head's attention to needles at `HEADS_DEPTH`, by trial, and of exact answers and first digits in these trials."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
         scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, device)
@@ -505,7 +508,7 @@ class NeedleMeasurement(AnswerMeasurement):
         def series(metric: str, values: np.ndarray, **fields: object) -> Series:
             options, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
             means = values.mean(0, dtype=np.float64)
-            return self.series(metric, "fraction", "higher", means, setting=setting, options=options, samples=sample, **fields)
+            return self.series(metric, "fraction", "higher", means, setting=setting_label, options=options, samples=sample, **fields)
 
         weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
         uniform_attention = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0)

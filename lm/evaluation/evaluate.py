@@ -35,10 +35,10 @@ def evaluate_runs(
     A result that was measured before, with the same weights, data, precision and options, is not measured again.
 
     Args:
-        folders: run folders; or model folders, and configurations of the text that they are measured on.
+        folders: run folders; or model folders together with configurations (YAML files) of the text to measure them on.
         checkpoint: `last`, `best` or a step; for a single run also a path.
         suite: a name of `SUITES` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
-        overrides: `key=value` of keys that act in `lm eval`, merged in after the suite.
+        overrides: changes `key=value` of keys that `lm eval` reads, made after the suite's.
 
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
     """

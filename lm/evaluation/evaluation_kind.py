@@ -30,7 +30,7 @@ Advance = Callable[[int], None]  # called with the units of work done since the 
 
 
 def ignore(units: int) -> None:
-    """Do nothing: the `Advance` of a measurement that shows no progress."""
+    """Do nothing: the progress callback (`Advance`) of a measurement whose progress is not displayed."""
 
 
 class Measurement(ABC):

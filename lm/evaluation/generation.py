@@ -26,9 +26,9 @@ class Sampling:
 
 
 class Continuation:
-    """Sequences of equal length that sampled tokens continue together, with a cache of keys and values.
+    """Sequences of equal length that are continued together, a sampled token each at a time, with a cache of keys and values.
 
-    The number of keys n (docs/n.md) follows the option `n`, as in training: `visible` counts the tokens so far, `sample` is `length`.
+    For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is `length` from the start (docs/n.md).
 
     Args:
         prompts: token ids that each sequence begins with; all prompts have the same length, of at least one.

@@ -431,7 +431,7 @@ class Jobs:
             self.seconds[run.size, run.arm] += filter(None, [uninterrupted_seconds(run, seconds)])
             diverged = outcome.state == "diverged"
             words = f"diverged ({outcome.divergence})" if diverged else self._result_words(run, outcome)
-            words += f", did not learn: {outcome.not_learned}" if outcome.not_learned and not diverged else ""
+            words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text and not diverged else ""
             runs = self.procedure.known_runs()
             slot_counts = [self.slots.slots_per_run(known_run.size, known_run.arm) for known_run in runs if not known_run.outcome.ended]
             durations = [*chain(*self.seconds.values())]

@@ -50,10 +50,10 @@ class Swap:
 class Arm:
     name: str
     changes: dict[str, Plain]  # how the arm's configuration differs from the base
-    start: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
+    source: str = ""  # the earlier arm whose trained weights this arm starts from; empty: random weights
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     trained: bool = True  # False: the swapped weights are measured without further training
-    # the step of `start` at which the arm branches off, with optimizer state and position in the data; None: no branch
+    # the step of `source` at which the arm branches off, with optimizer state and position in the data; None: no branch
     step: int | None = None
 
     @property
@@ -287,7 +287,7 @@ class Experiment:
         return replace(self._configs[cache_key], **own_keys)
 
     def measurement_config(self, config: Config) -> Config:
-        """Return the configuration that measures a run after training: `config` with the keys in `self.evaluate`. Raises ConfigError."""
+        """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises ConfigError."""
         return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @property

@@ -89,7 +89,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     if settings.more_seeds and len(settings.seeds) < MIN_SEEDS and settings.primary.learned is None:
         reason = f"need a first look of {MIN_SEEDS} seeds or more: with fewer there is no verdict"
         problems.append(Problem("more_seeds", settings.more_seeds, reason, "move some to `seeds`"))
-    if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.start for arm in arms):
+    if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.source for arm in arms):
         reason = "a second look may choose another rate for the arms that others start from"
         problems.append(Problem("more_seeds", settings.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
     if settings.tune.grid and (shared_seeds := sorted({*settings.seeds, *settings.more_seeds} & {*settings.tune.seeds})):
@@ -109,8 +109,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     full_arms: dict[str, Arm] = {}
     for arm in arms:
         changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
-        if arm.start in full_arms and (arm.step is not None or not arm.trained):  # its changes are laid over its source's
-            changes = merge(merge(full_arms[arm.start].changes, {} if arm.trained else {"phases": []}), changes)
+        if arm.source in full_arms and (arm.step is not None or not arm.trained):  # its changes are laid over its source's
+            changes = merge(merge(full_arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
         full_arms[arm.name] = replace(arm, changes=changes)
     arms = tuple(full_arms.values())
     sizes = {name: merge_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
@@ -366,14 +366,14 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
     name_by_identity, configs = {}, {}
     for arm, config in arms:
         baseline = arms[0][1]
-        identity = f"{arm.start} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
+        identity = f"{arm.source} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
         if identity in name_by_identity:
             yield Problem(f"arms.{arm.name}", arm.changes, f"is the same as {name_by_identity[identity]}", "change it, or drop it")
         name_by_identity[identity], configs[arm.name] = arm.name, config
-        if arm.step is not None and arm.start in configs and config.trainer.max_steps:
-            yield from _check_branch(arm, config, configs[arm.start])
-        elif arm.start in configs:
-            yield from _check_start(arm, config, configs[arm.start])
+        if arm.step is not None and arm.source in configs and config.trainer.max_steps:
+            yield from _check_branch(arm, config, configs[arm.source])
+        elif arm.source in configs:
+            yield from _check_start(arm, config, configs[arm.source])
         other_keys = [f"data.{name}" for name in _STORE_KEYS if getattr(baseline.data, name) != getattr(config.data, name)]
         if other_keys:
             reason, remedy = "reads other data than the baseline", f"give all arms one value of {', '.join(other_keys)}"
@@ -393,30 +393,30 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
     if arm.step not in kept_steps:
-        reason = f"is no step that {arm.start} keeps a checkpoint of ({', '.join(map(str, sorted(kept_steps)))})"
+        reason = f"is no step that {arm.source} keeps a checkpoint of ({', '.join(map(str, sorted(kept_steps)))})"
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
         yield Problem(f"arms.{arm.name}.step", arm.step, reason, remedy)
     if config.trainer.max_steps <= arm.step:
-        reason, remedy = f"leaves no step after step {arm.step} of {arm.start}", "raise it: it counts all steps from the first"
+        reason, remedy = f"leaves no step after step {arm.step} of {arm.source}", "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
     for path, (branch_value, source_value) in differences(to_plain(config, whole=True), to_plain(source, whole=True)).items():
         if effect_of(path).on_resume == "same":
-            reason = f"is {as_written(source_value)} in {arm.start}, which it branches from"
+            reason = f"is {as_written(source_value)} in {arm.source}, which it branches from"
             yield Problem(f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ")
 
 
 def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
     """Check that an arm has the model of the arm whose weights it starts from, with the same normalizer unless `swap` replaces it."""
     if not arm.swap and config.plan[0].normalizer != source.plan[-1].normalizer:
-        reason = f"has another normalizer than {arm.start}, whose weights it starts from"
+        reason = f"has another normalizer than {arm.source}, whose weights it starts from"
         remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
-        yield Problem(f"arms.{arm.name}.from", arm.start, reason, remedy)
+        yield Problem(f"arms.{arm.name}.from", arm.source, reason, remedy)
     for path, (value, source_value) in differences(*({"model": to_plain(side.model, whole=True)} for side in (config, source))).items():
         if effect_of(path).affects == "model" and not path.startswith("model.normalizer"):
-            reason = f"is {as_written(source_value)} in {arm.start}, whose weights it starts from"
+            reason = f"is {as_written(source_value)} in {arm.source}, whose weights it starts from"
             yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
     if config.model.position.has_last_position and config.data.seq_len != source.data.seq_len:
-        reason = f"is {source.data.seq_len} in {arm.start}, whose learned positions it starts from"
+        reason = f"is {source.data.seq_len} in {arm.source}, whose learned positions it starts from"
         yield Problem(f"arms.{arm.name}.data.seq_len", config.data.seq_len, reason, "set it to that")
 
 

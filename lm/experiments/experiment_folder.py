@@ -144,7 +144,7 @@ def other_runs_note(procedure: Procedure) -> str:
     without such runs. The note gives their number, the differing keys, and the command that continues these runs. Arms with a source arm
     are left out: their source shows the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
-    arms = {arm.name: arm for arm in experiment.arms if not arm.start}
+    arms = {arm.name: arm for arm in experiment.arms if not arm.source}
     tuned_values = dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
     differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested value; None: not set
     sized_files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
@@ -243,7 +243,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
 
 def _arm_hash(arm: Arm, config: Config) -> str:
     step = () if arm.step is None else (arm.step,)
-    return " ".join(map(str, (config_hash(config), *((f"from {arm.start}", arm.swap, arm.trained, *step) if arm.start else ()))))
+    return " ".join(map(str, (config_hash(config), *((f"from {arm.source}", arm.swap, arm.trained, *step) if arm.source else ()))))
 
 
 def is_measured(experiment: Experiment) -> bool:
@@ -311,7 +311,7 @@ def _changed_arms(
 ) -> list[Departure]:
     """Departures for arms that were added, left out, or changed. A change of the baseline, or an arm that is left out, concerns all
     verdicts. A change of another arm concerns its own verdict and the verdicts of arms that start from its weights."""
-    changes, baseline, sources = [], arms[0].name, {arm.name: arm.start for arm in arms}
+    changes, baseline, sources = [], arms[0].name, {arm.name: arm.source for arm in arms}
 
     def change_words(size: str, arm: str) -> str:
         planned_hash, current_hash = planned_arms.get(size, {}).get(arm), current_arms.get(size, {}).get(arm)

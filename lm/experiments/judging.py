@@ -131,7 +131,7 @@ class Judgement:
         higher_is_better = not counts_tokens and primary.better == "higher"
         return Comparison(
             differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.all_pairs,
-            higher_is_better, n_planned_seeds=seed_count, divergence=reason, over_documents=document_estimate,
+            higher_is_better, n_planned_seeds=seed_count, divergence=reason, document_estimate=document_estimate,
             unreached_runs=unreached_words,
         )  # fmt: skip
 
@@ -228,7 +228,7 @@ class Judgement:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
             entry |= {"factor" if counts_tokens else "difference": finite_values(verdict.interval)}
-            entry |= {"alone": finite_values(verdict.single_interval), "over_seeds_and_documents": finite_values(verdict.over_documents)}
+            entry |= {"alone": finite_values(verdict.single_interval), "over_seeds_and_documents": finite_values(verdict.document_interval)}
             entry |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry

@@ -179,8 +179,8 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
         if interval := verdict.interval:
             positions = (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
             mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
-            sample = "" if interval.noise == f"{verdict.seeds} seeds" else interval.noise  # the verdict's words end with the seeds
-            effect = effect_name, column.text(interval.mean), column.ends(interval), sample, positions, mark_labels
+            noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source  # the words end with seeds
+            effect = effect_name, column.text(interval.mean), column.ends(interval), noise_source, positions, mark_labels
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
@@ -432,11 +432,11 @@ def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
     return Trace(arm_index, label, np.array([x]), y, "interval", low, high)
 
 
-def learned_picture(sizes: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
+def learned_picture(size_results: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
     """A picture of the primary metric of every final run, with the level at which a run has learned, and of the fractions of runs that have
     learned. None before a final run has finished."""
-    primary, x_labels, seed_traces, fraction_traces = sizes[0].experiment.primary, {}, [], []
-    for results, (arm_index, arm) in product(sizes, enumerate(sizes[0].arm_names)):
+    primary, x_labels, seed_traces, fraction_traces = size_results[0].experiment.primary, {}, [], []
+    for results, (arm_index, arm) in product(size_results, enumerate(size_results[0].arm_names)):
         x, label = float(len(x_labels)), " ".join(filter(None, (arm, results.size)))
         x_labels[x] = label
         values = [value for (name, _), value in results.values.items() if name == arm]
@@ -450,4 +450,4 @@ def learned_picture(sizes: list[SizeResults], entries: list[dict[str, Plain]]) -
         Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, x_labels, y_range=(-0.03, 1.03)),
     ]
     caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
-    return Picture(panels, sizes[0].arm_names, caption)
+    return Picture(panels, size_results[0].arm_names, caption)

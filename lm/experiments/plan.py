@@ -353,7 +353,7 @@ def _printed_lines(folder: Path) -> list[dict[str, float]]:
 
 
 def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:
-    """Estimate the seconds until all runs without a result have ended, if `slots` train them."""
+    """Estimate the seconds until all runs have ended, with as many runs at a time as `slots` allows."""
     counts = {size: procedure.n_runs(size) for size in procedure.experiment.sizes}
     times = {size_arm: seconds * slots.slots_per_run(*size_arm) for size_arm, seconds in times.items()}
     planned_seconds = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())

@@ -81,7 +81,7 @@ class Procedure:
 
     def run(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, rates: dict[str, Rate | None]) -> Run:
         """Return the run of an arm at a rate. `rates`: the rates of the arms that it starts from, by arm."""
-        source = self.run(size, self._arms[arm.start], stage, rates[arm.start], seed, rates) if arm.start else None
+        source = self.run(size, self._arms[arm.source], stage, rates[arm.source], seed, rates) if arm.source else None
         config = self._config(size, arm, stage, rate, seed, source and source.config)
         outcome = self._ended_outcomes.get(config.run_folder)
         if outcome is None:
@@ -157,7 +157,7 @@ class Procedure:
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
             depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
-            outcome = self._tuning_outcome(size, [arm for arm in depth_arms if not arm.start or arm.start in rates], rates, runs)
+            outcome = self._tuning_outcome(size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs)
             if outcome.missing:
                 return Choice(runs, final_rates, None)
             candidates = crossed_rates(self.experiment.arms[0].name, outcome.rates)
@@ -165,7 +165,7 @@ class Procedure:
             final_rates |= candidates
             rates |= best_rates or outcome.rates
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
-                rates |= {arm.name: rates[arm.start]} if not arm.is_tuned and arm.start in rates else {}
+                rates |= {arm.name: rates[arm.source]} if not arm.is_tuned and arm.source in rates else {}
             if best_rates is None:
                 return Choice(runs, final_rates, rates if depth == depths[-1] else None, settled=False)
         return self._choices.setdefault(size, Choice(runs, final_rates, rates))
@@ -226,13 +226,13 @@ class Procedure:
         if experiment.table:
             table_runs = (run for run in experiment.table if run.size == size and run.arm in names)
             return sorted(table_runs, key=lambda run: names.index(run.arm))
-        starts, tune, runs = {arm.name: arm.start for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
-        for arm, runs_by_rate in ((arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in starts):
+        source_arms, tune, runs = {arm.name: arm.source for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
+        for arm, runs_by_rate in ((arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in source_arms):
             for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
                 has_ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
                 primary = self.compared_value(run.outcome, selection=True) if has_ended else None
-                settings = settings_words(run.config, tune.keys, starts[arm])
+                settings = settings_words(run.config, tune.keys, source_arms[arm])
                 runs.append(TuningRun(size, arm, tune.heading, grid_rate, run.seed, selection, primary, settings))
         return runs
 
@@ -242,7 +242,7 @@ class Procedure:
         notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)):
             config = experiment.config_of(size, arm)
-            arm_configuration = settings_words(config, experiment.tune.keys, arm.start)
+            arm_configuration = settings_words(config, experiment.tune.keys, arm.source)
             table_configurations = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
             if keys := sorted({key for configuration in table_configurations for key in differing_keys(arm_configuration, configuration)}):
                 name = " ".join(filter(None, (size, arm.name)))
@@ -285,9 +285,9 @@ class Procedure:
 
     def sources(self, arm: Arm) -> list[str]:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
-        if not arm.start:
+        if not arm.source:
             return []
-        return [arm.start, *self.sources(self._arms[arm.start])]
+        return [arm.source, *self.sources(self._arms[arm.source])]
 
     def final_runs(self, size: str) -> list[Run]:
         """The runs that are judged, by seed and arm; none before rates are known."""
@@ -308,7 +308,7 @@ class Procedure:
             {size_arm: runs_by_rate for size in experiment.sizes for size_arm, runs_by_rate in self._judged_runs(size).items()},
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             looks=experiment.looks,
-            sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.start},
+            sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=[size_arm for size_arm in size_arms if self.is_exploratory(*size_arm)],
             key=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
@@ -320,7 +320,7 @@ class Procedure:
         rates = choice.rates or {}
         runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
-            arm_rates = choice.final.get(arm.name, ()) if not arm.start else (rates[arm.name],) if arm.name in rates else ()
+            arm_rates = choice.final.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
             runs[size, arm.name] = {}
             for rate in arm_rates:
                 runs[size, arm.name][rate] = [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
@@ -332,7 +332,7 @@ class Procedure:
         """A run with its values by sequence on documents that report results; a single value if `as_single_value` or without documents."""
         outcome = run.outcome
         self.check_direction(outcome)
-        note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned if outcome.state == "finished" else ""
+        note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if outcome.state == "finished" else ""
         run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
         units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not as_single_value else None
         if not units or not units.fingerprint:
@@ -357,7 +357,7 @@ class Procedure:
     def n_runs(self, size: str) -> dict[str, int]:
         """Count the runs of each arm in a size, by the grid and rates so far; before tuning has ended, two final rates are assumed."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
-        crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.start} if tune.grid else set()
+        crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.source} if tune.grid else set()
         untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
         for arm in self.experiment.arms:
             is_known = choice.rates is not None

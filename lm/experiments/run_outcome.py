@@ -73,8 +73,8 @@ class Outcome:
         return divergence(self.log.lines, self._final_loss)
 
     @cached_property
-    def not_learned(self) -> str:
-        """Words for a final loss above the unigram cross-entropy; empty if the loss is not above it, or either is unknown."""
+    def not_learned_text(self) -> str:
+        """A text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if either is unknown."""
         return loss_above_unigram(self._final_loss)
 
     @property

@@ -86,8 +86,8 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     name, kind = (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
     columns += column(name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind)
     if primary.learned is None:
-        intervals = [verdict and verdict.over_documents for verdict in verdicts]
-        pairs = [(verdict.interval, verdict.over_documents) for verdict in verdicts if verdict and verdict.over_documents]
+        intervals = [verdict and verdict.document_interval for verdict in verdicts]
+        pairs = [(verdict.interval, verdict.document_interval) for verdict in verdicts if verdict and verdict.document_interval]
         if not all(np.allclose(wider.as_list(), interval.as_list(), rtol=0, atol=5e-5) for interval, wider in pairs):
             columns += column("on other text of the kind", intervals, "interval over seeds and documents, all together 95%", "difference")
     columns += column("p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted")

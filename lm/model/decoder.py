@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss)
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of a batch's tokens, after the last norm (see `forward`)."""
+        """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see `forward`)."""
         return self(batch.tokens, batch_layout(batch), first=first)
 
 

@@ -75,7 +75,10 @@ class Section:
 
     @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Points or ranges of all series: (start, stop) by label (`Series.places`), sorted by stop, or ranges by stop / training length."""
+        """The points or ranges of the section's series: (start, stop) by label, as in `Series.places`.
+
+        Points are in ascending order; ranges are in the order of their stop divided by the training length.
+        """
         places_of_series = [(series, *item) for series in self.series.values() for item in series.places.items()]
         sort_keys = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in places_of_series}
         places = {label: place for _, label, place in places_of_series}
@@ -133,7 +136,7 @@ class Section:
             return seed_interval
         intervals = [*run_intervals, *[seed_interval] * seed_interval.bounded]
         low, high = min(interval.low for interval in intervals), max(interval.high for interval in intervals)
-        return Interval(mean, max(0.0, low), min(1.0, high), seed_interval.noise)
+        return Interval(mean, max(0.0, low), min(1.0, high), seed_interval.noise_source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +201,10 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
 
 
 def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunComparison:
-    """Compare the arms that have runs with the baseline, `names[0]`; `names`: labels of all arms. Without baseline runs: no differences."""
+    """Compare `arms`, which have runs, with the baseline; without runs of the baseline there are no differences.
+
+    names: labels of all arms, of those without runs, too; the baseline's first.
+    """
     sections = _make_sections(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     mixed_arms = dict.fromkeys(
@@ -275,9 +281,11 @@ def arm_label(run: RunRecord) -> str:
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [catalogue.label(first_normalizer), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases)]
-    old_label = run.environment_entry("swap.normalizer")
+    replaced_label = run.environment_entry("swap.normalizer")
     swap_init = run.environment_entry("swap.init")
-    return " -> ".join([f"{old_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"] if old_label else names)
+    return " -> ".join(
+        [f"{replaced_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"] if replaced_label else names
+    )
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:

@@ -175,7 +175,7 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
         nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in value_traces if not np.isfinite(trace.y).all())
         sentences += [f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}."] if nonfinite_arms else []
         for traces, template in ((value_traces, "Bands: 95% intervals over {}."), (paired_traces, DIFFERENCE_BANDS)):
-            sentences += [template.format(trace.noise) for trace in traces if trace.noise]
+            sentences += [template.format(trace.noise_source) for trace in traces if trace.noise_source]
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
         panels.append(replace(_axis_panel(section, title, name.metric, value_traces), y_range=y_range, levels=levels))
         difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", paired_traces)
@@ -231,13 +231,13 @@ def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[f
     """
     if not values:
         return []
-    x, seed_values, bounds, noise = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
+    x, seed_values, bounds, noise_source = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
     mean = seed_values.mean(0)
     if any(bands):
         bounds = np.array([(interval or Interval(y, y, y)).picture_values() for interval, y in zip(bands, mean, strict=True)]).T[1:]
-        noise = next(interval.noise for interval in bands if interval)
+        noise_source = next(interval.noise_source for interval in bands if interval)
     seed_traces = [Trace(0, f"seed {run_seeds[-1]}", x, y_values, "seed") for run_seeds, y_values in zip(seeds, seed_values, strict=True)]
-    return [*seed_traces, Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, noise=noise)]
+    return [*seed_traces, Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, noise_source=noise_source)]
 
 
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:

@@ -82,9 +82,10 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
         name = place + (f", {start / training_lengths[0]:g}x" if has_points and len(training_lengths) == 1 else "")
         name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
         cells_by_name[name] = [(section.interval(*row, place) if has_points else None) or digits(section.mean(*row, place)) for row in rows]
-    noises = dict.fromkeys(cell.noise for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
-    fields = {"unit": _interval_unit(unit, " or over ".join(noises)), "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
-    mean_columns = [(Column(name, **fields if noises else {"unit": unit}), cells) for name, cells in cells_by_name.items()]
+    noise_sources = dict.fromkeys(cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
+    decimals, interval_unit = 3 if example.unit == "fraction" else 4, _interval_unit(unit, " or over ".join(noise_sources))
+    fields = {"unit": interval_unit, "kind": "mean", "decimals": decimals} if noise_sources else {"unit": unit}
+    mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
@@ -96,13 +97,13 @@ def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
 
 
-def _interval_unit(unit: str, noise: str) -> str:
-    """The unit in the heading of a column with intervals: `unit, 95% interval over noise`; without `over` if `noise` is empty."""
-    return f"{unit}, 95% interval" + (f" over {noise}" if noise else "")
+def _interval_unit(unit: str, noise_source: str) -> str:
+    """The unit in the heading of a column with intervals: `unit, 95% interval over noise_source`; without `over` if that is empty."""
+    return f"{unit}, 95% interval" + (f" over {noise_source}" if noise_source else "")
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of differences to the baseline that have an interval; a column for each kind of noise that intervals cover (`noise`)."""
+    """A table of differences to the baseline that have an interval; a column for each `noise_source`."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.name.metric) for difference in differences]
@@ -113,9 +114,9 @@ def _difference_table(comparison: RunComparison) -> Table:
         "better": [BETTER_SIDE[series.better] for series in examples],
     }
     columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
-    for noise in dict.fromkeys(interval.noise for interval in intervals):
-        cells = [interval if interval.noise == noise else None for interval in intervals]
-        columns.append((Column("difference", _interval_unit("", noise).removeprefix(", "), "difference"), cells))
+    for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
+        cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
+        columns.append((Column("difference", _interval_unit("", noise_source).removeprefix(", "), "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 
 

@@ -55,9 +55,10 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
     for place, (start, stop) in series.places.items():
         place_text = ", ".join(filter(None, (name, _place_text(series, start, stop))))
         interval = interval_of(series, series.column_at(place)) if _has_intervals(series) else None
-        bounds = (interval.low, interval.high, interval.noise) if interval else (None, None, TOO_FEW_DOCUMENTS * _has_intervals(series))
-        if interval and math.isfinite(interval.mean) and not interval.bounded:
-            bounds = None, None, NO_SPREAD
+        bounds = None, None, TOO_FEW_DOCUMENTS * _has_intervals(series)
+        if interval:
+            has_no_spread = math.isfinite(interval.mean) and not interval.bounded
+            bounds = (None, None, NO_SPREAD) if has_no_spread else (interval.low, interval.high, interval.noise_source)
         yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds)
         yield from (Row(series.setting, place_text, f"{series.metric}: {level}", value) for level, value in series.references.items())
     if series.bins:
@@ -138,14 +139,14 @@ def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) 
 
 def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
     """Texts of means with intervals: rows by evaluation, setting and place, columns by metric. `indexed_rows`: (evaluation index, row)."""
-    units_by_metric: dict[str, str] = {}
+    noise_sources: dict[str, str] = {}
     for _, row in indexed_rows:
-        units_by_metric[row.metric] = units_by_metric.get(row.metric) or row.over * (row.low is not None)
+        noise_sources[row.metric] = noise_sources.get(row.metric) or row.over * (row.low is not None)
     cells = {}
     for index, row in indexed_rows:
         bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
-        noise = units_by_metric[row.metric]
-        cells[(index, row.setting, row.where), Column(row.metric, noise and f"95% over {noise}")] = digits(row.value) + bounds
+        noise_source = noise_sources[row.metric]
+        cells[(index, row.setting, row.where), Column(row.metric, noise_source and f"95% over {noise_source}")] = digits(row.value) + bounds
     return cells
 
 

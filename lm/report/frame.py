@@ -72,7 +72,10 @@ def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[
 
 
 def _series_blocks(series: Series) -> Iterator[RowBlock]:
-    """Yield a block for each sample of a series: a row for each axis value and unit (such as a sequence); no samples: a block of means."""
+    """Yield blocks of rows with a series' values: for each sample a block, with a row for each of its units at each axis value or bin.
+
+    A unit is a sequence, document or trial. A series without samples gives one block, which holds its means.
+    """
     series_values = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
     axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
     starts, ends = (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))

@@ -68,7 +68,7 @@ class Answer:
     effect: str = ""
     value: str = ""
     ends: str = ""
-    noise: str = ""  # the noise that the interval covers; empty if the verdict names it
+    noise_source: str = ""  # the noise that the interval covers; empty if the verdict names it
     # where mean, ends, zero and ends of the margin are drawn, in per cent of the drawing's width; None: the effect has no ends
     place: tuple[float, ...] | None = None
     marks: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
@@ -174,7 +174,7 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     picture, tables, runs = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
     training_section, layer_section, run_section = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
     warnings = [f"{comparison.warning} A difference below can't be put down to the normalizer alone."] if comparison.warning else []
-    if any(difference.interval and difference.interval.noise.endswith(", 1 seed") for difference in comparison.differences):
+    if any(difference.interval and difference.interval.noise_source.endswith(", 1 seed") for difference in comparison.differences):
         warnings.insert(0, "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.")
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")

@@ -76,7 +76,7 @@ class Trace:
     hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
     # whether its panel has a legend that names it (even without points); else the arm is named above all panels
     in_legend: bool = False
-    noise: str = ""  # the noise that the interval covers, in words
+    noise_source: str = ""  # the noise that the interval covers, in words
 
 
 @dataclass(frozen=True, eq=False)

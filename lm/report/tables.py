@@ -139,7 +139,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """CSV text of all tables: a line for each cell that is no label, with its row's labels, value, and interval's ends and `noise`."""
+    """CSV text of all tables: a line for each cell that is no label, with its row's labels, its value, and its interval."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -148,7 +148,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
                     is_text = not isinstance(cell, Interval)
-                    values = [cell] if is_text else [*(column.text(value) for value in cell.as_list()), cell.noise]
+                    values = [cell] if is_text else [*(column.text(value) for value in cell.as_list()), cell.noise_source]
                     lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
     return csv_text(lines, ("table", *labels, *numbers))
 

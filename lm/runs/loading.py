@@ -105,7 +105,7 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
         raise RunError(f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again") from None
 
 
-def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, token_keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
+def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
     """Two sets of keys that a run takes from a model: its normalizer, if lm defines it; and its shape, tokenizer and learned positions.
 
     If the model has `end_tokens`, its start token is added to them: in the run's text this token also ends the preceding document.
@@ -115,7 +115,7 @@ def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, token_keys: C
     is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
     shape_keys: ConfigKeys = {"model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS}, "data": {}}
     if (folder / TOKENIZER).is_file():
-        start, end_tokens = token_keys["end_of_text"], token_keys.get("end_tokens", [])
+        start, end_tokens = tokenizer_keys["end_of_text"], tokenizer_keys.get("end_tokens", [])
         end_tokens = [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
         shape_keys["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
     if model["position"]["name"] == "learned":
@@ -354,10 +354,10 @@ def save_model(
 
 
 def _write_decoder(
-    decoder: Decoder, spec: ModelSpec, out: Path, tokenizer: Path | None, training: dict[str, Plain] | None, origin: dict[str, Plain]
+    decoder: Decoder, spec: ModelSpec, out: Path, tokenizer_file: Path | None, training: dict[str, Plain] | None, origin: dict[str, Plain]
 ) -> Path:
     """Write a decoder as the model folder `out`, with a tied head stored once, as the embedding. Returns `out`."""
     state = {name: value for name, value in sorted(decoder.state_dict().items()) if name != "head.weight" or not spec.model.tied}
     signatures = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
     tensors = ((name, value.cpu()) for name, value in state.items())
-    return write_model(out, spec, signatures, tensors, tokenizer.read_bytes() if tokenizer else None, training, origin)
+    return write_model(out, spec, signatures, tensors, tokenizer_file.read_bytes() if tokenizer_file else None, training, origin)

@@ -71,8 +71,8 @@ def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain)
     )
 
 
-def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """The content of a run's environment.json (`file`), after a check that it names the same run and data as the checkpoint at `path`.
+def check_environment(file: Path, metadata: dict[str, Plain], checkpoint: Path) -> dict[str, Plain]:
+    """The content of a run's environment.json (`file`), after a check that it names the same run and data as `checkpoint`.
 
     Raises RunError: the file is missing or damaged, or belongs to another run than the checkpoint.
     """
@@ -82,7 +82,7 @@ def check_environment(file: Path, metadata: dict[str, Plain], path: Path) -> dic
         run_id, saved_id = str(environment.get(name) or "")[:16], str(metadata.get(name) or "")[:16]
         if run_id and saved_id and run_id != saved_id:
             raise RunError(
-                f"{path}: {phrase} {saved_id}, {file} says {run_id}: they are of different runs; bring back the one that belongs here"
+                f"{checkpoint}: {phrase} {saved_id}, {file} says {run_id}: they are of different runs; bring back the one that belongs here"
             )
     return environment
 
@@ -131,14 +131,14 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
         raise RunError(f"{path}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
 
 
-def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], path: Path) -> None:
-    """Check that the checkpoint at `path` could be resumed with `config`, read from `file` (`config_problems`); raises RunError if not."""
-    if problems := config_problems(config, training_config, metadata, path):
+def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], checkpoint: Path) -> None:
+    """Check that `checkpoint` could be resumed with `config`, read from `file` (`config_problems`); raises RunError if not."""
+    if problems := config_problems(config, training_config, metadata, checkpoint):
         reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
-        raise RunError(f"{file}: is not of the run of {path}: {reasons}; bring back the one that belongs here")
+        raise RunError(f"{file}: is not of the run of {checkpoint}: {reasons}; bring back the one that belongs here")
 
 
-def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) -> None:
+def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Path) -> None:
     """Parse `text`, a run's config.yaml, and check the result with `check_config`; raises RunError.
 
     Nothing is checked if the checkpoint's configuration can't be read: an older version wrote the configuration, or it names code outside
@@ -147,46 +147,48 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], path: Path) ->
     if text == metadata["config"]:
         return
     try:
-        training_config = trained_config(metadata, path)
+        training_config = trained_config(metadata, checkpoint)
     except RunError:
         return
     try:
         config = parse(parse_yaml(text, file.name))
     except ConfigError as error:
-        raise RunError(f"{file}: is not of the run of {path}: {one_line(error)}; bring back the one that belongs here") from None
-    check_config(file, config, training_config, metadata, path)
+        raise RunError(f"{file}: is not of the run of {checkpoint}: {one_line(error)}; bring back the one that belongs here") from None
+    check_config(file, config, training_config, metadata, checkpoint)
 
 
-def _length_problems(config: Config, training_config: Config, step: int, path: Path) -> list[Problem]:
+def _length_problems(config: Config, training_config: Config, step: int, checkpoint: Path) -> list[Problem]:
     """A list with a problem if `trainer.max_steps` of `config` changes the sequence lengths of steps up to `step`; else an empty list."""
     lengths = config.data.lengths
     schedules = (lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps) for run_config in (training_config, config))
     trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)
     if lengths != training_config.data.lengths or trained_lengths == new_lengths:
         return []
-    reason = f"begins the lengths of data.lengths at other steps than {path} was trained with"
+    reason = f"begins the lengths of data.lengths at other steps than {checkpoint} was trained with"
     return [Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {training_config.trainer.max_steps}")]
 
 
-def _plan_problems(config: Config, training_config: Config, phase: int, step: int, path: Path) -> list[Problem]:
+def _plan_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
     """Problems where normalizer, warm-up or end of a phase differ from training, for phases from 0 to `phase`, the checkpoint's phase."""
     problems = []
     for index in range(phase + 1):
         setting = f"phases[{index}]" if config.phases else "model"
         if index >= len(config.plan):
-            return [*problems, Problem("phases", len(config.plan), f"{path} is in phase {phase + 1}", "resume it with the phases it had")]
+            reason = f"{checkpoint} is in phase {phase + 1}"
+            return [*problems, Problem("phases", len(config.plan), reason, "resume it with the phases it had")]
         warmup_steps, trained_warmup_steps = (plan[index].warmup_steps for plan in (config.plan, training_config.plan))
         normalizer, trained_normalizer = (plan[index].normalizer for plan in (config.plan, training_config.plan))
         if any(normalizer.layer_option(layer) != trained_normalizer.layer_option(layer) for layer in range(training_config.model.n_layer)):
             reason = f"the checkpoint was trained with {trained_normalizer.label()}"
-            remedy = f"lm swap {path} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of another name"
+            remedy = f"lm swap {checkpoint} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
         if warmup_steps != trained_warmup_steps:
             problems.append(Problem(f"{setting}.warmup_steps", warmup_steps, f"the checkpoint was trained with {trained_warmup_steps}"))
     new_ends, trained_ends = config.phase_ends, training_config.phase_ends
     moved_phases = [index for index in range(phase) if new_ends[index] != trained_ends[index]] + ([phase] if new_ends[phase] < step else [])
     for index in moved_phases if step < config.trainer.max_steps else ():
-        reason = f"ends the phase at step {new_ends[index]}; {path}, at step {step}, was trained with its end at {trained_ends[index]}"
-        remedy = f"the same end is until={trained_ends[index] / config.trainer.max_steps:.6g}"
+        new_end, trained_end = new_ends[index], trained_ends[index]
+        reason = f"ends the phase at step {new_end}; {checkpoint}, at step {step}, was trained with its end at {trained_end}"
+        remedy = f"the same end is until={trained_end / config.trainer.max_steps:.6g}"
         problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
     return problems

@@ -19,17 +19,17 @@ _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distributi
 class Interval:
     """A mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured value was not finite.
 
-    `noise` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
+    `noise_source` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
 
     mean: float
     low: float
     high: float
-    noise: str = ""
+    noise_source: str = ""
 
     @property
     def bounded(self) -> bool:
-        """Whether the interval has finite ends and a length above 0. Equal values give length 0 or infinite ends (`half_width`)."""
+        """Whether both ends are finite and differ. Where all values of a sample are equal they don't (`Estimate.half_width`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def picture_values(self) -> list[float]:
@@ -53,13 +53,13 @@ class Estimate:
     mean: np.ndarray
     error: np.ndarray
     degrees: np.ndarray
-    noise: str  # the units whose noise the intervals cover, as in `Interval`
+    noise_source: str  # the units whose noise the intervals cover, as in `Interval`
     # other estimates of the same means: intervals of this estimate are at least as long as the intervals of each of them
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
         floors = tuple(floor[index] for floor in self.floors)
-        return Estimate(self.mean[index], self.error[index], self.degrees[index], self.noise, floors)
+        return Estimate(self.mean[index], self.error[index], self.degrees[index], self.noise_source, floors)
 
     def half_width(self, family: int = 1) -> np.ndarray:
         """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
@@ -88,13 +88,13 @@ class Estimate:
     def interval(self, family: int = 1) -> Interval:
         """The interval of the mean of a single sample; `family` such intervals hold together with 95 %."""
         mean, half = float(self.mean), float(self.half_width(family))
-        return Interval(mean, mean - half, mean + half, self.noise)
+        return Interval(mean, mean - half, mean + half, self.noise_source)
 
 
-def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise: str) -> Estimate:
+def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str) -> Estimate:
     """The estimate of means, given their variances. A standard error up to 1e-9 of `largest_value` is rounding, and is set to 0."""
     error = np.sqrt(variance)
-    return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), noise)
+    return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), noise_source)
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
@@ -107,7 +107,7 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
         labels = np.unique(sample.groups, return_inverse=True)[1]
         right_answers, questions = np.bincount(labels, values * sample.weights), np.bincount(labels, sample.weights)
         trials, unit = effective_trials(right_answers, questions), "sequences" if questions.max() > 1 else "questions"
-        return replace(wilson(mean * trials, trials), noise=f"{unit}, 1 seed")
+        return replace(wilson(mean * trials, trials), noise_source=f"{unit}, 1 seed")
     interval = over_documents(values, sample.weights, sample.groups)
     return interval and replace(interval, mean=mean)
 
@@ -132,11 +132,11 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
     labels = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
     if len(np.unique(labels[weights > 0])) < MIN_DOCUMENTS:
         return None
-    noise = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
+    noise_source = f"{'documents' if len(np.unique(labels)) < len(labels) else 'sequences'}, 1 seed"
     if not np.isfinite(values).all():
-        return Interval(np.nan, np.nan, np.nan, noise)
+        return Interval(np.nan, np.nan, np.nan, noise_source)
     (mean,), variance, degrees = _mean_variance(values[:, None], weights, labels)
-    interval = _estimate(mean, variance[0], degrees, np.abs(values).max(), noise).interval()
+    interval = _estimate(mean, variance[0], degrees, np.abs(values).max(), noise_source).interval()
     return replace(interval, mean=float(np.average(values, weights=weights)))
 
 
@@ -209,14 +209,14 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     interaction_variance = (interaction**2).sum((-2, -1)) / (seeds * (seeds - 1)) / weights.sum() ** 2
     total = seed_variance + document_variance
     largest_value = np.abs(values).max((-2, -1))
-    noise = f"{seeds} seeds and {has_weight.sum()} documents"
+    noise_source = f"{seeds} seeds and {has_weight.sum()} documents"
     denominator = seed_variance**2 / seed_degrees + document_variance**2 / document_degrees
     degrees = np.divide(total**2, denominator, out=np.full(total.shape, float(seed_degrees)), where=denominator > 0)
     floors = (
-        _estimate(mean, seed_variance, seed_degrees, largest_value, noise),
-        _estimate(mean, document_variance, document_degrees, largest_value, noise),
+        _estimate(mean, seed_variance, seed_degrees, largest_value, noise_source),
+        _estimate(mean, document_variance, document_degrees, largest_value, noise_source),
     )
-    return replace(_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise), floors=floors)
+    return replace(_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source), floors=floors)
 
 
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:

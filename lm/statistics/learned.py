@@ -133,4 +133,4 @@ def log_tokens(tokens: float) -> float:
 def factor(log_ratio: Interval | None) -> Interval | None:
     """The interval of a ratio, from the interval of the ratio's natural logarithm; None stays None."""
     with np.errstate(over="ignore"):
-        return log_ratio and Interval(*map(float, np.exp(log_ratio.as_list())), log_ratio.noise)
+        return log_ratio and Interval(*map(float, np.exp(log_ratio.as_list())), log_ratio.noise_source)

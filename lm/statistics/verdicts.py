@@ -48,7 +48,7 @@ class Comparison:
     n_planned_seeds: int = 0  # number of planned seeds; 0: the seeds in `by_rates`. Until all have ended there is no verdict
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
-    over_documents: Estimate | None = None
+    document_estimate: Estimate | None = None
     unreached_runs: str = ""  # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
 
     @cached_property
@@ -104,7 +104,7 @@ class Verdict:
     single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
     # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds
     p_exact: float | None = None
-    over_documents: Interval | None = None  # the interval over seeds and documents; None where there are too few seeds or documents
+    document_interval: Interval | None = None  # the interval over seeds and documents; None where there are too few seeds or documents
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
     margin: str = ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
@@ -160,13 +160,13 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
-    document_estimate = comparison.over_documents
+    document_estimate = comparison.document_estimate
 
     def untested_verdict(kind: Kind, reason: str, open_reason: str) -> Verdict:
         return Verdict(
             kind, reason, interval, 1.0, needed_seeds,
             single_interval=comparison.interval(looks) if has_interval else None,
-            over_documents=document_estimate and comparison.enclosing(document_estimate, family),
+            document_interval=document_estimate and comparison.enclosing(document_estimate, family),
             margin=margin_text, open_reason=open_reason,
         )  # fmt: skip
 

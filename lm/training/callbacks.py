@@ -233,7 +233,7 @@ class Metrics(StepCallback):
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
         if self.sequences:
-            batch = self.sequences.batch(step - 1, 0, min(self.config.log.score_sequences, self.sequences.batch_slots))
+            batch = self.sequences.batch(step - 1, 0, min(self.config.log.score_sequences, self.sequences.slots_per_step))
             yield from largest_scores(module.decoder, batch, Device(module.device, self.machine.bf16))
 
 
