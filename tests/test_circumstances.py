@@ -95,7 +95,7 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
     assert departures(asked(lengths=[8, 16, 32]), resolved) == ()
     (departure,) = departures(asked(lengths=[16, 32], sequences=7), resolved)
     assert departure.exploratory
-    assert departure.place is None
+    assert departure.size_arm is None
     words = r"what by_length/loss 32 is measured on: its sequences was .* when it was settled \(.*Z\), it is 7"
     assert re.fullmatch(words, departure.words), departure.words
 

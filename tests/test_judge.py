@@ -286,5 +286,5 @@ def test_the_interval_on_other_text_has_a_column_where_documents_add_to_it(sprea
     effects = [(arm == "b") * (1 + spread * (unit % 2 - 0.5) + 0.001 * seed) for arm, seed, unit in runs]
     table = pd.DataFrame(runs, columns=["arm", "seed", "unit"]).assign(value=effects)
     judgement = judge_table(table, matters=0.1)
-    columns = [column.name for column, _ in summary_table(judgement, judgement.lines()).contents]
+    columns = [column.name for column, _ in summary_table(judgement, judgement.entries()).contents]
     assert ("on other text of the kind" in columns) == bool(spread)

@@ -88,19 +88,19 @@ def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> li
         under_way.append(devices)
         placed.append(devices)
         counts = Counter(gpu for devices in under_way for gpu in devices)
-        assert max(counts.values(), default=0) <= slots.per_gpu, counts
+        assert max(counts.values(), default=0) <= slots.slots_per_gpu, counts
         assert sum(max(1, len(devices)) for devices in under_way) <= slots.jobs
         assert len(set(devices)) == len(devices) == slots.gpus_per_run.get(place, 0)
     return placed
 
 
 @pytest.mark.parametrize("jobs", [None, 3])
-@pytest.mark.parametrize("per_gpu", [1, 2])
-def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path, jobs, per_gpu):
+@pytest.mark.parametrize("slots_per_gpu", [1, 2])
+def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path, jobs, slots_per_gpu):
     gpus(4, "3,5,6,7")
     experiment = opened(tmp_path, arms=WIDE).experiment
-    slots = slots_of(experiment, jobs, per_gpu)
-    assert slots.jobs == (jobs or 4 * per_gpu)
+    slots = slots_of(experiment, jobs, slots_per_gpu)
+    assert slots.jobs == (jobs or 4 * slots_per_gpu)
     assert slots.gpus_per_run == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
     places = [("", arm) for arm in WIDE] * 20
     placed = replayed(slots, places, [7 * number**2 for number in range(len(places))])
@@ -109,13 +109,13 @@ def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path,
     assert placed[1] == ("5", "6"), "GPUs on which nobody works come first"
 
 
-@pytest.mark.parametrize(("per_gpu", "jobs"), [(1, 1), (2, 2), (3, 2)])
-def test_the_commands_of_the_readme_work_on_a_machine_with_one_gpu(gpus, per_gpu: int, jobs: int):
+@pytest.mark.parametrize(("slots_per_gpu", "jobs"), [(1, 1), (2, 2), (3, 2)])
+def test_the_commands_of_the_readme_work_on_a_machine_with_one_gpu(gpus, slots_per_gpu: int, jobs: int):
     """They ask for two runs at a time, which share a GPU only where the user says so."""
     gpus(1)
     experiment = read_experiment(ROOT / "configs" / "experiments" / "quickstart-recall.yaml", [])
-    slots = slots_of(experiment, 2, per_gpu)
-    assert (slots.jobs, str(slots)) == (jobs, f"{jobs} at a time on GPU 0, {per_gpu} on each (--jobs-per-gpu)")
+    slots = slots_of(experiment, 2, slots_per_gpu)
+    assert (slots.jobs, str(slots)) == (jobs, f"{jobs} at a time on GPU 0, {slots_per_gpu} on each (--jobs-per-gpu)")
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("per_gpu", thinned([1, 2], [2]))
-def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypatch, per_gpu):
+@pytest.mark.parametrize("slots_per_gpu", thinned([1, 2], [2]))
+def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypatch, slots_per_gpu):
     gpus(3, "GPU-a,GPU-b,GPU-c")
     program, events = tmp_path / "program", tmp_path / "events"
     program.write_text(PROGRAM.format(python=sys.executable, events=events))
     program.chmod(0o755)
     procedure = opened(tmp_path, arms=WIDE, seeds=[1, 2, 3])
-    slots = slots_of(procedure.experiment, None, per_gpu)
+    slots = slots_of(procedure.experiment, None, slots_per_gpu)
     monkeypatch.setattr("lm.experiments.slots.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
         Jobs(procedure, slots).train_all()
@@ -211,7 +211,7 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
         for name in filter(None, devices.split(",")):
             counts[name] += 1 if event == "begin" else -1
         widths[len([*filter(None, devices.split(","))])] += event == "begin"
-        assert max(counts.values(), default=0) <= per_gpu, events.read_text()
+        assert max(counts.values(), default=0) <= slots_per_gpu, events.read_text()
     assert {*counts} <= {"GPU-a", "GPU-b", "GPU-c"}
     assert widths == {1: 6, 2: 3, 0: 3}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b,GPU-c"
@@ -234,15 +234,15 @@ def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
     procedure = opened(tmp_path)
 
-    def seen(per_gpu: int, *overrides: str) -> list[str]:
+    def seen(slots_per_gpu: int, *overrides: str) -> list[str]:
         procedure = opened(tmp_path, *overrides)
-        slots = slots_of(procedure.experiment, None, per_gpu)
+        slots = slots_of(procedure.experiment, None, slots_per_gpu)
         (tmp_path / "events").write_text("")
         times, words = run_times(procedure, costs(procedure), slots)
         pilots = sorted((tmp_path / "events").read_text().split())
         assert words == f"a pilot of some steps of each arm, {len(pilots)} at a time"
         gpus_of_run = max(1, count_gpus(procedure.experiment.first_config))
-        assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * gpus_of_run / (4 * per_gpu))
+        assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * gpus_of_run / (4 * slots_per_gpu))
         return pilots
 
     assert seen(1) == ["0", "1", "2", "3"]

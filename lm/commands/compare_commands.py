@@ -94,11 +94,11 @@ def judge(
     from lm.files import json_bytes
 
     judgement = judge_table(table, metric, better, matters, baseline, where, by or ())
-    primary, lines = judgement.primary, judgement.lines()
+    primary, entries = judgement.primary, judgement.entries()
     if as_json:
-        print(json_bytes({"primary": vars(primary), "arms": lines}).decode(), end="")
+        print(json_bytes({"primary": vars(primary), "arms": entries}).decode(), end="")
         return
-    print_verdicts(judgement, lines, f"{primary.metric} of {table}, {primary.better} is better")
+    print_verdicts(judgement, entries, f"{primary.metric} of {table}, {primary.better} is better")
 
 
 def report(runs: RunFolders, out: ReportFolder = None, baseline: Baseline = None) -> None:

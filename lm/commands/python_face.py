@@ -162,7 +162,7 @@ def judge(
     """
     columns = (by,) if isinstance(by, str) else by
     judgement = judge_table(table, metric, better, matters, baseline, where, columns)
-    return _verdict_frame(io.StringIO(csv_text(judgement.lines(), intervals=INTERVALS)))
+    return _verdict_frame(io.StringIO(csv_text(judgement.entries(), intervals=INTERVALS)))
 
 
 def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:

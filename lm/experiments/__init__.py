@@ -1,1 +1,1 @@
-"""Experiments: arms x seeds x learning rates from one file, trained and judged by the procedure of docs/statistics.md."""
+"""Train and judge the runs of an experiment file, for each arm, seed and learning rate, by the procedure of docs/statistics.md."""

@@ -37,24 +37,24 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 class TrainingOptions:
     """Options of `lm compare` that control the training of runs."""
 
-    jobs: int | None = None  # number of slots (`lm.experiments.slots`); None: `per_gpu` on each GPU, or one if no run takes a GPU
+    jobs: int | None = None  # number of slots (`lm.experiments.slots`); None: `slots_per_gpu` on each GPU, or one if no run takes a GPU
     retry: bool = False  # whether to try failed runs again
     anew: bool = False  # whether to train although the folder has none of the file's runs, but ended runs of another configuration
-    per_gpu: int = 1  # number of slots on each GPU
-    engine: Engine | None = None  # the scheduler whose jobs train the runs; None: the slots of this machine do
+    slots_per_gpu: int = 1  # number of slots on each GPU
+    engine: Engine | None = None  # the scheduler whose jobs train the runs; None: processes of this machine train them
     workers: int = 1  # number of the scheduler's jobs at a time
     options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
-        """Return the slots in which an experiment's runs are trained. Raises ConfigError: a run needs more GPUs or slots than there are."""
-        return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.per_gpu)
+        """Return the slots that train an experiment's runs (`Slots`). Raises ConfigError: a run needs more GPUs or slots than there are."""
+        return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
 
     def estimated_times(self, procedure: Procedure) -> Times:
         """Estimate the seconds that a run of each size and arm takes on this machine; {} if no estimate is possible yet."""
         return _estimate_times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
 
     def cluster(self, folder: Path) -> Cluster | None:
-        """Return the scheduler's jobs for the runs in an experiment's folder; None without a scheduler. Raises LMError: see `Cluster`."""
+        """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as `Cluster` does."""
         return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
 
 
@@ -122,8 +122,8 @@ def compare_experiments(
 
 
 def _start_in_job(path: Path, overrides: list[str], work: TrainingOptions) -> None:
-    """Prepare the text of an experiment on this machine. If the experiment was never started, start it in a scheduler's job: precision,
-    compilation and threads are then chosen for the machines that train."""
+    """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a scheduler's job, so
+    that precision, compilation and threads are chosen for the machines that train."""
     experiment = open_experiment(path, overrides, 1, work.anew).experiment
     cluster = work.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
@@ -176,7 +176,8 @@ def _print_plans(procedures: list[Procedure], work: TrainingOptions) -> list[Tim
 
 
 def _estimate_times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Estimate the seconds of a run by size and arm, within `budget` seconds, and name their source; else return {} and the reason."""
+    """Estimate the seconds that a run of each size and arm takes, with at most `budget` seconds for timing. Returns the estimates and their
+    source in words, or {} and the reason why there is no estimate."""
     if run_costs is None:
         return {}, "not known before the text is there: lm prepare makes it"
     try:
@@ -190,8 +191,8 @@ def _estimate_times(procedure: Procedure, run_costs: Costs | None, slots: Slots,
 
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder: all files or none. Returns the entries of
-    `summary_lines`. Raises LMError: no run has ended, or the report can't read a run's file."""
+    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or none. Returns the
+    entries of `summary_lines`. Raises LMError: no run has ended, or a run's file can't be read for the report."""
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         has_measured_runs = is_measured(experiment)

@@ -1,4 +1,4 @@
-"""The engine that trains the runs of an experiment: each in a slot of this machine, or in a job that submitit sends to a scheduler.
+"""The engine that trains the runs of an experiment, in processes of this machine or in jobs that submitit sends to a scheduler.
 
 One `lm compare` at a time works on an experiment. It starts the runs that can be started, prints their results, and records failures.
 """
@@ -52,10 +52,11 @@ _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS,
 def experiment_lock(experiment: Path) -> Iterator[None]:
     """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
 
-    The operating system's lock of the folder ends with its process, but other machines may not see it. The file LOCK names the process to
-    all machines that see the folder. A LOCK file that a killed process of this host has left behind is replaced.
+    The operating system's lock of the folder ends with the process that holds it, but other machines may not see this lock. The file LOCK
+    names the process to all machines that see the folder. A LOCK file that a killed process of this host has left behind is replaced.
 
-    Raises RunError: another process works on the experiment, or a process of another host may; the message names the process and a remedy.
+    Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host. The message names
+    that process and a remedy.
     """
     path = experiment / LOCK
     try:
@@ -88,7 +89,7 @@ def holder_words(experiment: Path) -> str:
 
 
 def _lock_holder(path: Path) -> dict[str, Plain]:
-    """Read a LOCK file: host, process ID, start time of the process, start of its work; {} if the file is absent or damaged."""
+    """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is absent or damaged."""
     with suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) and content.keys() == {"host", "pid", "born", "since"} else {}
@@ -111,7 +112,7 @@ def _remove_if_empty(folder: Path) -> None:
 class Failure:
     """The failure of a run, which ended without a result."""
 
-    status: int  # the exit status of the run; negative: the signal that killed it
+    status: int  # the exit status of the run; if a signal killed it, minus the number of the signal
     reason: str  # why the run failed: the last line of its output, the signal, or the measurement that is missing
     log: str  # path of the file that holds all output of the run
     saved: str = ""  # the last saved step and the number of evaluations, in words
@@ -122,8 +123,8 @@ class Failure:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the next start continues the run: a signal stopped it, or killed it for the first time since its last save. A second
-        crash without a save in between is a failure."""
+        """Whether the next start continues the run, as a signal stopped the run, or killed it for the first time since its last save. A
+        second crash without a save in between is a failure."""
         return (self.status < 0 and not self.again) or self.status - 128 in _STOP_SIGNALS
 
     @property
@@ -133,8 +134,8 @@ class Failure:
 
 
 def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> Failure:
-    """Return the failure of a run with the exit status `status`. Unless a signal interrupted the run without a crash, write the failure to
-    a file for `read_failure`. `reason`: why the run failed; empty: the signal that killed it, else the last line of its log."""
+    """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run, else `reason`,
+    else the last line of the run's log. Write the failure to a file for `read_failure`, unless a signal stopped the run without a crash."""
     log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILURE_SUFFIX), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
@@ -184,7 +185,7 @@ _MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued agai
 
 
 class Training:
-    """A job that trains a run: submitit calls it, and calls `checkpoint` when the job is about to end."""
+    """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to end."""
 
     def __init__(self, run: Run, experiment: Path):
         self.run, self.experiment = run, experiment
@@ -206,7 +207,7 @@ class Training:
 
     def _is_recorded_job(self) -> bool:
         """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm compare` was killed
-        before it wrote the record, the record may name a later job."""
+        before it recorded this job, the record may name a later job."""
         from submitit import JobEnvironment
 
         job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
@@ -216,12 +217,12 @@ class Training:
 
 
 class Cluster:
-    """Jobs of a scheduler that train runs, through submitit. Jobs go on when this process ends; `lm compare` finds them by their records.
+    """Trains runs in jobs that submitit sends to a scheduler. Jobs outlive this process; `lm compare` finds them by their job records.
 
     Args:
         experiment: the experiment's folder, which all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the jobs.
-        options: options of each job: submitit's (timeout_min, gpus_per_node, cpus_per_task, mem_gb), and sbatch's, such as partition.
-        engine: the scheduler; `local`: the jobs are processes of this machine.
+        options: options of each job: options of submitit (timeout_min, gpus_per_node, cpus_per_task, mem_gb) or sbatch, such as partition.
+        engine: the scheduler; with `local`, the jobs are processes of this machine.
 
     Raises:
         ConfigError: an option is unknown, or its value is wrong.
@@ -274,8 +275,8 @@ class Cluster:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Wait for the end of the job that trains a run; the job is submitted unless an earlier process did so. Returns the exit status,
-        and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps for its memory."""
+        """Wait for the end of the job that trains a run; submit the job unless an earlier process has done so. Returns the exit status, and
+        the seconds of training since the job's last start. A job that vanished counts as killed, perhaps because it lacked memory."""
         record = _job_record(self.experiment, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
@@ -295,7 +296,7 @@ class Cluster:
         return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._submitit_errors.FailedJobError) else self.result(job)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Stop waiting for the jobs, which continue to run. `number`: ignored; `Children.stop` sends this signal to its processes."""
+        """Stop waiting for the jobs, which continue to run. `number` is ignored; `Children.stop` sends this signal to its processes."""
         self._stopping.set()
 
     def _is_alive(self, job: "Job", birth: Plain) -> bool:
@@ -315,7 +316,7 @@ def read_options(text: str) -> dict[str, str]:
 
 
 def _job_record(experiment: Path, run: Run) -> dict[str, Plain]:
-    """Read a run's job record: scheduler, job ID, start time of a local job's process; {} without a job. Raises RunError: damaged file."""
+    """Return a run's job record (scheduler, job ID, start time of a local job); {} without one. Raises RunError: the file is damaged."""
     path = log_path(experiment, run, JOB_SUFFIX)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
@@ -339,11 +340,11 @@ class Jobs:
     """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
-        cluster: the scheduler's jobs that train the runs; None: processes of this machine train them.
+        cluster: trains the runs in a scheduler's jobs; None: processes of this machine train them.
 
     Attributes:
         known_runs: the runs that the experiment needs, as known when the run folders were last read.
-        pending: the runs that are being trained, with their GPUs, by the future of the training.
+        pending: for each run that is being trained, the future of its training, mapped to the run and its GPUs.
         failed: the failures of runs, by run folder.
         seconds: the seconds that each ended run would have taken without interruption, in lists by size and arm.
     """
@@ -411,7 +412,7 @@ class Jobs:
                 raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Yield the runs that can start: not ended, failed or under way (`running_folders`), and without an unfinished source run."""
+        """Yield the runs that can start. They have not ended or failed, train in none of `running_folders`, and wait for no source run."""
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source
@@ -455,8 +456,8 @@ class Jobs:
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result_words(self, run: Run, outcome: Outcome) -> str:
-        """Describe a run's value on the held-out documents that choose rates, or on all questions: of a tuning run the metric that chooses
-        rates, of a final run the number by which runs are compared. Return `finished` if no document is left to choose rates."""
+        """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared. Both are measured
+        on the held-out documents that choose rates, or on all questions. Return `finished` if no document is left to choose rates."""
         experiment = self.procedure.experiment
         quantity_name = experiment.primary.quantity_name
         try:

@@ -1,4 +1,4 @@
-"""An experiment as its file describes it: base configuration, arms, seeds, tuning, primary metric; and the configuration of each run."""
+"""An experiment as its file describes it (base configuration, arms, seeds, tuning, primary metric), and the configuration of each run."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ class Arm:
 
 @dataclass
 class Tune:
-    """Choice of the learning rate of each arm, or of other configuration keys: by a grid, or from a table."""
+    """The choice of each arm's learning rate, or of its values of other configuration keys, from a grid or from a table of tuning runs."""
 
     grid: list[int | float] | list[list[int | float]] = key(
         [], "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are", gt=0
@@ -129,7 +129,7 @@ class Primary:
 
     @property
     def quantity_name(self) -> str:
-        """The name of the compared quantity in tables: the metric, or the tokens until the metric reaches `reach`."""
+        """The name that tables give the compared quantity, which is the metric, or the tokens until the metric reaches `reach`."""
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
@@ -140,8 +140,8 @@ class TuningRun:
     key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
     rate: Rate
     seed: int
-    # selection, primary: SELECTION (val/loss) and the primary quantity, each on the selection text. Infinite: the run diverged, or never
-    # reached `primary.reach`; None: not known
+    # selection, primary: values of SELECTION (val/loss) and of the compared quantity (`Primary.quantity_name`), on the data that choose
+    # rates. Infinite: the run diverged, or never reached `primary.reach`; None: not known
     selection: float | None
     primary: float | None
     configuration: str  # the settings of the run, as `settings_words` gives them
@@ -157,7 +157,7 @@ class Departure:
 
     words: str  # the difference in words
     exploratory: bool = True  # whether the difference makes verdicts exploratory; if not, it is only noted
-    place: tuple[str, str] | None = None  # the size and arm whose verdict is concerned; None: all verdicts
+    size_arm: tuple[str, str] | None = None  # the size and arm whose verdict is concerned; None: all verdicts
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ class Experiment:
     look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
     departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
-    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)  # parsed, by all keys but `_UNCACHED_KEYS`
+    # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
+    _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def command(self) -> str:
@@ -223,16 +224,16 @@ class Experiment:
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
-        """A tuning run's value for the choice of a rate; None: unknown. Infinite: the run diverged or never reached `primary.reach`."""
+        """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged or never reached `primary.reach`."""
         return run.selection if self.tune.metric == SELECTION else run.primary
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
-        """Costs (`cost`) of the tuning runs of a size: for each arm and rate a list over seeds, in ascending order of seeds."""
+        """The costs (`Experiment.cost`) of a size's tuning runs, for each arm and rate as a list in ascending order of seeds."""
         values = values_by_arm_and_rate(runs, size, self.choice_value)
         return {arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()} for arm, rates in values.items()}
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """Values of the tuned keys, by key, in `rate`; without `optim.groups.normalizer.*` if the arm's normalizers have no parameters."""
+        """The value in `rate` of each tuned key; `optim.groups.normalizer.*` is left out if the arm's normalizers have no parameters."""
         if rate is None:
             return {}
         values = dict(zip(self.tune.keys, key_values(rate), strict=True))
@@ -252,7 +253,7 @@ class Experiment:
 
     @property
     def first_config(self) -> Config:
-        """The configuration of the baseline's first run."""
+        """The configuration of the baseline's run in the first size, with the first seed and `any_rate`, under the name `any`."""
         return self.config_of(next(iter(self.sizes)), self.arms[0])
 
     @property
@@ -269,8 +270,8 @@ class Experiment:
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """Build the configuration of one run: `rate` holds the values of the tuned keys, and `changes` override all other keys. Runs that
-        differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
+        """Build the configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all other settings. Runs
+        that differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
         plain = self.base
         for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
             plain = merge(plain, block)
@@ -306,9 +307,9 @@ def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Pl
 
 
 def config_hash(config: Config) -> str:
-    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits: another hash means another run. Null
-    keys (off) are left out, so that new keys of a later version do not change the hash. The path `init_from` is hashed as text:
-    `lm.experiments.procedure` first replaces it by a path that does not depend on the location of the experiment's folder."""
+    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with another hash is another
+    run. Null keys (off) are left out, so that new keys of a later version do not change the hash. The paths `init_from` and `branch_from`
+    are hashed as text, so `lm.experiments.procedure` first makes them independent of where the experiment's folder lies."""
     return hashlib.sha256(json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -350,7 +351,7 @@ def differing_keys(description: str, other_description: str) -> list[str]:
 def values_by_arm_and_rate(
     runs: Iterable[TuningRun], size: str, value_of: Callable[[TuningRun], float | None]
 ) -> dict[str, dict[Rate, list[float]]]:
-    """Values (`value_of`) of the tuning runs of a size: for each arm and rate a list over seeds, ascending, without None values."""
+    """The values (`value_of`) of a size's tuning runs, without None, for each arm and rate as a list in ascending order of seeds."""
     values: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):
         if (value := value_of(run)) is not None:

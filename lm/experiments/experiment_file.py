@@ -203,7 +203,8 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
 
 
 def read_blocks(path: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return changed configuration keys by name of arm or size, {} for null. `value`: the content of `path`, `arms` or `sizes`."""
+    """Return the configuration keys that each arm or size changes, by the name of the arm or size; {} if it has null. `path`: the key in
+    the file, `arms` or `sizes`. `value`: the content of this key."""
     if not isinstance(value, dict):
         problems.append(Problem(path, value, "must be a map from names to what they change"))
         return {}
@@ -268,7 +269,8 @@ def _table_number(text: str) -> float:
 
 
 def _with_steps(experiment: Experiment) -> Experiment:
-    """Set `trainer.max_steps` in each size that has `trainer.tokens_per_parameter`, to the baseline's steps. Returns the new experiment."""
+    """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter` is set. Returns the
+    new experiment. Raises DataError: the size of the vocabulary is not known yet."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
         has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is not None
@@ -308,7 +310,7 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 
 # Keys of `data` that decide what the token store holds.
 _STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes", "on_error")
-# Evaluation kinds whose lengths are multiples of the training length: arms of other training lengths are measured on other sequences.
+# Evaluation kinds whose lengths are multiples of the training length, so that arms of other training lengths get other sequences.
 _LENGTH_KINDS = ("validation", "long_context", "texts")
 
 
@@ -338,8 +340,8 @@ def check_experiment(experiment: Experiment) -> None:
 
 
 def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
-    """Words that name the sizes and arms that an error is about, for the beginning of its message. Empty if it is about all of them; a
-    single size that has a name is named even then."""
+    """Name the sizes and arms that an error is about, for the beginning of its message. Return an empty text if it is about all of them,
+    but always name a single size that has a name."""
     if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
         return ""
     words = []
@@ -362,7 +364,7 @@ def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config])
 
 
 def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Iterator[Problem]:
-    """Check the arms of a size: no two are the same, all read the same data, and all are measured on the same sequences."""
+    """Check that no two arms of a size are the same, that all read the same data, and that all are measured on the same sequences."""
     name_by_identity, configs = {}, {}
     for arm, config in arms:
         baseline = arms[0][1]
@@ -421,7 +423,7 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
 
 
 def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:
-    """Check that an arm whose training length or evaluations differ from the baseline's is measured on the same sequences."""
+    """Check that an arm is measured on the same sequences as the baseline, from which it differs in training length or evaluations."""
     metric = experiment.primary.metric
     if not experiment.evaluate:
         reason = "is measured on other sequences than the baseline"
@@ -437,7 +439,7 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
 
 
 def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
-    """The tasks on which the primary metric is measured: recall tasks, or training tasks for a validation loss; [] for other metrics."""
+    """The recall tasks of the primary metric, or the training tasks if it is a validation loss on symbolic data; [] for other metrics."""
     metric, data, recall = experiment.primary.metric, config.data, experiment.measurement_config(config).eval.recall
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
@@ -475,7 +477,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
 
 
 def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
-    """Check that `better` is lower for a loss, higher for an accuracy, and no accuracy in `primary` is above 1. Raises ConfigError."""
+    """Check that `better` is lower for a loss, higher for an accuracy, and that no accuracy in `primary` exceeds 1. Raises ConfigError."""
     problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:
         problems.append(Problem("primary.better", primary.better, f"of {primary.metric}, {better} is better", f"write `better: {better}`"))

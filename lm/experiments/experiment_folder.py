@@ -1,4 +1,4 @@
-"""The folder of an experiment: the settings that its first start fixes for all runs, and departures from the plan."""
+"""The settings that the first start of an experiment records in its folder for all runs, and later departures from the recorded plan."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,16 +31,16 @@ from lm.statistics.tuning import key_values, make_rate
 if TYPE_CHECKING:
     from lm.model.device import ResolvedSetting
 
-PLAN = "plan"  # key in RESOLVED_FILE: the plan; null: unknown, as the file was written after final runs were measured
-_CODE = "code"  # key in RESOLVED_FILE: versions of the plugins (code from outside lm) that runs are trained with
-_OVERRIDES = "overrides"  # key in RESOLVED_FILE: the overrides of the first start
+PLAN = "plan"  # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
+_CODE = "code"  # key in RESOLVED_FILE of the versions of the plugins (code from outside lm) that runs are trained with
+_OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
 
 
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
-    """Open an experiment, as its file and run folders are now: nothing is prepared, trained or written.
+    """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
 
     Seeds of the second look are included if the first look was undecided. If the file leaves precision, compilation or threads open, the
-    settings of the first start hold. Before a first start they are resolved for this machine.
+    settings of the first start hold. Before a first start these settings are resolved for this machine.
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
@@ -108,7 +108,7 @@ def start(
 
 
 def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
-    """Check that some held-out documents report the primary metric and, with tuning, others choose rates. Raises ConfigError."""
+    """Check that a held-out document is left to report the primary metric and, with tuning, another to choose rates. Raises ConfigError."""
     metric, tune = experiment.primary.metric, experiment.tune
     uses = [("report", metric)]
     if tune.grid:  # tables show both metrics of each tuning run
@@ -125,7 +125,7 @@ def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
 
 
 def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """For each held-out sequence of a metric, the label of the document in which it begins, (sequences,); None without documents."""
+    """The label of the document in which each held-out sequence of a metric begins, (sequences,); None without held-out documents."""
     from lm.evaluation.held_out import ByLength, LongContext, Validation
 
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
@@ -140,9 +140,9 @@ def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | 
 
 
 def other_runs_note(procedure: Procedure) -> str:
-    """Describe the ended runs in an experiment's folder whose configuration differs from their arm's in more than rate and seed; empty
-    without such runs. The note gives their number, the differing keys, and the command that continues these runs. Arms with a source arm
-    are left out: their source shows the difference."""
+    """Describe the ended runs in an experiment's folder whose configuration is not the present one of their arm, apart from rate and seed;
+    empty without such runs. The note gives the number of these runs, the differing keys, and the command that continues the runs. Arms with
+    a source arm are left out, as runs of the source show the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     arms = {arm.name: arm for arm in experiment.arms if not arm.source}
     tuned_values = dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
@@ -173,8 +173,9 @@ def other_runs_note(procedure: Procedure) -> str:
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """Overrides that continue the runs in the experiment's folder: the present overrides, with the runs' values of differing keys. Without
-    such keys: overrides of the first start (None: unknown or unchanged). `differing_values`: by key, the runs' and the requested value."""
+    """Return the overrides that continue the runs in the experiment's folder: the present overrides, with the values that these runs have
+    for differing keys. Without such keys, return the overrides of the first start, or None if they are unknown or unchanged.
+    `differing_values`: for each differing key, its value in the runs and the requested value."""
     if not differing_values:
         settings_file = experiment.folder / RESOLVED_FILE
         first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
@@ -211,7 +212,7 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 def _compilation(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
     """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline runs, which share
-    compiled code. `seconds`: the estimated duration of a run; None: FLOPs decide."""
+    compiled code. `seconds`: the estimated duration of a run; if it is None, FLOPs decide."""
     from lm.model.device import count_gpus, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
@@ -224,7 +225,7 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The present plan: primary metric, options of its evaluation, tuning, number of looks at the data, and by size a hash of each arm."""
+    """The present plan: time, primary metric, options of its evaluation, tuning, looks at the data, and a hash of each arm by size."""
     configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms}
     arms = {size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -301,7 +302,7 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
 
 
 def _extends(value: Plain, planned_value: Plain) -> bool:
-    """Whether a value equals the planned value, or is a list with all planned elements: added elements do not change the metric."""
+    """Whether an option equals its planned value, or is a list with all planned elements, as added elements do not change the metric."""
     are_lists = isinstance(value, list) and isinstance(planned_value, list)
     return value == planned_value or (are_lists and all(element in value for element in planned_value))
 
@@ -324,7 +325,7 @@ def _changed_arms(
         if words := change_words(size, arm):
             size_arm = None if arm == baseline or arm not in current_arms.get(size, {}) else (size, arm)
             name = ", ".join(filter(None, (arm, size)))
-            changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", place=size_arm))
+            changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", size_arm=size_arm))
     if _baseline(planned_arms) not in ("", baseline):
         changes.append(Departure(f"the baseline is another since the arms were settled ({plan_time})"))
     return changes

@@ -15,7 +15,7 @@ from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_le
 from lm.statistics.tuning import Rate, rate_cell, rate_words
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-INTERVALS = ("difference", "factor", "alone")  # entries of `Judgement.lines`; a CSV has columns for their ends even if all are empty
+INTERVALS = ("difference", "factor", "alone")  # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 SizeArm = tuple[str, str]  # size and arm
 RatePair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
@@ -25,10 +25,11 @@ class JudgedRun:
     arm: str
     state: str  # finished, unfinished or diverged
     note: str  # how the run diverged, or that the finished run did not learn, in words
-    # values, weights: (units,) the metric and weight of each unit; or one value of the whole run, such as the tokens to `primary.reach`
+    # values, weights: (units,) the metric and the weight of each unit, such as a sequence; or one value of the whole run, with weight 1,
+    # such as the tokens to `primary.reach`
     values: np.ndarray
     weights: np.ndarray
-    groups: np.ndarray | None  # (units,) the document of each unit; None: the units are not parts of documents
+    documents: np.ndarray | None  # (units,) the document of each unit; None: the units are not parts of documents
 
     @property
     def ended(self) -> bool:
@@ -50,7 +51,7 @@ class Judgement:
     primary: Primary  # the metric, the direction that is better, and the smallest difference of interest
     arms: tuple[str, ...]  # the names of the arms, the baseline first
     seeds: tuple[int, ...]  # the seeds that are planned for each arm
-    # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. None in place of the arms: not known yet
+    # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. A size has None if no rate is known yet
     rates: Mapping[str, Mapping[str, Rate | None] | None]
     runs: Mapping[SizeArm, RunsByRate]  # the runs by size and arm; every arm has every seed at each of its rates
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
@@ -58,7 +59,7 @@ class Judgement:
     looks: int = 1  # the number of times that the data may be judged
     sources: Mapping[str, list[str]] = field(default_factory=dict)  # the names of the arms whose weights an arm starts from, by that arm
     exploratory: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
-    key: str = "rate"  # the heading of the column of rates
+    rate_heading: str = "rate"  # the heading of the column of rates
     measured_on: str = ""  # what means are measured on, for the heading of their column
 
     @property
@@ -95,7 +96,7 @@ class Judgement:
         return {size_arm: self._comparison(*size_arm) for size_arm in self.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
-        """List an arm's final runs at the learning rate that judges the arm, ordered by seed; empty if no rate is chosen."""
+        """List an arm's final runs at the learning rate at which the arm is judged, ordered by seed; empty if no rate is chosen."""
         rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 
@@ -125,9 +126,9 @@ class Judgement:
         differences = _differences(arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value)
         if counts_tokens:
             unreached_words = self._unreached_words(chain(*arm_runs.values(), *baseline_runs.values()))
-        elif seeds and (first_run := next(iter(arm_runs.values()))[0]).groups is not None:
+        elif seeds and (first_run := next(iter(arm_runs.values()))[0]).documents is not None:
             unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values)
-            document_estimate = over_seeds_and_documents(unit_differences, first_run.weights, first_run.groups)
+            document_estimate = over_seeds_and_documents(unit_differences, first_run.weights, first_run.documents)
         higher_is_better = not counts_tokens and primary.better == "higher"
         return Comparison(
             differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.all_pairs,
@@ -153,8 +154,9 @@ class Judgement:
         return LearnedCounts(learned_pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
-        """Return the runs of an arm, and the runs of the baseline, by rate. If the arm's weights come from the baseline, the baseline has
-        its judged rate alone, at which the arm starts. For an arm from random weights, the rates in common with it come first."""
+        """Return the runs of an arm, and the runs of the baseline, by rate. For an arm that starts from the baseline's weights, the
+        baseline has only its judged rate, from which the arm starts. For an arm from random weights, the baseline's rates that the arm
+        shares come first."""
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
@@ -163,7 +165,7 @@ class Judgement:
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
     def _not_learned_words(self, size: str, arm: str) -> str:
-        """Words to append to a verdict's reason: the finished runs of the arm and the baseline that did not learn; empty if all did."""
+        """Name the finished runs of an arm and the baseline that did not learn, to end a verdict's reason; empty if all learned."""
         runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
@@ -179,18 +181,19 @@ class Judgement:
                 words.append(f"{early_count} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
         return "; ".join(words)
 
-    def lines(self) -> list[dict[str, Plain]]:
+    def entries(self) -> list[dict[str, Plain]]:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference and intervals.
 
-        Means are over the seeds that all arms have finished. An arm with several rates also has a mean at each rate. A difference has two
-        intervals, over seeds, and over seeds and documents. With `primary.reach`, means are geometric means of tokens, null if a run had 0
-        or infinite tokens. `reached` counts the runs with finite tokens, and factors replace differences. With `primary.learned`, an entry
-        has the number of `learned` runs among the `ended` runs, and the interval of the fraction of learned runs.
+        Means are over the seeds that all arms have finished. An arm with several rates also has a mean at each rate. A difference has an
+        interval over seeds for the family, one `alone`, and one over seeds and documents. With `primary.reach`, means are geometric means
+        of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with finite tokens, and factors replace differences.
+        With `primary.learned`, an entry has the number of `learned` runs among the `ended` runs, and the interval of the fraction of
+        learned runs.
         """
         return [self._entry(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
 
     def common_seeds(self, size: str) -> list[bool]:
-        """Return for each seed whether the means of a size include it: all arms that have a finished run have finished the seed."""
+        """Return for each seed whether a size's means include it; this takes a finished run of every arm that has finished runs."""
         finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
         return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
 
@@ -235,7 +238,7 @@ class Judgement:
 
     def power(self, seed_count: int) -> Iterator[str]:
         """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
-        spread is the standard deviation of the measured differences, else the expected `primary.spread`."""
+        probability depends on the standard deviation of the measured differences or, without these, on the expected `primary.spread`."""
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
@@ -266,7 +269,7 @@ class Judgement:
 
 
 def _decisive_runs(pair: RatePair, arm_runs: RunsByRate, baseline_runs: RunsByRate) -> list[JudgedRun]:
-    """Return the runs at the judged rates (`pair`) and at the rates that tuning chose: a divergence of any of them affects the verdict."""
+    """Return the runs at the judged rates (`pair`) and at the rates that tuning chose; a divergence of any of these affects the verdict."""
     chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
     return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
@@ -299,5 +302,5 @@ def _mean(values: list[float], geometric: bool) -> float | None:
 
 
 def finite_values(interval: Interval | None) -> list[float | None] | None:
-    """[mean, low, high] of an interval, None in place of values that are not finite; None without an interval."""
+    """[mean, low, high] of an interval, with None in place of values that are not finite; None without an interval."""
     return interval and [value if math.isfinite(value) else None for value in interval.as_list()]

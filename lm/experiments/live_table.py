@@ -1,4 +1,4 @@
-"""`lm compare` on a terminal: one table of all runs of an experiment, updated while they train, with the remaining time."""
+"""The table that `lm compare` shows on a terminal, with all runs of an experiment and the remaining time, updated while runs train."""
 
 import statistics
 import sys
@@ -86,7 +86,7 @@ class LiveTable:
         return Group(grid(table), Text(self._progress_words(lines)))
 
     def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The table row of runs with equal values of `column_names`. An experiment without sizes or rates has no columns for them."""
+        """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no columns for them."""
         first_line, is_single = group[0], column_names == _RUN_COLUMNS
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
@@ -125,7 +125,8 @@ class LiveTable:
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
-        """Remaining seconds of a run times its slots, by the mean of ended runs of its size and arm, else by the plan; None if unknown."""
+        """The remaining seconds of a run, times the slots that it takes. The estimate is based on the mean of ended runs of its size and
+        arm, else on the plan; None if unknown."""
         size_arm = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(size_arm)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(size_arm)

@@ -78,7 +78,7 @@ class SizeResults:
 
 
 def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
-    """The files of a report on experiments (the page, its tables and its pictures): their content, by path in `folder`. With several
+    """The content of each file of a report on experiments (the page, its tables and its pictures), by path in `folder`. With several
     experiments, the name of a table or picture file begins with the name of its experiment.
 
     judgement: the verdicts on a single procedure, if they are known already.
@@ -132,7 +132,7 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
 
 
 def _is_name(key: str) -> bool:
-    """Whether a key names a run or folder, or says what is logged; its values are then not compared between arms."""
+    """Whether a configuration key names a run or folder, or says what is logged, so that its values are not compared between arms."""
     return key in ("init_from", "branch_from") or effect_of(key).affects == "label"
 
 
@@ -188,7 +188,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
 
 
 def _margin_words(experiment: Experiment) -> str:
-    """Words that explain the drawn intervals, and the shaded area of effects that do not matter."""
+    """Explain the drawn intervals, and the shaded area of effects that do not matter."""
     margin, is_factor = experiment.primary.matters or 0.0, experiment.primary.reach is not None
     area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
     scale = ", on a logarithmic scale" if is_factor else ""
@@ -196,7 +196,7 @@ def _margin_words(experiment: Experiment) -> str:
 
 
 def _family_words(experiment: Experiment) -> str:
-    """Words that name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
+    """Name the test that compares arms, and the comparisons for whose number p values and intervals are adjusted."""
     arms, sizes, primary = len(experiment.arms) - 1, len(experiment.sizes), experiment.primary
     differences = "differences" if primary.reach is None else "differences of log tokens"
     test = f"Student t intervals of paired {differences} over seeds"
@@ -212,7 +212,7 @@ def _family_words(experiment: Experiment) -> str:
 
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
-    """Facts that a reader must know beside the numbers: unfinished and diverged runs, arms without a rate, notes."""
+    """List what a reader must know beside the numbers: unfinished, diverged and failed runs, ongoing tuning, arms without a rate, notes."""
     experiment, caveats, infinite_caveats = procedure.experiment, [], []
     for results in sizes:
         prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choice_value(run)) for run in results.tuning_runs]
@@ -243,16 +243,16 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
 
 
 def _tuning_words(results: SizeResults) -> str | None:
-    """Words for how the rates were chosen and for the chosen rates; None without tuning, or before its end."""
+    """Explain how rates were chosen, and name the chosen rates; None without tuning runs, or before rates are chosen."""
     experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
-    if not tuning_runs or not choice.final:
+    if not tuning_runs or not choice.final_rates:
         return None
     tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     seeds = ", ".join(map(str, sorted({run.seed for run in tuning_runs})))
     rates = ", ".join(map(rate_words, sorted({run.rate for run in tuning_runs})))
     origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {extension}"
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
-    choices = ", ".join(f"{arm} {rate_words(arm_rates[0])}" for arm, arm_rates in choice.final.items())
+    choices = ", ".join(f"{arm} {rate_words(arm_rates[0])}" for arm, arm_rates in choice.final_rates.items())
     return (
         f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.choice_metric} "
         f"({experiment.data_words(experiment.choice_metric, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
@@ -301,7 +301,7 @@ def crossed_table(results: SizeResults) -> Table | None:
     def mean(numbers: Collection[float]) -> str | None:
         return digits(float(np.mean([*numbers]))) if numbers else None
 
-    uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final.items()}
+    uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final_rates.items()}
     for arm, rate in (choice.rates or {}).items() if choice.settled else ():
         if arm in uses_by_rate:
             uses_by_rate[arm][rate] = ", ".join(filter(None, (uses_by_rate[arm].get(rate), "judged")))
@@ -355,7 +355,8 @@ def rates_picture(results: SizeResults) -> Picture | None:
 def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
     """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the other tuned keys."""
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
-    chosen_rates, arm_costs = {arm: rates[0] for arm, rates in results.choice.final.items()}, experiment.costs_of(tuning_runs, results.size)
+    chosen_rates = {arm: rates[0] for arm, rates in results.choice.final_rates.items()}
+    arm_costs = experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(arm.name for arm in experiment.arms):
         values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
         values = [(key_values(rate)[key_index], value) for rate, value in values]

@@ -44,7 +44,7 @@ class Cost:
     parameters: int  # number of the model's parameters
     tokens: int  # number of tokens that it is trained on
     flops: int  # floating-point operations of its training
-    disk: int  # bytes of its run folder at the end, if the last checkpoint is the best one: checkpoints, tokenizer, validation losses
+    disk: int  # bytes of checkpoints, tokenizer and validation losses in its folder at the end, if the last checkpoint is the best one
 
 
 def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
@@ -136,7 +136,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
 
 
 def _settings_words(experiment: Experiment) -> str:
-    """Words for precision, compilation and threads of the runs; a setting that differs is listed with the sizes and arms of each value."""
+    """Describe precision, compilation and threads of the runs; a setting that differs is listed with the sizes and arms of each value."""
     words = []
     for name in SHARED_SETTINGS:
         names_by_value: dict[object, list[str]] = {}
@@ -149,7 +149,7 @@ def _settings_words(experiment: Experiment) -> str:
 
 
 def _seed_count_words(primary: Primary, alpha: float) -> str:
-    """Words for the number of seeds that are needed to find a difference of interest."""
+    """Say how many seeds are needed to find a difference of interest."""
     if primary.learned is not None:
         return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(alpha)} seeds on"
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
@@ -176,8 +176,9 @@ Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
     """Estimate the seconds that a run of each size and arm takes. Returns the seconds, and their source in words.
 
-    Times of finished runs of this experiment are used first. If no trained run has finished, a pilot trains arms of the first size for a
-    few steps, at most `budget` seconds, as many at a time as in training. The file PILOT keeps the times. Other times are scaled by FLOPs.
+    Times of finished runs of this experiment are used first. If no trained run has finished, arms of the first size are timed by pilots,
+    which are processes that train each arm for a few steps. Pilots run for at most `budget` seconds, as many at a time as in training. The
+    file PILOT keeps the times. Times of all other sizes and arms are scaled by FLOPs.
 
     Raises:
         ConfigError: the pilot refuses the configuration of an arm.
@@ -207,7 +208,8 @@ def duration(seconds: float) -> str:
 
 
 def _finished_run_times(procedure: Procedure) -> Times:
-    """Mean seconds of the finished runs, by size and arm: from the last start to the last evaluation, plus training before that start."""
+    """The mean seconds of finished runs, by size and arm. A run's seconds are the time from its last start to its last evaluation, plus its
+    training time before that start."""
     durations = defaultdict(list)
     for run in procedure.known_runs():
         log, start = run.config.run_folder / METRICS, _last_start(run) if run.outcome.state == "finished" else None
@@ -238,7 +240,7 @@ def _last_start(run: Run) -> tuple[int, float] | None:
 
 
 def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Seconds of a run of each arm in the first size, and the source of the times in words. Arms that no earlier pilot has timed (PILOT)
+    """The seconds of a run of each timed arm in the first size, and the source of the times in words. Arms without a time in the file PILOT
     are timed within `budget` seconds. Arms of equal `_timing_hash` are timed once. Arms whose normalizers or FLOPs differ from those of all
     arms before them come first."""
     experiment = procedure.experiment
@@ -282,7 +284,7 @@ def _timing_hash(config: Config, slots: Slots) -> str:
     for path, value in settings.items():
         if isinstance(value, float) and path.startswith(("model", "optim", "phases")) and not path.startswith("optim.groups"):
             settings[path] = bool(value)
-    content = [settings, slots.jobs, platform.node(), usable_cores(), *([slots.gpus, slots.per_gpu] if slots.gpus else [])]
+    content = [settings, slots.jobs, platform.node(), usable_cores(), *([slots.gpus, slots.slots_per_gpu] if slots.gpus else [])]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -293,7 +295,7 @@ def _time_configurations(
     for runs whose evaluations did not end within `budget` seconds.
 
     Processes divide the configurations among them and work at the same time, as in training, each on one entry of `process_devices`. A
-    process times its configurations that run on one device, or else one configuration that runs on several devices. With fewer
+    process times those of its configurations that run on one device, or the first one if all run on several devices. With fewer
     configurations than processes, several processes time the same configuration. The run folders lie beside `file` until timing ends.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -339,7 +341,8 @@ def _time_configurations(
 
 
 def _wait_for_pilots(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots have ended, at most `budget` seconds after all began; if one has not begun, 2 * `budget` after `start_time`."""
+    """Wait until all pilots have ended, at most until `budget` seconds after the last one began to time. While one has not begun, wait at
+    most until 2 * `budget` seconds after `start_time`."""
     while any(process.poll() is None for process in pilots):
         first_times = [lines[0]["begun"] for folder in folders if (lines := _printed_lines(folder))]
         if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):

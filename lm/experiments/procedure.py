@@ -41,7 +41,7 @@ class Run:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has begun: its folder has the files that a report reads."""
+        """Whether the run has begun, that is, whether its folder has the files that a report reads."""
         return all((self.config.run_folder / name).is_file() for name in (CONFIG, ENVIRONMENT))
 
     @property
@@ -56,8 +56,9 @@ class Choice:
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
     runs: dict[str, dict[Rate, list[Run]]]
-    # by tuned arm, the rates that its final seeds are trained at, first the one that tuning chose (`crossed_rates`). Without tuning (None,)
-    final: dict[str, tuple[Rate | None, ...]]
+    # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes first. Without
+    # tuning, (None,) for every arm
+    final_rates: dict[str, tuple[Rate | None, ...]]
     # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known yet
     rates: dict[str, Rate | None] | None
     settled: bool = True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
@@ -65,7 +66,7 @@ class Choice:
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
         """The arms whose final seeds are trained at several rates, with these rates."""
-        return {arm: rates for arm, rates in self.final.items() if len(rates) > 1}
+        return {arm: rates for arm, rates in self.final_rates.items() if len(rates) > 1}
 
 
 class Procedure:
@@ -133,7 +134,7 @@ class Procedure:
 
     @cached_property
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
-        """The options that evaluations must be made with, by size and arm, then by kind; {} if evaluations during training are enough."""
+        """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during training are enough."""
         size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
         configs = {(size, arm.name): self.experiment.measurement_config(self.experiment.config_of(size, arm)) for size, arm in size_arms}
         return {
@@ -144,7 +145,7 @@ class Procedure:
     def choice(self, size: str) -> Choice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are cached.
 
-        An arm with a source arm is tuned after its source: its runs start from the source's runs at the source's judged rate.
+        An arm with a source arm is tuned after its source, as its runs start from the source's runs at the source's judged rate.
         """
         if size in self._choices:
             return self._choices[size]
@@ -200,8 +201,8 @@ class Procedure:
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """Choose the rate at which each arm is judged: the best of its `candidates`, the rates of its final seeds, on the held-out
-        documents that choose rates. None while runs of arms with several candidates have not ended."""
+        """Choose the rate at which each arm is judged, which is the best of its `candidates` on the held-out documents that choose rates.
+        The `candidates` are the rates of the arm's final seeds. None while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             arm, seeds = self._arms[name], self.experiment.seeds
@@ -280,7 +281,7 @@ class Procedure:
         return notes
 
     def is_exploratory(self, size: str, arm: str) -> bool:
-        departures = (departure.place in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
+        departures = (departure.size_arm in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
         return bool(self.added_seeds or self.omitted_seeds) or any(departures)
 
     def sources(self, arm: Arm) -> list[str]:
@@ -290,14 +291,14 @@ class Procedure:
         return [arm.source, *self.sources(self._arms[arm.source])]
 
     def final_runs(self, size: str) -> list[Run]:
-        """The runs that are judged, by seed and arm; none before rates are known."""
+        """The runs that are judged, in the order of seeds, then arms; none before rates are known."""
         rates = self.choice(size).rates or {}
         arms = [arm for arm in self.experiment.arms if arm.name in rates]
         return [self.run(size, arm, "final", rates[arm.name], seed, rates) for seed, arm in product(self.experiment.seeds, arms)]
 
     def judgement(self) -> Judgement:
         """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same sequences, or
-        record another better direction of the primary metric than the experiment."""
+        disagree with the experiment on which direction of the primary metric is better."""
         experiment = self.experiment
         size_arms = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
         return Judgement(
@@ -310,7 +311,7 @@ class Procedure:
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
             exploratory=[size_arm for size_arm in size_arms if self.is_exploratory(*size_arm)],
-            key=experiment.tune.heading,
+            rate_heading=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )
 
@@ -320,7 +321,7 @@ class Procedure:
         rates = choice.rates or {}
         runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
-            arm_rates = choice.final.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
+            arm_rates = choice.final_rates.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
             runs[size, arm.name] = {}
             for rate in arm_rates:
                 runs[size, arm.name][rate] = [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
@@ -329,7 +330,8 @@ class Procedure:
         return {key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for key, runs_by_rate in runs.items()}
 
     def _judged_run(self, as_single_value: bool, run: Run) -> JudgedRun:
-        """A run with its values by sequence on documents that report results; a single value if `as_single_value` or without documents."""
+        """Return a run with its values of the primary metric by sequence, on the documents that report results. The run has a single value
+        if `as_single_value`, if it has not finished, or if its sequences are not from documents."""
         outcome = run.outcome
         self.check_direction(outcome)
         note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if outcome.state == "finished" else ""
@@ -341,7 +343,7 @@ class Procedure:
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
 
     def crossed_runs(self, size: str) -> list[Run]:
-        """The final runs of arms whose seeds are trained at several rates, by seed, arm and rate."""
+        """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then rates."""
         rates = self.choice(size).crossed
         arm_rates = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
         return [self.run(size, arm, "final", rate, seed, {}) for seed, (arm, rate) in product(self.experiment.seeds, arm_rates)]
@@ -355,7 +357,8 @@ class Procedure:
         return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
-        """Count the runs of each arm in a size, by the grid and rates so far; before tuning has ended, two final rates are assumed."""
+        """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final rates are assumed
+        for arms that may get several."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.source} if tune.grid else set()
         untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
@@ -363,7 +366,7 @@ class Procedure:
             is_known = choice.rates is not None
             tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
             tuning_rate_count = self._run_count(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
-            rate_count = self._run_count(size, arm, choice.final.get(arm.name, ())) or (
+            rate_count = self._run_count(size, arm, choice.final_rates.get(arm.name, ())) or (
                 0 if is_known and arm.name not in choice.rates else 2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
@@ -385,8 +388,8 @@ class Procedure:
         return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the documents that report results or, with `selection`, that choose rates. It is
-        the primary metric, or the tokens at which this metric first reached `primary.reach` (0: by the first evaluation; infinite: never).
+        """The number by which a run is compared, on the documents that report results or, with `selection`, that choose rates. It is the
+        primary metric, or the tokens at which this metric first reached `primary.reach` (0 if by the first evaluation, infinite if never).
         The number is infinite for a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
@@ -394,7 +397,7 @@ class Procedure:
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def choice_value(self, outcome: Outcome) -> float:
-        """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless finished."""
+        """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless the run finished."""
         return self.compared_value(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
@@ -410,7 +413,7 @@ class Procedure:
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:
-    """Raise RunError unless finished runs measured a metric on the same sequences, each with its own configuration's options."""
+    """Raise RunError unless finished runs measured a metric on the same sequences, each run with the options of its configuration."""
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""

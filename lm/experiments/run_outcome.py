@@ -1,4 +1,4 @@
-"""The outcome of a run of an experiment, read from its run folder alone; and differences between runs other than their arms, in words."""
+"""The outcome of a run of an experiment, read from its run folder alone, and sentences on how runs differ apart from their arms."""
 
 import math
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ class Outcome:
     folder: Path
     last_step: int
     metric: str
-    scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that the configuration schedules at that step, without validation
-    # the options of `eval` that evaluations of that step must be made with, by kind; {}: the scheduled evaluations are enough
+    scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
+    # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
     # results of `values` and `tokens_to_reach`, which are kept
     _values: dict[str, Units | None] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -66,8 +66,8 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """Words for how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the run
-        diverged, but the last checkpoint exists."""
+        """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the
+        run diverged, but the last checkpoint exists."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
             raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
         return divergence(self.log.lines, self._final_loss)
@@ -93,7 +93,7 @@ class Outcome:
 
     @cached_property
     def complete(self) -> bool:
-        """Whether each scheduled evaluation of the last step was made, or has failed (`eval.on_error` is log)."""
+        """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
         return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_kinds)
 
@@ -119,12 +119,13 @@ class Outcome:
         return [name for evaluation in self.evaluations for series in evaluation.series if series.samples for name in series.logged]
 
     def series(self, metric: str) -> Series | None:
-        """The series that logs a metric at the last step; None if it was not measured. Raises RunError: a damaged file."""
+        """The series that logs a metric at the last step; None if the metric was not measured. Raises RunError: a file is damaged."""
         return next((series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None)
 
     @property
     def has_digests(self) -> bool:
-        """Whether digests (older versions: none) tie the last step's evaluations to its weights; true without evaluations or checkpoint."""
+        """Whether digests, which older versions did not write, tie the last step's evaluations to its weights. True without evaluations or
+        checkpoint."""
         return self._last_evaluations[1]
 
     @property
@@ -134,15 +135,15 @@ class Outcome:
 
     @cached_property
     def _last_evaluations(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and the value of `has_digests`. Raises RunError: they measured other weights, or were
-        altered."""
+        """The evaluations of the last step by file, and the value of `has_digests`. Raises RunError: the evaluations measured other
+        weights, or files were altered."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
         return evaluations, is_unchecked or check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
 
     def values(self, metric: str) -> Units | None:
-        """Values of a metric at the last step by unit (such as a sequence), whose mean is logged; None if it was not measured by unit."""
+        """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not measured by unit."""
         if metric not in self._values:
             series = self.series(metric)
             self._values[metric] = series and series.logged_units(metric)
@@ -162,7 +163,8 @@ class Outcome:
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """Evaluations of the metric up to the last step: tokens seen since the start of the run or its branch, and values by sequence."""
+        """The evaluations of the metric up to the last step, each as the tokens seen since the start of the run or its branch, and the
+        values by sequence."""
         kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
         files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
         evaluations = [evaluation for path in files if (evaluation := load_evaluation(path))]
@@ -176,7 +178,7 @@ class Outcome:
         return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over documents that report results or, with `selection`, that choose rates; infinite unless finished."""
+        """The mean of a metric over documents that report results or, with `selection`, choose rates; infinite unless the run finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
@@ -184,7 +186,7 @@ class Outcome:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on differences between finished runs other than their arms, such as device or code, and on facts that runs do not record.
+    """Sentences on how finished runs differ apart from their arms, such as in device or code, and on facts that the runs do not record.
     `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
@@ -226,7 +228,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
 
 
 def _value_words(values: list[tuple[str, Plain]]) -> str:
-    """Words for different values, each with the arms whose runs recorded it; empty if all values are the same."""
+    """List differing values, each with the arms whose runs recorded it; empty if all are the same. `values`: pairs of arm and value."""
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:
         arms.setdefault("not recorded" if value is None else str(value), {})[arm] = None

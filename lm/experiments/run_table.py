@@ -44,7 +44,8 @@ def judge_table(
     condition: str = "",
     split_columns: Sequence[str] = (),
 ) -> Judgement:
-    """Judge the arms of a table of runs. Arguments and errors: as in `lm.judge`; `condition` is its `where`, `split_columns` its `by`."""
+    """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named `where` and
+    `split_columns` is named `by`."""
     problems: list[Problem] = []
     primary = build(Primary, {"metric": metric, "matters": matters}, "", problems)
     if better not in (None, *get_args(Direction)):
@@ -133,7 +134,8 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
 
 
 def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
-    """The better direction: the argument, else the column `better`, else lower. Raises RunError: the column disagrees, or has two."""
+    """Return which direction of the metric is better: the argument `better`, else the entry of the column `better`, else lower. Raises
+    RunError: the column disagrees with the argument, or has two directions or an unknown one."""
     column_directions = {*rows["better"].dropna()} - {"none", ""} if "better" in rows else set()
     if len(column_directions) > 1 or column_directions - {*get_args(Direction)}:
         words = ", ".join(sorted(map(str, column_directions)))
@@ -153,7 +155,7 @@ def _judged_run(rows: pd.DataFrame) -> JudgedRun:
 
 
 def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
-    """Select the rows of a metric that satisfy a condition. Raises RunError: no row does, or one of the columns `names` is missing."""
+    """Select the rows of `metric` that satisfy `condition`. Raises RunError: no row does, or one of the columns `names` is missing."""
     if missing_names := [name for name in names if name not in table]:
         columns = ", ".join(map(str, table.columns))
         renames = [
@@ -185,7 +187,8 @@ def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str
 
 
 def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """Copy each row whose rate lacks a tuned key to the full rates with its values of the other keys (see `cells_by_partial_cell`)."""
+    """Replace each row whose rate lacks the value of a tuned key by copies, one at each full rate with the same values of the other keys
+    (see `cells_by_partial_cell`)."""
     group_keys = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
     is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY_VALUE, "1") if isinstance(cell, str) else cell)).notna()
     cells = runs["rate"].where(is_rate)
@@ -201,7 +204,7 @@ def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     """Check the rows, and convert their values, weights and rates into numbers in place. Raises RunError: a number, arm or seed is missing
-    or invalid, or a run has several rows for one sequence. `columns`: the columns that the error names if these rows differ in them."""
+    or invalid, or a run has several rows for one sequence. `columns`: those in which such rows differ are named in the error."""
     has_rate = runs["rate"].notna()
     if unknown_states := [*map(str, set(runs["state"]) - set(_RUN_STATES))]:
         raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or {_RUN_STATES[-1]}")
@@ -252,7 +255,7 @@ def _finite_rate(cell: float | str) -> float | str:
 
 def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Split the rows into rows that choose rates and rows that are judged. Rows with `selects` in column `part` choose rates; without such
-    rows, rows with `tune` in column `stage`. Raises RunError: a part is unknown, or no row is left to be judged."""
+    rows, rows with `tune` in column `stage` do. Raises RunError: a part is unknown, or no row is left to be judged."""
     part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
     if unknown_parts := set(part) - {"", "selects", "reports"}:
         raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
@@ -266,8 +269,8 @@ def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.Dat
 
 
 def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
-    """Check that all runs have the same sequences (units), weights and groups. Check that all arms were tuned at the same rates with the
-    same seeds, with at least `MIN_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
+    """Check that all runs have the same units (such as sequences), with the same weights and groups. Check that all arms were tuned at the
+    same rates with the same seeds, with at least `MIN_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
     stages = [rows for _, rows in selecting_rows.groupby("stage", dropna=False)] if "stage" in selecting_rows else [selecting_rows]
     for rows in (reporting_rows, *stages):
         rows = rows[rows["state"] == "finished"]

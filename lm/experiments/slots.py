@@ -1,4 +1,4 @@
-"""Slots: how many runs are trained at a time on this machine, on which of its GPUs, and the processes that train them.
+"""The slots of this machine, which decide how many runs are trained at a time and on which GPUs, and the processes that train the runs.
 
 A run takes one process after another, one for each of its `lm` commands. When `lm compare` ends, its processes save a checkpoint and end.
 """
@@ -38,7 +38,7 @@ class Slots:
 
     jobs: int  # number of slots
     gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
-    per_gpu: int = 1  # number of slots on each GPU
+    slots_per_gpu: int = 1  # number of slots on each GPU
     # number of GPUs that a run takes, by size and arm; other runs take none
     gpus_per_run: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
@@ -47,24 +47,24 @@ class Slots:
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
-        """Choose the GPUs of a run that starts while other runs occupy `busy_devices`: the GPUs with the fewest runs. None while too few
-        slots are free."""
+        """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while too few slots are
+        free."""
         device_lists = list(busy_devices)
         if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
             return None
         run_counts, gpu_count = Counter(chain(*device_lists)), self.gpus_per_run.get((size, arm), 0)
-        free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.per_gpu), key=run_counts.__getitem__)
+        free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__)
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def concurrent_devices(self) -> list[Devices]:
-        """For each run that can train at the same time, its GPUs; every run is taken to need as many GPUs as the run with the most."""
+        """The GPUs of each run that can train at the same time, if every run needs as many GPUs as the run with the most."""
         size_arm, run_devices = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
         while (devices := self.devices(*size_arm, run_devices)) is not None:
             run_devices.append(devices)
         return run_devices
 
     def __str__(self) -> str:
-        gpu_placement = f"on {gpu_words(self.gpus[: self.jobs])}, {self.per_gpu} on each (--jobs-per-gpu)"
+        gpu_placement = f"on {gpu_words(self.gpus[: self.jobs])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
         return f"{len(self.concurrent_devices())} at a time {gpu_placement if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
@@ -74,12 +74,12 @@ def gpu_words(devices: Devices) -> str:
     return f"GPU {words}" if words and devices[0].isdigit() else words
 
 
-def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
+def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Slots:
     """Return the slots for an experiment on this machine.
 
     Args:
-        jobs: largest number of slots; None: `per_gpu` on each GPU, or one if all runs compute on the CPU.
-        per_gpu: number of slots on each GPU. If any run takes a GPU, there are no slots without a GPU.
+        jobs: largest number of slots; None: `slots_per_gpu` on each GPU, or one if all runs compute on the CPU.
+        slots_per_gpu: number of slots on each GPU. If any run takes a GPU, there are no slots without a GPU.
 
     Raises ConfigError: there are too few GPUs, or slots, for a run.
     """
@@ -90,12 +90,12 @@ def slots_of(experiment: Experiment, jobs: int | None, per_gpu: int) -> Slots:
     max_gpus = max(gpu_counts.values())
     if not max_gpus:
         return Slots(jobs or 1)
-    slot_count = min(jobs or len(gpus) * per_gpu, len(gpus) * per_gpu)
+    slot_count = min(jobs or len(gpus) * slots_per_gpu, len(gpus) * slots_per_gpu)
     if slot_count < max_gpus:
         raise ConfigError(
             f"--jobs {jobs}: a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots; raise it, or lower trainer.devices"
         )
-    return Slots(slot_count, gpus, per_gpu, gpu_counts)
+    return Slots(slot_count, gpus, slots_per_gpu, gpu_counts)
 
 
 def log_path(experiment: Path, run: Run, suffix: str = "log") -> Path:
@@ -139,7 +139,8 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, unless handled or ignored. Yields the list of received signals."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, except signals that are already handled or ignored. Yields the
+    list of received signals."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -161,8 +162,8 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, devices: Devices | None) -> subprocess.Popen:
-    """Start a process that sees only `devices` (None: all GPUs that this process sees), and that stops when this process ends. The new
-    process has its own session: Ctrl-C does not reach it."""
+    """Start a process that sees only `devices` (None: all GPUs that this process sees). On Linux the new process stops when this process
+    ends. It has its own session, so Ctrl-C does not reach it."""
     environment = child_environment(devices)
     return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
 
@@ -213,7 +214,7 @@ class Children:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process of this machine trains the run of a run folder, by the folder's lock."""
+    """Whether a process of this machine trains the run in a run folder, as the folder's lock shows."""
     if not folder.is_dir():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Results of an experiment so far: the arms with their verdicts as a table and in words, and the tuning runs."""
+"""The results of an experiment so far, which are the verdicts on its arms, as a table and in words, and its tuning runs."""
 
 import math
 from collections import defaultdict
@@ -21,10 +21,10 @@ from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_words
 
 
 def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
-    """Entries for each size and arm (`Judgement.lines`), with the mean difference of tuning runs to the baseline at each rate. `judgement`:
-    the verdicts, if they are known already."""
+    """The entries of `Judgement.entries`, to which each other arm's mean difference to the baseline in tuning runs is added, by rate.
+    `judgement`: the verdicts, if they are known already."""
     judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
-    entries, arms = judgement.lines(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
+    entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for entry in (entry for entry in entries if entry["arm"] in arms):
         tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
         means = {rate_words(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
@@ -36,10 +36,10 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """Differences of tuning runs, arm minus baseline, at every rate that both arms have: for each rate a list over seeds. {} before rates
-    are chosen, or if the arm is not tuned. A run's value is the primary metric on the documents that choose rates. With `primary.learned`
-    it is 1 if the run has learned, else 0; with `primary.reach`, the logarithm of the tokens. A difference is infinite if one run has an
-    infinite value, as it diverged or never reached `primary.reach`. Seeds at which both runs have infinite values are left out."""
+    """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before rates are chosen, or
+    if the arm is not tuned. A run's value is the primary metric on the documents that choose rates. With `primary.learned` it is 1 if the
+    run has learned, else 0; with `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an infinite
+    value, because it diverged or never reached `primary.reach`. Seeds at which both runs have infinite values are left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
@@ -72,7 +72,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     primary, baseline = judgement.primary, judgement.arms[0]
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
-    columns += column(judgement.key, [None if entry["rate"] is None else rate_words(entry["rate"]) for entry in entries])
+    columns += column(judgement.rate_heading, [None if entry["rate"] is None else rate_words(entry["rate"]) for entry in entries])
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
     basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.omits_finished_runs else "")))
@@ -111,20 +111,20 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
 
 
 def has_reached(tokens: float | None) -> bool:
-    """Whether `tokens` is the number at which a run reached `primary.reach`: neither infinite (never) nor 0 (by the first evaluation)."""
+    """Whether the `tokens` to `primary.reach` are neither infinite (never reached) nor 0 (reached by the first evaluation)."""
     return tokens is not None and 0 < tokens < math.inf
 
 
 def value_text(primary: Primary, value: float | None) -> str | None:
-    """Format the number by which a run is compared: tokens as a whole number, or in words if `has_reached` is false."""
+    """Format the number by which a run is compared. Tokens become a whole number, or words if `has_reached` is false."""
     if primary.reach is None or value is None:
         return digits(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
 
 
 def measured_words(procedure: Procedure) -> str:
-    """Words for the primary metric, as finished runs record it: its name, where on its axis it is measured (such as a sequence length), and
-    its unit. Before a run has finished: its name alone."""
+    """Describe the primary metric as finished runs record it, by its name, the place on its axis where it is measured (such as a sequence
+    length), and its unit. Before a run has finished, return its name alone."""
     experiment = procedure.experiment
     metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
@@ -146,9 +146,9 @@ def measured_words(procedure: Procedure) -> str:
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
     """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each doubling of
-    parameters, or of tokens if all sizes have equally many parameters. Only seeds that both arms have finished in every size count. With
-    `primary.reach` it is the factor by which each doubling multiplies the ratio of tokens, arm to baseline. Intervals are not adjusted for
-    their number. Empty with one size or `primary.learned`."""
+    non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the arm and the baseline have finished
+    in every size count. With `primary.reach` it is the factor by which each doubling multiplies the ratio of the arm's tokens to the
+    baseline's tokens. Intervals are not adjusted for their number. Empty with one size or `primary.learned`."""
     experiment, primary = procedure.experiment, procedure.experiment.primary
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:
@@ -211,7 +211,8 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Means of the metric by which rates are chosen, by size, arm and rate of tuning runs; null where a run diverged or has not ended."""
+    """Means of the metric by which rates are chosen, by size, arm and rate of tuning runs; null where a run diverged, never reached
+    `primary.reach`, or has not ended."""
     experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
     for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
         value = experiment.choice_value(run)
