@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lm.attention import contract
 from lm.attention.catalogue import Softmax
 from lm.attention.contract import CHECKS, checked_promises
+from lm.attention.elementwise import ReluNormalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec, Normalizer, SoftmaxNormalizer
 from lm.attention.options import Options
@@ -206,3 +207,13 @@ def test_check_normalizer_accepts_built_in_normalizers_with_options_and_refuses_
     refusal = lm("check-normalizer", "ssmax", "n=many")
     assert refusal.returncode == 2
     assert "model.normalizer.n = 'many': unknown row length" in refusal.stderr
+
+
+class WithFeatures(ReluNormalizer):
+    def key_features(self, x: Tensor) -> Tensor:
+        return x[:, None, :, :1].expand(-1, self.layer.n_head, -1, -1)
+
+
+@pytest.mark.parametrize(("normalizer", "expected"), [(ReluNormalizer, True), (WithFeatures, False)])
+def test_scores_with_features_are_no_logits(normalizer: type[Normalizer], expected: bool):
+    assert normalizer.scores_are_logits.fget(normalizer.__new__(normalizer)) is expected

@@ -33,7 +33,7 @@ ENTRIES: dict[str, type[Options]] = {
 
 
 class _NormalizerKind(Kind):
-    """Kind of plugin for normalizers: a plugin's class derives from `Normalizer`, and the attribute `schema` is its class of options."""
+    """Describes normalizer plugins: a plugin's class derives from `Normalizer`, and its attribute `schema` is its class of options."""
 
     def options(self, code: type) -> type:
         schema = getattr(code, "schema", None)
@@ -60,7 +60,7 @@ SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """Normalizers that differ by layer: layer i takes entry i of the repeated list `of`. A configuration may give the list alone."""
+    """Options of a normalizer per layer: layer i takes entry i mod len(of) of the list `of`. A configuration may give the list alone."""
 
     name = "layers"
     full_formula = "layers"
@@ -102,7 +102,8 @@ _CODE_ATTRIBUTES = ("score_map", "initialise", "define_scores", "normalize", "sc
 
 
 def method_ignored_by_forward(normalizer: type) -> str:
-    """The name of a method, such as `normalize`, that a class overrides but lm's `forward`, which it inherits, ignores; empty if none."""
+    """Return the name of a method, such as `normalize`, that the class overrides in vain, as it inherits a `forward` of lm that ignores the
+    method. Empty if there is none."""
     definitions = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
     depths = {name: normalizer.__mro__.index(_defining_class(normalizer, name)) for name in ("forward", "fused_inputs", *definitions)}
     forward_class = _defining_class(normalizer, "forward")

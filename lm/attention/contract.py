@@ -1,7 +1,8 @@
 """The promises of every normalizer, each checked by a function: tests run the checks on lm's normalizers, `lm check-normalizer` on
 plugins. The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
 
-Shapes: B = 2 sequences, H = `HEADS`, T tokens, D head size, C = `WIDTH`. Unless a check says otherwise, tensors are in fp64.
+Shapes: B = 2 sequences, H = `HEADS` heads, T queries, S keys, D head size, L = `TRAIN_LENGTH`; `WIDTH` is the layer input's width.
+Unless a check says otherwise, tensors are in fp64.
 """
 
 import math
@@ -21,12 +22,12 @@ from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
 OUTPUT_AXES, WEIGHT_AXES = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # names of axes
-ERROR_PREFIX = "stopped by"  # first words of the problem of a check that ends in an error other than its own
+ERROR_PREFIX = "stopped by"  # first words of the problem where a check ends in an error other than an AssertionError of its own
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
 def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
-    """A normalizer whose parameters are their initial values plus noise, the same at each call."""
+    """A normalizer whose vectors are their initial values plus noise, and whose matrices are noise alone, the same at each call."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -75,7 +76,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-1
 
 
 def _entry_name(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
-    """The position of entry `index` of a flattened tensor, such as `head 1, query 3`; without names if `axes` don't fit."""
+    """The position of entry `index` of the flattened `tensor`, such as `head 1, query 3`; without names if `axes` has another length."""
     indices = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
     named_coordinates = zip(axes, indices, strict=True) if len(indices) == len(axes) else []
     return ", ".join(f"{axis} {coordinate}" for axis, coordinate in named_coordinates) or f"entry {indices}"
@@ -88,7 +89,8 @@ def assert_is_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raise AssertionError unless `route` and `normalizer.weights` @ v agree in output and gradients of q, k, v (`leaves`), parameters."""
+    """Raise AssertionError unless `route` and `normalizer.weights` @ v agree in output and in gradients, up to `atol`. The gradients are
+    those of q, k, v (`leaves`) and of the normalizer's parameters."""
     results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -102,7 +104,7 @@ def assert_is_definition(
 
 
 def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
-    """Raise AssertionError unless `decode`, called for `steps[0]`, `steps[1]` ... tokens, gives `expected`, the sequence's output."""
+    """Raise AssertionError unless calls of `decode` for `steps[0]`, then `steps[1]` ... tokens give `expected`, all tokens' output."""
     start, state, outputs = 0, None, []
     for step in steps:
         step_slice, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
@@ -134,7 +136,7 @@ def initial_values(options: Options) -> None:
 def fast_path(options: Options) -> None:
     """outputs and gradients of `forward` are those of `weights(q, k, layout)` @ v, for heads of 1, 16 and 40 dimensions
 
-    `forward` computes the same in another way; a class without a `forward` of its own keeps this promise
+    `forward` must compute the same function, in whatever way; a class without a `forward` of its own keeps this promise
     """
     for size in (1, 16, 40):
         normalizer = randomized(options, size=size)
@@ -162,9 +164,9 @@ def finite_differences(options: Options) -> None:
 
 
 def own_row(options: Options) -> None:
-    """n and the mask are set for each query: another position and document length of one query change no other query's weights
+    """each query has its own n and mask: if the position and the document length of one query change, no other query's weights change
 
-    n is one number per query: `row_length(layout)`, (1, T) or (B, 1, T), gets its axis of keys by `.unsqueeze(-1)`
+    n is one number per query, so give `row_length(layout)`, which is (1, T) or (B, 1, T), an axis of keys by `.unsqueeze(-1)`
     """
     normalizer, length, moved_query = randomized(options), 6, 3
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
@@ -182,9 +184,9 @@ def own_row(options: Options) -> None:
 
 
 def row_sums(options: Options) -> None:
-    """weights of keys after the query are 0; a query's weights are all 0, or sum to one if and only if the options say so
+    """keys after the query have weight 0; the options say that weights sum to one if and only if each query's weights do so or are all 0
 
-    weights are 0 where `layout.visible()` is false; options say it by `sums_to_one`; with `n: sum` the sums are one
+    set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that weights sum to one
     """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
@@ -226,7 +228,7 @@ def scale_by_position(options: Options) -> None:
 
 
 def score_map(options: Options) -> None:
-    """weights are 0 for keys that are not `visible`, else the function `score_map` of the scores, if there is one, times a factor per query
+    """keys that are not `visible` have weight 0; others are the function `score_map`, if it is set, of the scores, times a factor per query
 
     leave `score_map` empty if no function of each score, times a factor per query, gives the weights
     """
@@ -255,7 +257,7 @@ def causality(options: Options) -> None:
 
 
 def decoding(options: Options) -> None:
-    """decoding, token by token and several tokens at a time, gives the output for the whole sequence
+    """decoding, token by token and several tokens at a time, gives the output that one call for the whole sequence gives
 
     n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S)
     """
@@ -284,7 +286,7 @@ def shared_keys(options: Options) -> None:
 def packed(options: Options) -> None:
     """each document packed into a sequence has the output that it has alone
 
-    with packed documents positions are (B, T): `layout.visible()` is (B, 1, T, S), `row_length(layout)` (B, 1, T)
+    with packed documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
     """
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
     tensors = inputs(sum(lengths), normalizer=normalizer)
@@ -296,7 +298,7 @@ def packed(options: Options) -> None:
 def documents(options: Options) -> None:
     """outputs and gradients are those of `weights(q, k, layout)` @ v where documents begin at different tokens in each sequence
 
-    there positions are (B, T), `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
+    with such documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
     """
     normalizer = randomized(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
@@ -318,9 +320,9 @@ def row_length(options: Options) -> None:
 
 
 def one_device(options: Options) -> None:
-    """all tensors are on the device of the inputs (tested on torch's `meta`: operands on two devices are an error)
+    """all tensors are on the device of the inputs (tested on torch's device `meta`, where operands on two devices raise an error)
 
-    new tensors are made with `device=scores.device`, tables are kept by `register_buffer`
+    make new tensors with `device=scores.device`, and keep tables by `register_buffer`
     """
     normalizer = make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)).to("meta")
     require(all(parameter.is_meta for parameter in normalizer.parameters()), "a parameter does not move")
@@ -340,7 +342,7 @@ def one_device(options: Options) -> None:
 def extreme_scores(options: Options) -> None:
     """extreme and identical scores give finite outputs and gradients in fp32
 
-    a row's largest score is subtracted before exp; `lm.attention.routes.divided` divides by sums that may be 0
+    subtract a row's largest score before exp, and divide by sums that may be 0 with `lm.attention.routes.divided`
     """
     for fill in (0.0, 1e4, -1e4):
         normalizer = randomized(options, torch.float32)
@@ -379,7 +381,7 @@ def autocast_errors(options: Options) -> None:
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
-    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients, by name; dtypes as in training: autocast, q, k fp32, v bf16."""
+    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients, by name, in autocast as in training: q, k in fp32, v in bf16."""
     length, results = 256, []
     for is_fp64 in (True, False):
         normalizer = randomized(options, torch.float64 if is_fp64 else torch.float32)
@@ -401,7 +403,7 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 
 
 def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Yield (promise, problem) for each check: the problem that it finds with `options`, and a hint, or an empty text if it finds none.
+    """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint; empty if nothing.
 
     If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end in that error.
     """

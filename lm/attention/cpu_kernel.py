@@ -1,4 +1,4 @@
-"""Causal softmax attention of long sequences on a CPU with AVX-512 BF16, without gradients: calls `causal_softmax.cpp`.
+"""Causal softmax attention of long sequences, without gradients, by the kernel `causal_softmax.cpp` for CPUs with AVX-512 BF16.
 
 On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). lm's kernel is compiled at its first use on a
 machine, in two seconds. Where it can't be compiled or used, PyTorch's kernel computes the same function.
@@ -26,7 +26,7 @@ from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, usable_cor
 
 SOURCE = Path(__file__).with_name("causal_softmax.cpp")
 ROWS, WIDTH = 12, 32  # queries and keys of a tile
-MAX_KEYS = 2**17  # keys, summed over heads, that one call computes: it holds copies of their operands
+MAX_KEYS = 2**17  # most keys, summed over heads, that one call computes, since it copies q, k and v
 COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machine
 
 
@@ -42,7 +42,7 @@ def why_unusable(v: Tensor) -> str:
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q.k) v with a causal mask, (N, T, E) in bf16: q (N, T, D) for the last T of S tokens, k (N, S, D), v (N, S, E).
+    """Return softmax(scale q.k) v with a causal mask, (N, T, E) bf16, for q (N, T, D) of the last T of S tokens, k (N, S, D), v (N, S, E).
 
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """

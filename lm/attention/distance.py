@@ -23,7 +23,7 @@ class ALiBi(Options):
 
 
 class ALiBiNormalizer(SoftmaxNormalizer):
-    """Softmax of z - 2^(-8 h / H) t for keys t tokens back, in heads h = 1 ... H. Use it with `model.position: none`."""
+    """Softmax of z - 2^(-8 h / H) t for logits z of keys t tokens back, in heads h = 1 ... H. Use it with `model.position: none`."""
 
     schema = ALiBi
 
@@ -46,7 +46,7 @@ class Window(Options):
 
 
 class WindowNormalizer(SoftmaxNormalizer):
-    """Softmax over the latest w keys, a sliding window.
+    """Softmax over a sliding window of the latest w keys; w is the option `size`.
 
     Blocks of w queries are computed with the keys of their own block and of the block before it, in O(T w) time and memory on the fused
     kernel. On a CPU, windows of few keys are computed in a loop over distances.
@@ -68,7 +68,7 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_before: int) -> Tensor:
-            """Cut x (B, H, T, size) into N blocks of w tokens, each after its `n_before` predecessors: (B N, H, (n_before + 1) w, size)."""
+            """Cut x (B, H, T, size) into N blocks of w tokens, each preceded by `n_before` blocks: (B N, H, (n_before + 1) w, size)."""
             pieces = F.pad(x, (0, 0, n_before * w, -t % w)).unflatten(2, (-1, w))
             n_blocks = pieces.size(2) - n_before
             return torch.cat([pieces[:, :, i : i + n_blocks] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
@@ -116,7 +116,7 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """Softmax of a_t z + m_t for keys t tokens back, which is to give every octave of t the same total weight (arXiv 2505.17083).
+    """Softmax of a_t z + m_t for logits z of keys t tokens back, which is to give every octave of t equal weight in all (arXiv 2505.17083).
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so that a_0 = 1 and
     m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its lowest frequencies.
@@ -141,8 +141,8 @@ class Forget(Options):
 
 
 class ForgetNormalizer(SoftmaxNormalizer):
-    """Softmax of z plus the sum of ln sigmoid(w.x + b), in fp32, over the tokens after the key up to the query; x is the layer's input.
-    w starts at 0, b at 5 (our choice): a weight then falls by 0.7 % with each token back."""
+    """Softmax of logits z plus sums, in fp32, of ln sigmoid(w.x + b) over the tokens after the key up to the query; x is the layer's input.
+    w starts at 0, b at 5 (our choice), so that a weight at first falls by 0.7 % with each token back."""
 
     schema = Forget
     depends_on_distance = True
@@ -194,7 +194,7 @@ class StickBreaking(Options):
 class StickBreakingNormalizer(Normalizer):
     """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z) of the weight that later keys have left.
 
-    Query i sees the keys before its own token: a document's first query sees none, and has weights 0. Use it with `model.position: none`.
+    A query sees the keys before its own token, so a document's first query sees none and has weights 0. Use it with `model.position: none`.
     """
 
     schema = StickBreaking
@@ -203,7 +203,7 @@ class StickBreakingNormalizer(Normalizer):
         return layout.visible() & (layout.distance() > 0)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Turn scores into weights. ln(1 - sigmoid(z)) is summed from the latest key back: subtracting running sums would lose digits."""
+        """Turn scores z into weights. ln(1 - sigmoid(z)) is summed from the latest key back, as differences of running sums lose digits."""
         visible = self.visible(layout)
         log_remainder = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the fraction that a key leaves
         later_sums = F.pad(log_remainder[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,4 @@
-"""Elementwise attention: each weight is a function of its own score, and of n or the sum over the query's keys."""
+"""Elementwise attention: each weight depends on its own score, and on n or on the sum of unnormalized weights over the query's keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lm.schema import key
 
 
 class ElementwiseNormalizer(DividedNormalizer):
-    """Weights f(z + b(n)) r(n): f is the function `score_map`, b(n) a shift of a query's logits z, r(n) a factor of the query's weights."""
+    """Weights f(z + b) r of logits z: `score_map` names f, b is the query's `shift`, r its `factor`, or 1 / sum of f if that is None."""
 
     kernel = "tiles"
 
@@ -25,7 +25,8 @@ class ElementwiseNormalizer(DividedNormalizer):
 
     @property
     def scores_are_logits(self) -> bool:
-        return all(getattr(type(self), name) is getattr(ElementwiseNormalizer, name) for name in ("shift", "define_scores"))
+        names = ("shift", "define_scores", "query_features", "key_features")
+        return all(getattr(type(self), name) is getattr(ElementwiseNormalizer, name) for name in names)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         z, shift = logits(q, k), self.shift(layout)

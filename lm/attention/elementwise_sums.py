@@ -1,6 +1,7 @@
-"""Elementwise attention, causal sums of f(q.k / sqrt(D) + b) v over keys: by the Triton kernel where it works, else by tiles in PyTorch.
+"""Elementwise attention: causal sums over keys of f(q.k / sqrt(D) + shift) v, for a function f of one score.
 
-Shapes: N = sequences x heads, T tokens, D head size, E width of the values.
+The Triton kernel computes these sums where it works, tiles in PyTorch compute them elsewhere. Shapes: N = sequences x
+heads, T tokens, D head size, E width of the values.
 """
 
 import math
@@ -28,11 +29,14 @@ OLDEST_TRITON = (3, 4)
 
 
 class ScoreFunction(NamedTuple):
-    """A function f of scores z: `value` and `value_` return f(z), `derivative_` (f(z), grad x f'(z)). `_` marks overwritten arguments."""
+    """A function f of scores z. `value` and `value_` return f(z), `derivative_` returns (f(z), grad x f'(z)).
+
+    The functions whose names end in `_` overwrite their arguments.
+    """
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
-    derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of z and grad: (f(z), grad x f'(z)); overwrites both
+    derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (f(z), grad x f'(z)) from z and grad; overwrites both
 
 
 def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,12 +51,13 @@ def _sigmoid_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return z, grad.addcmul_(grad, z, value=-1)
 
 
-SCORE_FUNCTIONS = {  # by name, in the Triton kernels too
+SCORE_FUNCTIONS = {  # by the name that the Triton kernels use, too
     "relu2": ScoreFunction(lambda z: z.relu().square(), lambda z: z.relu_().square_(), _relu2_derivative_),
     "relu": ScoreFunction(torch.relu, torch.relu_, lambda z, grad: (z.relu_(), grad.mul_(z > 0))),
     "sigmoid": ScoreFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_derivative_),
 }
-# By `Normalizer.score_map`. `features`: scores are products of non-negative features, for which diagnostics have another closed form.
+# Functions of scores, by the names in `Normalizer.score_map`. `features` is the identity for scores that are products of non-negative
+# features, for which diagnostics have another closed form.
 SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     **{kind: f.value for kind, f in SCORE_FUNCTIONS.items()},
@@ -65,7 +70,7 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile: q, k (N, T, D), v (N, T, E), shift (N, T) or None.
+    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift` (N, T) or None.
 
     With `over_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in the backward pass,
     weights are in v's dtype. Scores, f and sums are in fp32 or wider.
@@ -141,12 +146,12 @@ def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = Non
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests: slowly, but on any device."""
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """The reason why `elementwise_attention` takes tiles for q and k of `dtype` and head size `size`; empty if it takes the kernel."""
+    """The reason why `elementwise_attention` takes tiles on `device` for q, k of `dtype` and head size `size`; empty if the kernel runs."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
     if size > MAX_HEAD_SIZE:
@@ -173,7 +178,7 @@ def _why_unusable(device: torch.device) -> str:
 
 
 def _compare_with_tiles(device: torch.device) -> str:
-    """Compare results of the Triton kernel and of the tiles on a device: warn of a problem and return it, or return an empty text.
+    """Compare results of the Triton kernel and of the tiles on a device. Warn of a problem and return it; return "" if they agree.
 
     The comparison compiles the kernel, which fails where the machine lacks a C compiler or Python's headers.
     """
@@ -204,15 +209,15 @@ def _kernel_agrees(kind: str, qkv: list[Tensor], shift: Tensor | None, over_sum:
 
 @uncompiled
 def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
-    """sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by the Triton kernel or by tiles (`why_tiles`).
+    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by a Triton kernel or tiles (`why_tiles`).
 
-    1 / sqrt(D) is a factor on the scores in fp32: a scaled q would be rounded once more, to `q.dtype`.
+    The factor 1 / sqrt(D) multiplies the scores, in fp32, as a scaled q would be rounded once more, to `q.dtype`.
 
     Args:
         kind: the name of f in `SCORE_FUNCTIONS`.
         q, k, v: (B, H, T, D), (B, H, T, D) and (B, H, T, E), all of one dtype.
         shift: fp32, broadcastable to (B, H, T); None for 0.
-        over_sum: divide each query's output by its sum of f over keys, which must not be negative.
+        over_sum: divide each query's output by the sum of f over its keys; f must not be negative.
     """
     if why_tiles(q.device, q.dtype, q.size(-1)):
         return tiles(kind, q, k, v, shift, over_sum)

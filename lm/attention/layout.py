@@ -1,4 +1,4 @@
-"""Positions of queries and keys in their documents, and n: the number of keys that a query counts, from positions alone."""
+"""Positions of queries and keys in their documents; they and document lengths alone give n, the number of keys that a query counts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,14 +30,14 @@ class AttentionLayout:
     positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
     key_positions: Tensor  # (S,) or (B, S) int64, 0-based position of each key in its document
     lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
-    causal: bool  # queries and keys are the same tokens, in order, one document per sequence: the mask is the causal triangle
+    causal: bool  # true: queries and keys are the same tokens of one document per sequence, in order; the mask is the causal triangle
     documents: Tensor | None = None  # int64, index of each query's document, shaped as `positions`; None: one document per sequence
     key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
-    tail: bool = False  # queries are the last of the keys' tokens, one document per sequence: the mask is the causal triangle's last rows
+    tail: bool = False  # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
-        """The results of `_document_groups` that `by_documents` caches: each key is a number of sequences in the batch."""
+        """The cache of `by_documents`: results of `_document_groups`, by the number of sequences in the batch."""
         return {}
 
     @classmethod
@@ -91,7 +91,7 @@ class AttentionLayout:
     def n(self, policy: str) -> Tensor:
         """The row length n of each query, fp32, of the shape of `positions`.
 
-        policy: `visible` (keys that the query sees: position + 1, the SSMax paper's n), `sample` (tokens of its document) or `fixed:N` (N).
+        policy: `visible` (keys that the query sees, position + 1, the SSMax paper's n), `sample` (tokens of its document) or `fixed:N` (N).
         """
         if policy == "visible":
             return (self.positions + 1).float()
@@ -106,8 +106,9 @@ def by_documents(
 ) -> Tensor:
     """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document by itself.
 
-    Documents of similar size (up to a factor of 2) are batched. Padding follows a document's last token, so that no query of the document
-    sees it. There is no T x T mask, time grows with the documents' lengths, and `attend` is called log2(T) times at most.
+    Documents of similar size (within a factor of 2, or up to 16 tokens) are batched. Padding follows a document's last token, so that no
+    query of the document sees it. There is no T x T mask, the time depends on the documents' lengths instead of T, and `attend` is called
+    log2(T) times at most.
     """
     b, _, t, _ = q.shape
     if b not in layout.document_groups:  # once for all layers

@@ -39,8 +39,8 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t, divided by their sum or n: phi a feature map, g a head's decay, t the key's distance.
-    Dividing q and k by D^(1/4) is our choice. So is the bound of 20 on the exponents of phi = exp, which keeps sums finite."""
+    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t for keys t tokens back, divided by their sum or by n. phi is a feature map, g a head's
+    decay. Dividing q and k by D^(1/4) is our choice, as is the bound of 20 on the exponents of phi = exp, which keeps sums finite."""
 
     schema = Linear
     kernel = "chunks, O(T)"
@@ -75,7 +75,7 @@ class LinearNormalizer(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Decode as `Normalizer.decode`. The state is always one matrix per query head, D x E (`n: sum`: D x (E + 1))."""
+        """Decode as `Normalizer.decode`. The state is always one D x E matrix per query head, or D x (E + 1) with the option `n: sum`."""
         k, v = self.expand_kv_heads(k, v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))
@@ -91,7 +91,8 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, new state): g is the head's decay, `state` sums k_j v_j of earlier tokens."""
+        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, with features q, k and the head's decay g, and the new state. A state
+        sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens before these queries; None at first."""
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         outputs = []

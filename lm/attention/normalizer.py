@@ -1,11 +1,11 @@
 """The base classes of normalizers, which turn attention scores into weights.
 
-Each class computes the same function twice: by the definition, `define_scores` and `normalize` on dense scores, and by `forward`,
-the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T queries, S keys. D is the head
-size, E the width of the values, F a number of features, L the training length. Logits are z = q.k / sqrt(D).
+Each class computes the same function in two ways: by its definition, which is `define_scores` and `normalize` on dense scores, and by
+`forward`, the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T queries, S keys. D is the
+head size, E the width of the values, F a number of features, L the training length. Logits are z = q.k / sqrt(D).
 
 Commands that must not wait for torch read options, which are defined in the modules of normalizers. So these modules import
-`lm.attention.lazy` in place of torch, and a class gets `torch.nn.Module` as a base when its first normalizer is made.
+`lm.attention.lazy` in place of torch, and a class gets `torch.nn.Module` as a base when its first instance is made.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LayerSpec:
     n_head: int  # heads H
     head_size: int  # dimensions D of each head's queries and keys
     width: int  # width C of the layer's input
-    train_length: int  # tokens in a training sequence, for initial values and bases "at the training length"
+    train_length: int  # tokens in a training sequence; initial values and the option `base: train` depend on it
 
 
 class Normalizer(ABC, Module):
-    """Base of every normalizer, a `torch.nn.Module`; one instance per layer, its parameters per head.
+    """Base class of every normalizer, a `torch.nn.Module`. Each layer has an instance of its own, most of whose parameters are per head.
 
     Args:
         options: the normalizer's options, of the class `schema`.
@@ -41,8 +41,8 @@ class Normalizer(ABC, Module):
 
     schema: ClassVar[type[Options]]
     kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, for docs/normalizers.md
-    depends_on_distance: ClassVar[bool] = False  # scores depend on how far back a key is, in another way than by `log_decay`
-    score_map: str = ""  # in `SCORE_MAPS`: weights are this function of their scores, times a factor per query; empty: no function is
+    depends_on_distance: ClassVar[bool] = False  # whether scores depend on how far back a key is, in another way than by `log_decay`
+    score_map: str = ""  # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
 
     def __new__(cls, *arguments: object) -> Normalizer:
         return object.__new__(_as_module(cls))
@@ -69,26 +69,26 @@ class Normalizer(ABC, Module):
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
-        """Features of the queries computed from the layer's input x (B, T, C): (B, H, T, F), appended to q; None: no features."""
+        """Features (B, H, T, F) of queries from the layer's input x (B, T, C), to be appended to q; None if there are none."""
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Features of the keys, (B, H, T, F), from the layer's input x (B, T, C): appended to k and cached with it; None: no features."""
+        """Features (B, H, T, F) of keys from the layer's input x (B, T, C), appended to k and cached with it; None if there are none."""
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the features of the layer's input x: returns q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each result has the wider
-        dtype of its vectors and features, since sums of a feature over all tokens would accumulate rounding errors."""
+        """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each result has the wider
+        dtype of its vectors and features, since sums over all tokens would accumulate the rounding errors of narrower features."""
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None: no such features."""
+        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None if there are none."""
         return None
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln of the factor by which a head's weights fall per token of distance: (H,), <= 0, in the dtype of `reference`; 0: no decay."""
+        """ln of a head's factor on weights per token of distance, (H,) in the dtype of `reference`; negative, or 0 without decay."""
         return reference.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
@@ -96,13 +96,13 @@ class Normalizer(ABC, Module):
         return {}
 
     def scale_by_position(self) -> Tensor | None:
-        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence: (H, L) float64; None:
-        scores have another form."""
+        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if scores have another
+        form."""
         return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64) if self.scores_are_logits else None
 
     @property
     def scores_are_logits(self) -> bool:
-        """Whether scores are the logits z: `define_scores` is the default, and no features are appended to q and k."""
+        """Whether scores are the logits z, as `define_scores` is the default and no features are appended to q and k."""
         return all(getattr(type(self), name) is getattr(Normalizer, name) for name in ("define_scores", "query_features", "key_features"))
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
@@ -113,12 +113,12 @@ class Normalizer(ABC, Module):
         return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Dense weights by the definition, `normalize` of the `scores`: (B, H, T, S), 0 where masked, in fp32, or wider if q or k is.
+        """Dense weights (B, H, T, S) by the definition, `normalize` of the `scores`, 0 where masked, in fp32, or wider if q or k is.
 
-        Thresholds and sums are in the same precision, also under autocast: in bf16 a row of 1.5-entmax would sum to
+        Thresholds and sums are in the same precision, also under autocast, as in bf16 a row of 1.5-entmax would sum to
         anything from 0.6 to 12.
 
-        q: (B, H, T, D), k: (B, H, S, D), any floating dtype; D + F in place of D if the normalizer has features.
+        q: (B, H, T, D), k: (B, H, S, D), in any floating dtypes, with D + F in place of D if the normalizer has features.
         """
         scores = self.scores(q, k, layout)
         with routes.without_autocast(q.device):
@@ -135,7 +135,7 @@ class Normalizer(ABC, Module):
             return self.define_scores(q.to(wide_dtype), k.to(wide_dtype), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast. The default is z; subclasses may override it."""
+        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast. Subclasses may override the default, z."""
         return logits(q, k)
 
     @abstractmethod
@@ -150,12 +150,12 @@ class Normalizer(ABC, Module):
         return layout.visible()
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """ln Z, (B, H, T), NaN where Z < 0: Z is the sum of unnormalized weights over the keys that a query sees, even if weights are not
-        divided by Z. None: weights have no unnormalized form, as where a threshold depends on all scores."""
+        """ln Z, (B, H, T), for the sum Z of unnormalized weights over the keys that a query sees, even if weights are not divided by Z.
+        It is NaN where Z < 0. None if weights have no unnormalized form, as where a threshold depends on all scores."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Weights x values, (B, H, T, E) in the dtype of `v`, never holding T x S weights.
+        """Weights x values, (B, H, T, E) in the dtype of `v`, computed without holding T x S weights of long sequences.
 
         q: (B, H, T, D), k: (B, H, S, D), at least as precise as v: (B, H, S, E). The default computes the
         definition for some queries at a time, and again in the backward pass.
@@ -168,14 +168,14 @@ class Normalizer(ABC, Module):
         return layouts.by_documents(self, q, k, v, layout) if is_whole and layout.documents is not None else self(q, k, v, layout)
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None: no such vectors."""
+        """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None if none exist."""
         return None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """Compute `forward` for tokens that continue a sequence, as in generation; returns (weights x values, new state).
+        """Compute `forward` for tokens that continue a sequence, as in generation, and return (weights x values, new state).
 
-        q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold the last new tokens alone.
-        layout: the result of `AttentionLayout.continuing`.
+        q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold only the last of these tokens.
+        layout: the layout of the queries and all keys, made by `AttentionLayout.continuing` (and `from_query`, if q holds fewer tokens).
         state: the state that the previous call returned, None at first. By default it is all (keys, values); a subclass may keep less.
         """
         if state is not None:
@@ -184,9 +184,9 @@ class Normalizer(ABC, Module):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy k and v (B, K, S, .) for the H / K query heads that share each: returns keys (B, H, S, D + F) and values (B, H, S, E).
+        """Copy each head of k and v (B, K, S, .) to the H / K query heads that share it; return keys (B, H, S, D + F), values (B, H, S, E).
 
-        A shared key is its D dimensions, then F features for each query head that shares it (`group_key_features`).
+        A shared key holds its D dimensions, then F features for each query head that shares it (`group_key_features`).
         """
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
@@ -233,7 +233,7 @@ class DividedNormalizer(Normalizer):
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None: weights are divided by their sum."""
+        """The factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None to divide weights by their sum."""
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:

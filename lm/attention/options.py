@@ -24,10 +24,10 @@ class Options:
     learned: ClassVar[str] = "none"  # the learned parameters, in words
     source: ClassVar[str] = ""  # the paper or code that the function comes from
     known: ClassVar[str] = ""  # published figures, with their source
-    sums_to_one: ClassVar[bool] = True  # each row of weights sums to 1, whatever the options
-    over_sum: ClassVar[bool] = False  # `n` may be `sum`: each row is divided by its sum
-    scales_with_q: ClassVar[bool] = True  # a factor on q is the same factor on the logits q.k
-    fixed_by_training: ClassVar[Mapping[str, str]] = {}  # by the option's name: why it can't be changed in a trained model
+    sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
+    over_sum: ClassVar[bool] = False  # whether the option `n` may be `sum`, which divides each row of weights by its sum
+    scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
+    fixed_by_training: ClassVar[Mapping[str, str]] = {}  # by option, the reason why a trained model can't change it
 
     @property
     def rows_sum_to_one(self) -> bool:
@@ -47,7 +47,7 @@ class Options:
 
     @classmethod
     def first_init(cls) -> Plain:
-        """The default of the option `init`, which sets the parameters' initial values; None: there is no such option."""
+        """The default of the option `init`, which sets the parameters' initial values; None if there is no such option."""
         return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
 
     def layer_options(self) -> list["Options"]:
@@ -58,7 +58,8 @@ class Options:
         return self
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """A trained normalizer's options, with the values of `changes`. Problems with new values, at keys below `path`, join `problems`."""
+        """Return a trained normalizer's options with the values in `changes` of options that it has. Problems with the new values, at keys
+        below `path`, are appended to `problems`."""
         overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)

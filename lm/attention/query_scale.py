@@ -1,6 +1,7 @@
-"""Softmax of scaled queries, most with one factor per query and head: the fused softmax kernel computes all of these normalizers.
+"""Softmax of scaled queries, in most normalizers with one factor per query and head. The fused softmax kernel computes all of them.
 
-n is a query's row length, as the option `n` defines it; m is the training length (or the option `base`), D the head size.
+n is a query's row length, as the option `n` defines it; m is the training length (or the option `base`), D the head size. Logits are
+z = q.k / sqrt(D).
 """
 
 import math
@@ -35,8 +36,8 @@ class FusedSoftmax(SoftmaxNormalizer):
 class QueryScale(FusedSoftmax):
     """Softmax of the scores c q.k / sqrt(D), with one factor c per query and head.
 
-    Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product is
-    computed in the dtype of q (fp32 in training) and rounded to v's dtype once.
+    Scaling q is scaling the logits, so every subclass runs on the fused softmax kernel. The product c q is
+    computed in fp32 or wider, and rounded to v's dtype at most once.
     """
 
     change = "q scaled in fp32: a factor on the logits is a factor on the query"
@@ -138,7 +139,7 @@ class SSMaxNormalizer(QueryScale):
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:
-        """If `init` is `match`, fit the factor s ln n + b to the factor c(n) of `source` over a training sequence, head by head.
+        """If `init` is `match`, fit s ln n + b to the factor c(n) of `source`, if it has one, over a training sequence, head by head.
 
         If s or b alone is learned, the fit keeps the mean factor: s = mean c / mean ln n (c = 1 after softmax), or b = mean c - mean ln n.
         If both are learned, the fit is by least squares: after softmax s = 0 and b = 1, which computes softmax to the bit.
@@ -209,7 +210,7 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """Softmax with factor c sqrt(2 ln n), which grows as the largest of n Gaussian logits. The factor's initial mean in training is 1."""
+    """Softmax with factor c sqrt(2 ln n), which grows as the largest of n Gaussian logits. Its initial mean in a training sequence is 1."""
 
     schema = SqrtLogN
 
@@ -295,7 +296,8 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """Softmax of g cos(q, k) or g ln n cos(q, k). The initial g makes the mean factor sqrt(D), as with QK-norm (our choice)."""
+    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k). At first the factor on cosines has the mean sqrt(D), as with
+    QK-norm (our choice)."""
 
     schema = Cosine
 
@@ -335,7 +337,7 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """Softmax with the factor s p_n + b, initially 1 (our choice). The learned p_n have no unique scale and offset: s and b undo both."""
+    """Softmax with the learned factor s p_n + b, at first 1 (our choice). Scale and offset of p_n are not unique, as s and b undo both."""
 
     schema = PN
 

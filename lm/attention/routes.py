@@ -26,7 +26,7 @@ _simulated_device: torch.device | None = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context without autocast: the dtypes of operands alone decide the dtype of a computation."""
+    """A context without autocast, in which the dtypes of operands alone decide the dtype of a computation."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
@@ -55,9 +55,9 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply `rows` (B, H, T, size), weights or outputs, by `factor`, expandable to (B, H, T), or if `factor` is None divide by `total`.
+    """Multiply `rows` (B, H, T, size) of weights or outputs by `factor`, broadcastable to (B, H, T); if that is None, divide by `total`.
 
-    `total` is (B, H, T, 1); a row with less than `MIN_SUM` becomes 0, as where relu(z)^2 is 0 for all keys. Returns fp32 or wider.
+    `total` is (B, H, T, 1). A row divided by less than `MIN_SUM` becomes 0, as where relu(z)^2 is 0 for all keys. Returns fp32 or wider.
     """
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -67,10 +67,11 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of weights x values before their division by `sums`, in `dtype`, and the mean gradient of a query's weights, (N, T, 1).
+    """Return the gradient, in `dtype`, of weights x values before they are divided by `sums`, and the mean gradient of a query's weights.
 
-    `grad` is the gradient of `output`. The caller subtracts the mean from each weight's gradient. Where one key has all the weight, the
-    mean and the gradient cancel. So both are computed from the same rounded gradient, and the mean from `output` in fp32.
+    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is in proportion to the weights, and the caller subtracts it from
+    each weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel. So both are computed from the same
+    rounded gradient, and the mean from `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -79,18 +80,18 @@ def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Ten
 # ---------------------------------------------------------------- softmax
 
 
-SHORT_LENGTH = 512  # most tokens of a short sequence: beyond, the fused kernel is as fast, and does not keep the T x T weights
+SHORT_LENGTH = 512  # most tokens of a short sequence; for longer ones the fused kernel is as fast, and does not keep the T x T weights
 SHORT_BLOCK = 64  # queries of a block
-SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together: sets how many heads a block has
+SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
 
 
 def fused_softmax(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """softmax(q.k scale) v by the fastest route, (B, H, T, E) in the dtype of `v`; `scale`: 1 / sqrt(D) unless given.
+    """Return softmax(scale q.k) v, (B, H, T, E) in the dtype of `v`, by the fastest route. `scale` is 1 / sqrt(D) unless given.
 
-    The fused kernel needs values as wide as keys: wider values are cut into pieces, each with a copy of q and k as one more head.
-    `mask`: replaces the mask of `layout`.
+    The fused kernel needs values as wide as keys, so wider values are cut into pieces, each with a copy of q and k as one more head.
+    `mask` replaces the mask of `layout`.
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
@@ -110,15 +111,15 @@ def fused_softmax(
 
 
 def softmax_route(device: str, length: int) -> str:
-    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words for the banner."""
+    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words for a run's banner."""
     is_short = device == "cpu" and length <= SHORT_LENGTH
     return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal softmax(scale q.k) v by blocks of queries: q (N, T, D), the last T of S tokens, k (N, S, D), v (N, S, E).
+    """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v (N, S, E).
 
-    The backward pass reuses the weights. PyTorch's kernel recomputes them: on a CPU it takes twice the time, up to some hundred tokens.
+    The backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a CPU, up to some hundred tokens.
 
     q, k, scores, their maximum and their sum are in fp32 or wider. v and products of weights with v are in v's dtype.
     """
@@ -167,9 +168,9 @@ def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
 
 @uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`; q (B, H, T, D), k (B, H, S, D), v (B, H, S, E).
+    """Return softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`, for k (B, H, S, D), v (B, H, S, E).
 
-    Queries are the last T of the S tokens.
+    The queries q (B, H, T, D) are the last T of the S tokens.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
     return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v)), scale).unflatten(0, q.shape[:2])
@@ -181,7 +182,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 BLOCK_WEIGHTS = 2**21  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
 MIN_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
 MAX_GPU_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
-WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes: softpick's takes 42
+WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
 MEMORY_DIVISOR = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
 
 
@@ -203,7 +204,7 @@ def _gpu_block_weights(index: int | None) -> int:
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """(first query, last query + 1, number of keys) of each block.
 
-    A causal block has the keys up to its last query, rounded up to eighths of all keys: blocks of few different sizes reuse memory. On a
+    A causal block has the keys up to its last query, rounded up to eighths of all keys, as blocks of few different sizes reuse memory. On a
     CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS` weights if that is more.
     """
     device, length, keys, row_weights = executing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
@@ -217,7 +218,7 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 class _ByQueryBlocks(torch.autograd.Function):
     """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each block again.
 
-    Both passes turn autocast off, so that the inputs' dtypes decide the precision of both: autocast would change the forward pass alone,
+    Both passes turn autocast off, so that the inputs' dtypes decide the precision of both. Autocast would change the forward pass alone,
     and the passes would compute different functions.
     """
 

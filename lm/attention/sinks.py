@@ -13,10 +13,10 @@ from lm.schema import key
 
 
 class SinkBase(SoftmaxNormalizer):
-    """The base of softmax with a sink, e^z_j / (e^b + sum e^z): one more logit b per head, whose weight is dropped.
+    """Base of softmax with a sink, e^z_j / (e^b + sum e^z), for logits z and one more logit b per head, whose weight is dropped.
 
     The fused kernel gets one more key before the first, with logit b and value 0, which every query sees. The weights equal
-    softmax's times sigmoid(lse - b), lse = ln sum e^z.
+    softmax's times sigmoid(lse - b), where lse = ln sum e^z.
     """
 
     kernel = "fused softmax"

@@ -88,8 +88,8 @@ class ASEntmax(Options):
 
 
 class ASEntmaxNormalizer(Entmax15Normalizer):
-    """1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input.
-    w_b and w_g start at 0 (our choice): the factor on logits is then 1 + ln 2 at every n."""
+    """1.5-entmax((1 + b (ln n)^g) z) of logits z, with b = softplus(w_b.x) and g = 2 tanh(w_g.x) for the layer's input x.
+    w_b and w_g start at 0 (our choice), so that the factor on logits is at first 1 + ln 2 at every n."""
 
     schema = ASEntmax
 
@@ -120,7 +120,7 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """Softpick, relu(e^z - 1) / (sum |e^z - 1| + 1e-8), sums to 1 at most. The 1e-8 matters only if all |z| are about 1e-8 or less."""
+    """Softpick, relu(e^z - 1) / (sum |e^z - 1| + 1e-8) of logits z, sums to 1 at most. The 1e-8 matters only if no |z| is much larger."""
 
     schema = Softpick
 
@@ -134,7 +134,7 @@ class SoftpickNormalizer(Normalizer):
         return signed_weights.abs().sum(-1).log() + top.squeeze(-1)
 
     def _unnormalized_weights(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-        """(e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1): the largest score of the keys that a query sees, at least 0."""
+        """Return (e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1), the largest score of the keys that a query sees, at least 0."""
         visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # Small scores take `expm1`: a difference of two exponentials would be rounded away.

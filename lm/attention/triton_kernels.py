@@ -1,10 +1,10 @@
-"""Causal sums of f(q.k / sqrt(D) + b) v as Triton kernels, which never write attention weights to GPU memory.
+"""Causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score, as Triton kernels. They never write weights to GPU memory.
 
 Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32 whatever the
-inputs; fp32 inputs are multiplied in full precision, never as TF32. No atomic additions: the same inputs give the same
-bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values, of which a program takes at most 128 columns.
-`SHIFTED`: scores have a shift b (N, T). `SUMMED`: weights are divided by their sums (N, T). In the backward pass `mean` (N, T), the mean
-gradient of a query's weights, is then subtracted from the gradient of each weight.
+inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the same inputs give the same
+bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values. A program takes at most 128 columns of the values.
+If `SHIFTED`, scores have a shift b (N, T). If `SUMMED`, weights are divided by their sums (N, T). In the backward pass `mean` (N, T), the
+mean gradient of a query's weights, is then subtracted from the gradient of each weight.
 """
 
 import os
@@ -75,7 +75,7 @@ def _load_row(b, i, T, PRESENT: tl.constexpr):
 
 @triton.jit
 def _block_start(T, BLOCK: tl.constexpr):
-    """(index of the sequence and head, first token of the block) of this program."""
+    """Return this program's index n < N, of a sequence and head, and the first token of its block."""
     blocks = tl.cdiv(T, BLOCK)
     return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
 
@@ -86,7 +86,7 @@ def _forward(
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of outputs, for one piece of the values, in a loop over blocks of keys."""
+    """Compute a block of outputs, for one piece of at most 128 columns of the values, in a loop over blocks of keys."""
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k, v = k + n * T * D, v + n * T * E
@@ -143,9 +143,10 @@ def _backward_keys(
     D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of dk and of the first piece of dv if `FIRST`, else of another piece of dv alone, in a loop over blocks of queries.
+    """Compute a block of dk and dv, the gradients of k and v, in a loop over blocks of queries.
 
-    All tiles of weights are (keys, queries), so that none is ever transposed.
+    If `FIRST`, the kernel computes dk and the first piece of at most 128 columns of dv, else another piece of dv alone. All tiles of
+    weights are (keys, queries), so that none is ever transposed.
     """
     n, first_token = _block_start(T, BLOCK)
     j, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -197,7 +198,7 @@ def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool,
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Elementwise attention of contiguous (N, T, .) tensors by the kernels above; shift (N, T) fp32 or None."""
+    """Elementwise attention of contiguous (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or None."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:

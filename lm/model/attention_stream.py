@@ -1,4 +1,4 @@
-"""The attention of a decoder on a batch: layer by layer, some queries at a time, never all weights of a layer at once.
+"""The attention of a decoder on a batch, layer by layer and some queries at a time, without holding all weights of long sequences.
 
 Shapes: B sequences, T queries, S keys, H heads, D head size, E width of a head's values, C width of the model.
 """
@@ -17,7 +17,7 @@ from lm.data.batches import Batch
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder, batch_layout
 
-BLOCK_WEIGHTS = 2**24  # attention weights held at a time, and as many scores
+BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many scores
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class AttentionBlock:
     queries: Tensor  # (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1
     layout: AttentionLayout  # positions of these queries and keys in their documents
     scores: Tensor  # (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see
-    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens; None: the caller did not ask for them
+    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens; None if the caller did not ask for them
     inputs: AttentionInputs | None
 
     @cached_property
@@ -50,8 +50,8 @@ def attention_blocks(
 ) -> Iterator[AttentionBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
-    Training mode, gradients and autocast are as the caller has set them. For another inference setting give the decoder of
-    `lm.model.swapped.for_inference`. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores and as many weights at a time.
+    Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the decoder that
+    `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores and as many weights at a time.
 
     Args:
         queries: indices of queries in the sequence, negative ones from the end; None: all queries.
@@ -77,7 +77,7 @@ def attention_blocks(
 
 
 def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
-    """Yield the attention of several decoders on a batch: for each layer and group of queries a tuple with an `AttentionBlock` per decoder.
+    """Yield several decoders' attention on a batch, as a tuple of one `AttentionBlock` per decoder for each layer and group of queries.
 
     Raises ValueError: the decoders have different numbers of layers.
     """

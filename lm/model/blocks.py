@@ -39,7 +39,7 @@ class Embedding(nn.Embedding):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of x (..., C) with gain w: x r w, r = 1 / sqrt(mean x^2 + eps). Its backward takes half as many passes over x as torch's."""
+    """RMSNorm x * r * w of x (..., C) with gain w, r = 1 / sqrt(mean x^2 + eps). Its backward takes half of torch's passes over x."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,12 +63,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean x^2 + eps), with the mean over the last dimension of x (..., C): (..., 1)."""
+    """Return 1 / sqrt(mean x^2 + eps), (..., 1), with the mean over the last dimension of x (..., C)."""
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` of the last dimension, faster on CPUs: there torch has no kernel for it, and differentiates it step by step.
+    """`torch.nn.RMSNorm` of the last dimension, faster on CPUs, where torch has no kernel for it and differentiates it step by step.
 
     Outputs and gradients equal torch's bit for bit. If x has several uses, autograd adds their gradients in another order.
     """
@@ -83,7 +83,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
-    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width; `kind` None: the kind of `config.norm`."""
+    """RMSNorm (`rms`) or LayerNorm (`layer`) over the model's width, as `kind` says, by default `config.norm`."""
     size, eps = config.n_embd, config.norm_eps
     return RMSNorm(size, eps) if (kind or config.norm) == "rms" else nn.LayerNorm(size, eps, bias=config.bias)
 
@@ -95,7 +95,7 @@ class HeadNorm(RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of x (..., D), of any dtype, in the gain's dtype."""
+        """Return the normalised x (..., D), which may have any dtype, in the gain's dtype."""
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -103,16 +103,16 @@ class HeadNorm(RMSNorm):
 class DecodingCache:
     """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer keeps instead."""
 
-    length: int  # tokens the document will have in all: the n of the policy `sample`
+    length: int  # tokens that the document will have in all, which are n if the option `n` is `sample`
     seen: int = 0  # tokens so far
-    states: dict[nn.Module, object] = field(default_factory=dict)  # by attention module
+    states: dict[nn.Module, object] = field(default_factory=dict)  # state of each layer, by its attention module
 
     def fork(self, copies: int) -> "DecodingCache":
         """Return an independent copy that contains each sequence `copies` times."""
         return replace(self, states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states))
 
     def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
-        """Return an independent copy with some of the sequences: their indices, or a mask (B,) that is true for them."""
+        """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true for them."""
         return replace(self, states=tree_map_only(Tensor, lambda x: x[sequences], self.states))
 
 
@@ -131,9 +131,9 @@ class ForwardContext:
 
     layout: AttentionLayout
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
-    logit_factor: float  # factor on the logits of layers with RoPE: a rescaled RoPE's temperature
+    logit_factor: float  # factor on the logits of layers with RoPE, the temperature of a rescaled RoPE
     cache: DecodingCache | None
-    other_values: Callable[[int], Tensor] | None = None  # layer -> values (B, K, T, E) that its own values are mixed with
+    other_values: Callable[[int], Tensor] | None = None  # from a layer's index to values (B, K, T, E) that it mixes into its own
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer computes an output for
 
@@ -158,7 +158,7 @@ class AttentionBase(nn.Module):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T: number of new tokens; tokens from the index `context.first` on are queries.
+        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first` on are queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -227,7 +227,7 @@ class Attention(AttentionBase):
 class MapDifference(nn.Module):
     """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of each head's outputs o1, o2 by two attention maps.
 
-    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l, from 0.
+    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
     """
 
     INITIAL_STD: ClassVar[float] = 0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
@@ -298,7 +298,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), of x (B, T, C): (B, T - first, C), at tokens from `context.first` on."""
+    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from `context.first` on."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()
@@ -316,7 +316,7 @@ class Block(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """x + gau(norm(x)) of x (B, T, C): (B, T - first, C), at tokens from `context.first` on."""
+    """A layer, x + gau(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from `context.first` on."""
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The output head, hidden states to logits, and its cross-entropy without the tokens x vocabulary matrix of logits.
+"""The output head, which maps hidden states to logits, and its cross-entropy without holding the tokens x vocabulary matrix of logits.
 
 Shapes: N tokens, C width of the model, V size of the vocabulary.
 """
@@ -37,12 +37,12 @@ class Head(Linear):
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap tanh(logits / softcap), or with softcap None the logits unchanged."""
+    """Return softcap * tanh(logits / softcap), or the logits unchanged if `softcap` is None."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of tokens whose logits are in memory at the same time: a chunk's, at least 64."""
+    """The number of tokens of a chunk, whose logits are in memory at the same time; at least 64."""
     return max(64, CHUNK_LOGITS[device_type] // vocab_size)
 
 
@@ -52,7 +52,7 @@ def cached_tokens(vocab_size: int, device_type: str) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The total of two terms, the summed negative log-likelihood and the z-loss, and the two terms as one tensor (2,).
+    """The total of the summed negative log-likelihood and the z-loss, and these two terms as one tensor (2,).
 
     The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The backward pass only
     multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first would equal the total. torch.compile would
@@ -96,7 +96,7 @@ def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: fl
     """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`, `low_logits` is
     overwritten with the gradient of the two sums' total.
 
-    A function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
+    This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
     Args:
         low_logits: logits (n, V), in the dtype of the products.
@@ -131,11 +131,11 @@ def _rough_tanh(x: Tensor, scale: float) -> Tensor:
 
 
 def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The sum over tokens of -log p(target) + z_loss (log Z)^2, an fp32 scalar (nats) to be minimised; and the sums of these two terms,
-    (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
+    """The sum over tokens of -log p(target) + z_loss (log Z)^2, an fp32 scalar (nats) to be minimised, and the sums of each of these two
+    terms, (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
 
-    hidden: (N, C); head: C to V; targets: (N,) int64. The matrix product runs in the autocast
-    dtype if autocast is on, softmax and sum in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits, not N x V.
+    hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast
+    dtype if autocast is on, softmax and sum run in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
@@ -146,7 +146,7 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0
 def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
-    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, C to V. Exactly 0 where the distributions are equal.
+    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the distributions are equal.
     Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as well.
     """
 
@@ -168,7 +168,7 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
 def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """-log p(target) of every token, (N,) fp32 (nats), computed in fp32 throughout; 0 where the target is `IGNORED`.
 
-    hidden: (N, C); head: C to V; targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
+    hidden: (N, C); head: maps C to V; targets: (N,) int64. Holds `CHUNK_LOGITS` logits, not N x V.
     """
     nll = partial(F.cross_entropy, reduction="none", ignore_index=IGNORED)
     return _map_logits(nll, torch.float32, hidden, head, targets)

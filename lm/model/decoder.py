@@ -67,8 +67,8 @@ class Decoder(nn.Module):
         """Draw matrices from N(0, init_std^2), and set biases to 0; in normalizers draw only `hidden` matrices, from N(0, 1 / inputs).
 
         Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value embeddings
-        init_std sqrt(n_embd). `model.transfer` multiplies these and init_std by `initial_scale`, and sets the last norm's gain to base
-        width / width. normalizers_only: draw only the normalizers' `hidden` matrices.
+        init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. `model.transfer` multiplies init_std by each matrix's `initial_scale`,
+        and sets the last norm's gain to base width / width. normalizers_only: draw only the normalizers' `hidden` matrices.
         """
         for name, parameter in self.named_parameters():
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
@@ -97,14 +97,15 @@ class Decoder(nn.Module):
         self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
     def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm: the input of `head`.
+        """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.
 
         Args:
-            layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its start.
+            layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its start, or
+                with a cache the tokens after those in the cache.
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
             first: index of the first token whose hidden state is returned. The last layer computes no queries before it.
 
-        Raises ValueError: positions beyond learned ones.
+        Raises ValueError: the sequence is longer than the learned positions.
         """
         x, context = self.embed(tokens, layout, cache)
         run_block = self.run_block if self.training else _run_block
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, ForwardContext]:
         """Return the first layer's input, vectors (B, T, C) of the tokens, and the context that all layers share.
 
-        length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T.
+        length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T without a cache.
         """
         length = length or (cache.length if cache else tokens.size(1))
         layout = layout or AttentionLayout.continuing(cache.seen if cache else 0, tokens.size(1), length, tokens.device)
@@ -140,7 +141,7 @@ class Decoder(nn.Module):
         return x, ForwardContext(layout, rotation, logit_factor, cache, self._residual_values(tokens, x))
 
     def _residual_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """Return a function from a layer's index to the values (B, K, T, E) that the layer mixes into its own; None: no value residual.
+        """Return a function from a layer's index to the values (B, K, T, E) that the layer mixes into its own, or None if there are none.
 
         x: the first layer's input.
         """
@@ -214,7 +215,8 @@ def group_of(name: str, parameter: Tensor) -> str:
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
     """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k": rows, "v": rows}.
 
-    Optimizers use them to treat projections separately. A module's `fused` is {linear layer: {projection: number of rows}}, in row order.
+    Optimizers use these rows to treat projections separately. A module's `fused` is {linear layer: {projection: number of rows}}, in the
+    order of rows.
     """
     matrix_rows = {}
     for name, module in decoder.named_modules():

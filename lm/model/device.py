@@ -1,4 +1,4 @@
-"""Device, precision and compilation of a run; and for measurements a time limit, sums over processes, and evaluation mode."""
+"""Device, precision and compilation of a run; a time limit, sums over processes and evaluation mode for measurements."""
 
 import os
 import time
@@ -16,17 +16,18 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
 from lm.schema import Plain
 
-# FLOPs above which torch.compile saves more time than it takes (docs/speed.md): MIN_TOTAL_FLOPS_TO_COMPILE of all runs together that share
-# its code, MIN_RUN_FLOPS_TO_COMPILE of each run, which must load that code.
+# FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_TOTAL_FLOPS_TO_COMPILE is for all runs together that
+# share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.
 MIN_TOTAL_FLOPS_TO_COMPILE = {"cpu": 1e14, "gpu": 2e16}
 MIN_RUN_FLOPS_TO_COMPILE = {"cpu": 3e13, "gpu": 4e15}
-# The same in seconds of eager runs, where these are measured: compiling takes 20, loading 4, and compiled code saves about a twentieth.
+# The same limits in seconds of uncompiled runs, where these are measured. Compiling takes 20 s, loading 4 s, and compiled code saves about
+# a twentieth of the time.
 MIN_TOTAL_SECONDS_TO_COMPILE, MIN_RUN_SECONDS_TO_COMPILE = 1000, 200
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """A setting resolved from `auto`, with the reason to print."""
+    """The value of a setting that may have been `auto`, and the reason to print, empty for a value that the configuration gives."""
 
     value: str
     reason: str
@@ -44,7 +45,7 @@ class Machine:
     precision: ResolvedSetting
     compiled: ResolvedSetting  # whether the model is compiled
     launcher: str = "lightning"  # the program that started the processes
-    peak_flops: float | None = None  # FLOPs a second that one device can make; None: not known
+    peak_flops: float | None = None  # FLOPs a second that one device can make; None if not known
 
     @property
     def bf16(self) -> bool:
@@ -57,9 +58,9 @@ class Machine:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES; does not initialise CUDA in this process.
+    """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in this process.
 
-    If the variable names MIG devices, all of these are returned: CUDA shows a process only the first of them.
+    If the variable names MIG devices, all of these are returned, although CUDA shows a process only the first of them.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")]
@@ -68,7 +69,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def count_gpus(config: Config) -> int:
-    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks a GPU or devices asked for."""
+    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or devices that it asks for."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
     if accelerator == "gpu" and not n_gpus:
@@ -96,7 +97,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
-    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto`: as in `old_facts` of a resumed run, else bf16 if the device has it."""
+    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` keeps an earlier precision, else takes bf16 if the device has it.
+
+    old_facts: the environment.json of the run that is resumed or evaluated; empty for a new run.
+    """
     if config.trainer.precision != "auto":
         return ResolvedSetting(str(config.trainer.precision), "")
     if "precision" in old_facts:
@@ -119,11 +123,11 @@ def resolve_compile(
 ) -> ResolvedSetting:
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible and if it saves time.
 
-    On a CPU, `auto` compiles no run that trains on tasks alone: eager steps skip queries before the first answer, compiled steps can't.
+    On a CPU, `auto` compiles no run that trains on tasks alone, as only uncompiled steps can skip queries before the first answer.
 
     Args:
         flops: the FLOPs of the whole run.
-        old_facts: the environment.json of the resumed run.
+        old_facts: the environment.json of the resumed run; empty for a new run.
         runs: the number of runs that share the compiled code, which the first of them makes.
         seconds: measured seconds of the whole run without compilation, which decide instead of FLOPs; None: not measured.
     """
@@ -198,7 +202,7 @@ class Device:
         return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:
-        """Raise OutOfTime if the deadline has passed. Call this between batches, within `all_reduce_sum`."""
+        """Raise OutOfTime if the deadline has passed. Call this between batches, in the function that `all_reduce_sum` calls."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime(OUT_OF_TIME)
 
@@ -231,7 +235,7 @@ def preserved_random_state() -> AbstractContextManager:
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """A context with `models` in evaluation mode and without gradients; when it ends, modes and torch's random state are as before."""
+    """A context with `models` in evaluation mode and without gradients. When it ends, it restores the modes and torch's random state."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         with preserved_random_state(), torch.no_grad():

@@ -10,16 +10,16 @@ from lm.config.inference_config import RopeScaling
 from lm.config.model_config import Rope
 
 AS_TRAINED = RopeScaling()
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each (T, rotated / 2) or (B, T, rotated / 2) fp32
+Rotation = tuple[Tensor, Tensor]  # cos and sin, fp32, each (T, pairs) or (B, T, pairs) for the pairs of dimensions that rotate
 
 
 def rope_rotation(
     positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = AS_TRAINED, lengths: tuple[int, int] = (1, 1)
 ) -> Rotation:
-    """cos and sin of RoPE's angles at `positions`, (T,) or (B, T); arXiv 2104.09864.
+    """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T), times `rope.scaling.amplitude`.
 
     Pair i rotates by position * theta^(-2i/D), D = head_size. `rope.fraction` below 1 leaves the low-frequency pairs unrotated
-    (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in float64: at
+    (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in float64, as at
     position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
@@ -34,7 +34,7 @@ def rope_rotation(
 def frequencies(
     head_size: int, rope: Rope, scaling: RopeScaling, train_length: int, length: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """RoPE's frequencies after rescaling: radians per token of each rotated pair, (rotated / 2,) float64."""
+    """RoPE's frequencies after rescaling, which are radians per token of each rotated pair of dimensions, (pairs,) float64."""
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
     s = scaling.s(train_length, length)
     radians = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
@@ -59,7 +59,7 @@ class _PairRotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with its pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin), and other dimensions as they are; fp32 or wider."""
+    """Return x, in fp32 or wider, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin) and other dimensions as they are."""
     n_pairs = cos.size(-1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
@@ -67,6 +67,6 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """`x` (B, H, T, D) rotated by RoPE, as fp32 (or wider): the first half of the rotated dimensions pairs with the second."""
+    """Return `x` (B, H, T, D) rotated by RoPE, in fp32 or wider. The first half of the rotated dimensions pairs with the second."""
     cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
     return _PairRotation.apply(x, cos, sin)

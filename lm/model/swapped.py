@@ -50,9 +50,9 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
 
 @torch.no_grad()
 def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
-    """The factor c in the scores c q.k / sqrt(D) of a document's last token, for documents of each length: (lengths, layers, H) on the CPU.
+    """The factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU, for documents of each length.
 
-    NaN in layers whose scores are no multiple of q.k / sqrt(D) (`Normalizer.scale_by_position`).
+    The factor is NaN in layers whose scores are no multiple of q.k / sqrt(D) (`Normalizer.scale_by_position`).
     """
     normalizers = decoder.normalizers()
     heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device
@@ -109,9 +109,10 @@ def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) 
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
-    """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in its mode (training or evaluation).
+    """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in the same mode (training or evaluation).
 
-    Raises ConfigError: an option that no normalizer has or that training fixed; YaRN's temperature, if a layer's scores don't scale with q.
+    Raises ConfigError: `setting` changes an option that no normalizer has or that training fixed, or it has YaRN's temperature although a
+    layer's scores don't scale with q.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems := problems + setting.unused_temperature([decoder.config.normalizer], "inference"):

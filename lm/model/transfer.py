@@ -3,11 +3,11 @@
 Initial values, learning rates and epsilons are scaled such that a learning rate tuned on the base model also serves this model.
 
 Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with alpha = 1, for the
-depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here the factor is in
-the weights instead: in the gain of the last norm, and in the projections into the residual stream. Their initial values, learning rate and
-gradients change with it. AdamW's steps are the same either way, also where gradients are clipped: their norm is computed as if the factors
-were in the forward pass (`gradients_to_norm`). Only training has to know the factors: evaluations, swaps and exports see weights like any
-other. docs/recipes.md has the table and where each entry comes from.
+depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here these factors are
+in weights instead: 1/m in the gain of the last norm, 1/l in the projections into the residual stream. The factors change initial values,
+learning rates and gradients of these weights. AdamW's steps are the same either way, also where gradients are clipped: their norm is
+computed as if the factors were in the forward pass (`gradients_to_norm`). Only training has to know the factors, as evaluations, swaps and
+exports see weights like any other. docs/recipes.md has the table and where each entry comes from.
 """
 
 from dataclasses import dataclass, replace
@@ -48,8 +48,9 @@ class Scaling:
 def initial_scale(config: ModelConfig, name: str) -> float:
     """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1 without it.
 
-    With m times the base model's width and l times its depth it is m^-1/2 for hidden matrices and value embeddings, (m l)^-1/2 for
-    projections into the residual stream. As every model divides these by sqrt(2 n_layer), they are m^-1/2 / l times the base model's.
+    With m times the base model's width and l times its depth, the factor is m^-1/2 for hidden matrices and value embeddings, (m l)^-1/2 for
+    projections into the residual stream. As every model divides these projections by sqrt(2 n_layer), too, their standard deviation is
+    m^-1/2 / l times the base model's.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):
