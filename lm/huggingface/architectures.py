@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Qwen in transformers: conversion of their configurations to and from lm's, and the tensors of each lm parameter."""
+"""Convert configurations of GPT-2, Llama and Qwen in transformers to and from lm's, and find their tensors for each of lm's parameters."""
 
 import math
 import re
@@ -46,7 +46,7 @@ class Architecture(ABC):
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The spec that a config.json's `fields` give, with default special tokens. Raises RunError: a missing, unknown or bad field."""
+        """The spec that a config.json's `fields` give, with default special tokens. Raises RunError for a missing, unknown or bad field."""
         allowed = (*([name] for name in self.classes), [])
         fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
@@ -128,7 +128,7 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return 1, or sqrt(head size) without `scale_attn_weights`; divided by `layer` + 1 with `scale_attn_by_inverse_layer_idx`."""
+        """Return 1, or sqrt(head size) if `scale_attn_weights` is false. `scale_attn_by_inverse_layer_idx` divides this by `layer` + 1."""
         is_scaled, per_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
         return (1.0 if is_scaled else math.sqrt(spec.model.key_dims)) / (layer + 1 if per_layer else 1)
 
@@ -220,7 +220,7 @@ class Qwen3(Qwen2):
 
 
 def _read_windows(fields: Fields) -> Options:
-    """Return the options of lm's normalizer: softmax, over a sliding window in the layers for which the configuration has one."""
+    """Return the options of lm's normalizer, softmax, over a sliding window in the layers for which config.json has one."""
     has_windows, n_layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MAX_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window

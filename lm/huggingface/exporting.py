@@ -1,4 +1,4 @@
-"""`lm export --format hf`: writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own model code."""
+"""`lm export --format hf` writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own model code."""
 
 import json
 from pathlib import Path
@@ -83,7 +83,7 @@ def _training_section(loaded_model: Loaded) -> str:
 
 
 def _evaluation_table(loaded_model: Loaded) -> str:
-    """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError: one can't be read."""
+    """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one can't be read."""
     table_rows = []
     for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
         evaluation = load_evaluation(path) if step == loaded_model.stamp["step"] else None
@@ -148,7 +148,7 @@ def _json(content: dict[str, Plain]) -> str:
 
 
 def _matching_architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
-    """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields; None: none does."""
+    """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields; None if none does."""
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
@@ -185,7 +185,8 @@ def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], 
 
 
 def _token_id_fields(loaded_model: Loaded) -> dict[str, Plain]:
-    """config.json's `bos_token_id` (starts a document) and `eos_token_id` (ends it), an id or a list of ids; None without a tokenizer."""
+    """The config.json fields `bos_token_id`, the id of the token that starts a document, and `eos_token_id`, the id, or a list of ids, of
+    the tokens that end it. Both are None without a tokenizer."""
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     _, start_id = loaded_model.tokenizer_and_start()
@@ -194,7 +195,8 @@ def _token_id_fields(loaded_model: Loaded) -> dict[str, Plain]:
 
 
 def add_start_token(content: str, end_of_text: str) -> str:
-    """Return the tokenizer.json `content` changed such that encoding a text, or a pair, adds one special token: `end_of_text`, in front."""
+    """Return the tokenizer.json `content`, changed such that encoding adds a single special token, `end_of_text`, before a text or a pair
+    of texts."""
     tokenizer = parse_tokenizer(content, end_of_text)
     start_piece = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     text_pieces = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
@@ -275,7 +277,8 @@ def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
 
 
 def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """Return in a dict a normalizer's options, its constants from the training length, and `parameters`: its parameters' shapes by name."""
+    """Return {name: value} of a normalizer's options, of its constants from the training length, and of `parameters`, which has the
+    shape of each parameter by name."""
     shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 

@@ -1,4 +1,4 @@
-"""Fields of a config.json: a field is read, must have a given value, or is irrelevant to the logits; any other is refused by name."""
+"""Fields of a config.json. A field is read, must have a given value, or is irrelevant to the logits; any other field is refused by name."""
 
 from collections.abc import Container
 from dataclasses import MISSING, fields
@@ -59,7 +59,8 @@ class Fields:
         self.path, self._plain, self._used = path, plain, set()
 
     def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
-        """Return a field's value, or `default` if it is null or absent; mark it as used. Raises RunError: no value, or another type."""
+        """Return a field's value, or `default` if it is null or absent; mark it as used. Raises RunError if a value is missing or of
+        another type."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None and default is not MISSING:
@@ -75,7 +76,7 @@ class Fields:
         return name in self._plain and self._plain[name] is None
 
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
-        """Return the value of a field, as `take` does: a whole number from 1 to `maximum`. Raises RunError: another value."""
+        """Return the value of a field as `take` does. Raises RunError if it is not a whole number from 1 to `maximum`."""
         size = self.take(name, int, default)
         if size is not None and size > maximum:
             raise self.refusal(name, f"must be at most {maximum:,}")
@@ -84,14 +85,14 @@ class Fields:
         return size
 
     def number(self, name: str, default: Plain = MISSING) -> float:
-        """Return the value of a field, as `take` does: a number above 0. Raises RunError: another value."""
+        """Return the value of a field as `take` does. Raises RunError if it is not a number above 0."""
         number = self.take(name, float, default)
         if number is not None and number <= 0:
             raise self.refusal(name, "must be above 0")
         return number
 
     def block(self, name: str) -> "Fields | None":
-        """Return the fields nested in the field `name`, None if it is null or absent. Raises RunError: a value without fields."""
+        """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError if its value holds no fields."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None:
@@ -101,7 +102,7 @@ class Fields:
         return Fields(value, Path(f"{self.path}: {name}"))
 
     def require_value(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
-        """Check that a field is absent, null or one of `allowed_values`; mark it as used. Raises RunError with `reason`: another value."""
+        """Check that a field is absent, null or one of `allowed_values`; mark it as used. Raises RunError, with `reason`, if it is not."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is not None and value not in allowed_values:
@@ -112,7 +113,7 @@ class Fields:
         return RunError(f"{self.path}: {name} = {abbreviated(as_written(self._plain.get(name)), 80)}: {reason}")
 
     def check_all_used(self, irrelevant_names: Container[str]) -> None:
-        """Check that each field was used or is in `irrelevant_names`. Raises RunError: a field is neither."""
+        """Check that each field was used or is in `irrelevant_names`. Raises RunError if a field is neither."""
         unknown_names = [name for name in self._plain if name not in self._used and name not in irrelevant_names]
         if unknown_names:
             further_names = f" (and {', '.join(unknown_names[1:6])})" if unknown_names[1:] else ""

@@ -1,6 +1,7 @@
-"""A GGUF file as a model of transformers: its metadata as fields, its tensors by transformers' names, its tokenizer.
+"""Read a GGUF file as a model of transformers, with metadata as fields, tensors by their names in transformers, and the tokenizer.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names: gguf's own tables, which llama.cpp's converter uses.
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names in GGUF files are from the tables of the package
+gguf, which llama.cpp's converter uses.
 """
 
 import json
@@ -20,7 +21,7 @@ from lm.huggingface.fields import DEFAULT_THETA, Fields, write_rope
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.schema import Plain
 
-# Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "": ByteLevel's own pattern, which is GPT-2's.
+# Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "" is the pattern of ByteLevel itself, which is GPT-2's.
 _WORD_REGEX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT_REGEX = {
     "gpt-2": "",
@@ -45,7 +46,8 @@ def _byte_bpe(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> T
 
 
 def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
-    """Return a sentencepiece BPE tokenizer: merges across words, bytes for unknown characters, by default a space before each text."""
+    """Return a BPE tokenizer as in sentencepiece, which merges across words, encodes unknown characters as bytes, and by default puts a
+    space before each text."""
     tokens, token_types = metadata["tokens"], metadata["token_type"]
     scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], token_types, strict=True) if kind == NORMAL}
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
@@ -60,7 +62,7 @@ def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Return the token pairs that BPE merges, highest score of the merged token first: sentencepiece's files list scores, not merges."""
+    """Return BPE's merges, pairs of tokens, by descending score of the merged token, as sentencepiece's files list scores, not merges."""
     halves = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
     merges = [merge for merge in halves if merge[0] in scores and merge[1] in scores]
     return [(start, end) for start, end, _ in sorted(merges, key=lambda merge: (-merge[2], -len(merge[0])))]
@@ -148,7 +150,7 @@ class GGUF:
         self.tokenizer_config = {f"{kind}_token": self._special_token(kind) for kind in ("bos", "eos")}
 
     def _check_tensor_ranges(self) -> None:
-        """Check where the tensors' data lie. Raises RunError: data of a tensor end beyond the file, or begin within another tensor."""
+        """Check where the tensors' data lie. Raises RunError if data of a tensor end beyond the file, or begin within another tensor."""
         file_size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
             if tensor.data_offset < end:
@@ -200,7 +202,7 @@ class GGUF:
     def _llama3_scaling(self) -> dict[str, Plain]:
         """Return `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCY_DIVISORS`, which is then dropped.
 
-        Raises RunError: no rescaling as in Llama 3.1 to 3.3 has this tensor's divisors.
+        Raises RunError if no rescaling as in Llama 3.1 to 3.3 has this tensor's divisors.
         """
         divisors = self.read(FREQUENCY_DIVISORS).double()
         theta = Fields(self.config, self.path).number("rope_theta", DEFAULT_THETA)
@@ -223,7 +225,7 @@ class GGUF:
         return self._tokens()[index] if isinstance(index, int) and 0 <= index < len(self._tokens()) else None
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError: it can't be read."""
+        """Return a tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError if it can't be read."""
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -263,7 +265,8 @@ class GGUF:
 
 
 def _head_size(config: dict[str, Plain]) -> int | None:
-    """Return `head_dim`, else width / number of heads, rounded down; None if width or number is not a whole number above 0."""
+    """Return `head_dim`. Without it, return the width divided by the number of heads, rounded down; None if one of the two is not a whole
+    number above 0."""
     sizes = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
 

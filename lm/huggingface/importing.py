@@ -1,4 +1,4 @@
-"""`lm import`: writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder."""
+"""`lm import` writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder."""
 
 import json
 import math
@@ -59,7 +59,7 @@ class Shards:
             self._read_header(file, names)
 
     def _read_header(self, file: Path, names: set[str] | None) -> None:
-        """Record shape, type and file of the tensors in a file; `names`: the tensors that the index lists for it, None without an index."""
+        """Record shape, type and file of the tensors in `file`. `names`: the tensors that the index lists for it; None without an index."""
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
@@ -90,7 +90,7 @@ class Shards:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files of a folder, each with the names of the tensors that the index lists for it, None without an index."""
+    """Return the weight files of a folder, each with the names of the tensors that the index lists for it, or None without an index."""
     if (folder / WEIGHTS_FILE).is_file():
         return {folder / WEIGHTS_FILE: None}
     index = folder / INDEX
@@ -244,7 +244,7 @@ def _start_token(model: PretrainedModel) -> str:
 
 
 def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """Return those of `tokens`, {id: token}, that `configurations` name, by text or id, as BOS or EOS tokens (`kind`: bos or eos)."""
+    """Return the tokens in `tokens`, {id: token}, that `configurations` name by text or id as BOS or EOS tokens (`kind` is bos or eos)."""
     named_tokens: list[Plain] = []
     for fields in configurations:
         token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
@@ -254,7 +254,7 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
 
 
 def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> Tokenizer:
-    """Return a model's tokenizer. Raises RunError: it can't be used, lacks the token `start`, or has ids of `vocabulary` or above."""
+    """Return a model's tokenizer. Raises RunError if it can't be used, lacks the token `start`, or has ids of `vocabulary` or above."""
     try:
         with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
             tokenizer = parse_tokenizer(model.tokenizer, start)
@@ -268,7 +268,7 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> T
 
 
 def _checked_parameters(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[MappedParameter]:
-    """lm's parameters, sorted by name. Raises RunError: a tensor is missing, unknown or misshapen, or a tied head is not the embedding."""
+    """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head isn't the embedding."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parameters = list(architecture.mapped_parameters(spec, fields, base))
     expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
@@ -288,7 +288,7 @@ def _checked_parameters(architecture: Architecture, spec: ModelSpec, fields: Fie
 
 
 def _parameter_values(parameters: list[MappedParameter], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
-    """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError: a tensor has NaN or infinite numbers."""
+    """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError if a tensor has NaN or infinity."""
     for parameter in parameters:
         pieces = []
         for name, _ in parameter.tensors:

@@ -31,10 +31,10 @@ from lm.functional import Named
 from lm.huggingface.importing import INDEX, Shards
 
 LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
-NORMALIZER_ATTRIBUTE = "lm_normalizer"  # module of each attention with its parameters, and configuration field with their normalizer
+NORMALIZER_ATTRIBUTE = "lm_normalizer"  # in each attention, the module with the parameters; in the configuration, their normalizer
 UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
 REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
-POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")  # RoPE shows them absolute positions; linear with features: identity excepted
+POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")  # with RoPE, on absolute positions; not so for linear with `features: identity`
 OWN_ATTENTION_MESSAGE = "{} computes attention by itself, whatever attn_implementation says"
 WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 
@@ -45,7 +45,7 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
     normalizers: {`attn_implementation`: normalizer}, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all except forget,
     asentmax and p_n, with their default options, as lm_NAME.
 
-    Raises ConfigError: an unknown normalizer, forget, asentmax or p_n, or an option that the normalizer does not have.
+    Raises ConfigError for an unknown normalizer, for forget, asentmax or p_n, or for an option that the normalizer does not have.
     """
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}).items():
         functional.parameters(normalizer, 1, 2, 2)
@@ -58,10 +58,10 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
 def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
     """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
 
-    An attention module holds them as `lm_normalizer`: optimizers see them, `save_pretrained` saves them. If the folder or hub model that
-    `model` was read from has such parameters, their values are read from there; else they get initial values.
+    An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them. If the folder or hub
+    model that `model` was read from has such parameters, their values are read from there; else they get initial values.
 
-    train_length: tokens in a training sequence; None: the configuration's `max_position_embeddings`.
+    train_length: tokens in a training sequence; None: the length that the model was saved with, else `max_position_embeddings`.
 
     Raises ValueError: no normalizer of lm is named, the model's code takes no attention function, the model has the parameters already, or
     it was saved with another normalizer.
@@ -147,7 +147,7 @@ def _attend(
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """Return the layout of queries and keys: from the mask, which shows padding and packing, or if there is no mask from `position_ids`."""
+    """Return the layout of queries and keys from the mask, which shows padding and packing, or from `position_ids` if there is no mask."""
     n_queries, n_keys = query.size(2), key.size(2)
     if mask is None:
         is_packed = position_ids is not None and n_queries == n_keys and bool((position_ids[:, 1:] == 0).any())

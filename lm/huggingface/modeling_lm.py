@@ -1,7 +1,8 @@
 """The decoder of lm, a framework that compares attention normalizers, for transformers: load it with `trust_remote_code=True`.
 
 `lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's names.
-n, the number of keys that a query counts, comes from `position_ids`, 0 at each document's start: padding and packing don't change n.
+n, the number of keys that a query counts, comes from `position_ids`, which are 0 at each document's start. So padding and packing don't
+change n.
 
 Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a head's values, C width
 of the model, V size of the vocabulary.
@@ -158,7 +159,7 @@ ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
 
 
 class Normalizer(nn.Module):
-    """A layer's normalizer: changes queries and keys such that plain softmax gives its weights, or computes its weights without softmax."""
+    """A layer's normalizer. It changes queries and keys such that plain softmax gives its weights, or computes them without softmax."""
 
     def __init__(self, options: dict):
         super().__init__()
@@ -182,7 +183,7 @@ class Normalizer(nn.Module):
         return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
 
     def n(self, positions: Tensor) -> Tensor:
-        """The number n of keys that queries at `positions` (B, T), 0-based in the document, count: (B, 1, T, 1) fp32."""
+        """The number n of keys that queries at `positions` (B, T) count, (B, 1, T, 1) fp32. Positions are 0-based in each document."""
         kind, _, number = self.options.get("n", "visible").partition(":")
         return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
 
@@ -263,14 +264,15 @@ class HeadNorm(nn.RMSNorm):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) rotated by RoPE, fp32; cos, sin: (B, 1, T, rotated / 2). The rotated dimensions' first half pairs with the second."""
+    """x (B, H, T, D) rotated by RoPE, fp32; cos and sin are (B, 1, T, R / 2). The first half of the R rotated dimensions pairs with the
+    second half."""
     n_pairs, x = cos.size(-1), x.float()
     x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * n_pairs :]), -1)
 
 
 class AttentionBase(nn.Module):
-    """Base of `Attention` and `GAU`: norms and rotation of queries and keys, the cache, the normalizer, and the kernel that
+    """Base class of `Attention` and `GAU`, with norms and rotation of queries and keys, the cache, the normalizer, and the kernel that
     `attn_implementation` names."""
 
     def __init__(self, config: LmConfig, layer_idx: int):
@@ -506,7 +508,8 @@ class LmModel(LmPreTrainedModel):
         )
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of RoPE's angles, (B, 1, T, rotated / 2), fp32, computed in float64; None: the model has no RoPE."""
+        """cos and sin of RoPE's angles, each times `rope_amplitude`, (B, 1, T, R / 2) for R rotated dimensions, fp32, computed in float64.
+        None if the model has no RoPE."""
         if self.config.rope_frequencies is None:
             return None
         frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=positions.device)

@@ -1,4 +1,4 @@
-"""Checkpoint and weights files: written atomically, verified byte by byte before use, read without executing anything."""
+"""Checkpoint and weights files, which are written atomically, verified byte by byte before use, and read without executing anything."""
 
 import hashlib
 import json
@@ -31,9 +31,10 @@ Described = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor
 
 
 def write_weights(file: BinaryIO, signatures: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Write tensors to a safetensors file, in the order of `signatures` (dtype and shape by name); returns `tensor_sha256` by name.
+    """Write tensors to a safetensors file; returns the `tensor_sha256` of each tensor by name.
 
-    The file format: https://huggingface.co/docs/safetensors.
+    `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is described in
+    https://huggingface.co/docs/safetensors.
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in signatures.items():
@@ -72,9 +73,9 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpected_phrase: str) -> str:
-    """Compare tensors by name; returns a message on the first that is missing in `saved` or `expected`, misshapen or not contiguous.
+    """Compare tensors by name. Returns a message on the first tensor that is missing in `saved` or `expected`, misshapen or not contiguous.
 
-    Returns an empty text if all fit. unexpected_phrase: what the message says of a name that is not in `expected`.
+    Returns an empty text if all tensors fit. unexpected_phrase: what the message says of a name that is not in `expected`.
     """
     for name in {**expected, **saved}:
         if name not in expected or name not in saved:
@@ -90,7 +91,7 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpe
 # ---------------------------------------------------------------- checkpoints
 
 
-TENSOR_ENTRIES = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # words for checkpoint entries that hold tensors
+TENSOR_ENTRIES = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # entries with tensors, and their names in messages
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
@@ -105,7 +106,7 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
 
 
 def link_checkpoint(name: str, path: Path) -> None:
-    """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`: a hard link, or a copy where links fail."""
+    """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`, by a hard link, or a copy where links fail."""
     link_path, temporary_path = path.parent / name, path.parent / f".{name}"
     try:
         temporary_path.unlink(missing_ok=True)
@@ -137,9 +138,10 @@ def verify(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, object]:
-    """The verified content of a checkpoint: plain data, and tensors on the CPU. Nothing in the file is executed.
+    """The verified content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed.
 
-    Weights and optimizer tensors are checked by CRC and sha256: CRCs alone don't reveal a file that was rewritten with other tensors.
+    Weights and optimizer tensors are checked by CRC and by sha256, which checkpoints of lm 0.9 and earlier lack. CRCs alone don't reveal a
+    file that was rewritten with other tensors.
 
     Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint in the folder.
     """
@@ -155,8 +157,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
 
 
 def _member_label(path: Path, member: str) -> str:
-    """The name, for messages, of the tensor in member `data/N` of a checkpoint's zip archive; for any other member, its file name. N counts
-    the tensors that torch saved, from 0; tied tensors count once."""
+    """The name that messages give to a member of a checkpoint's zip archive. Member `data/N` has its tensor's name, any other member its
+    file name. N counts the tensors that torch saved, from 0; tied tensors count once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]
@@ -165,7 +167,7 @@ def _member_label(path: Path, member: str) -> str:
 
 
 def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in nested maps and lists after its dotted name (the keys that lead to it), in the order in which torch saves."""
+    """Yield (name, tensor) for each tensor in nested maps and lists, in torch's order of saving. Names are the keys on the way, dotted."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -174,7 +176,7 @@ def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
-    """The number of bytes of each storage, by its first tensor's name, in torch's order of saving; tied tensors share a storage."""
+    """The number of bytes of each storage, by the name of its first tensor, in torch's order of saving; tied tensors share a storage."""
     sizes_by_storage: dict[int, tuple[str, int]] = {}
     for name, tensor in _named_tensors(checkpoint):
         sizes_by_storage.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
@@ -182,7 +184,7 @@ def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
 
 
 def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
-    """Check that each archive member is as long as its tensor: torch would read past a short member. Raises RunError otherwise."""
+    """Check that each archive member has its tensor's number of bytes, as torch would read past a short one. Raises RunError otherwise."""
     with zipfile.ZipFile(path) as archive:
         sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
     for number, (name, size) in enumerate(_storage_sizes(checkpoint).items()):

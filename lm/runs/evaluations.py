@@ -1,4 +1,4 @@
-"""Evaluations of a run folder and their files: series of measured values, from which all tables, pictures and differences are made."""
+"""Evaluations of a run folder, their files, and their series of measured values, from which tables, pictures and differences are made."""
 
 import hashlib
 import re
@@ -31,7 +31,8 @@ Shape = Literal["number", "bins", "points"]
 class Axis:
     """The axis of a series, such as positions or sequence lengths.
 
-    `values` ascend: the points at which the series was measured or, if `bins`, the edges of its bins, integers from 0.
+    `values`, in ascending order, are the points at which the series was measured. If `bins` is true, they are the edges of its bins,
+    whole numbers from 0.
     """
 
     name: str  # such as `position in the sequence`
@@ -77,8 +78,8 @@ class Sample:
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
     """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports use all other units.
 
-    `documents`, (units,): label of each unit's document. By a hash of label and data `fingerprint`, about a third are selecting
-    documents, which choose checkpoints and rates. All others are reporting documents, whose results are reported.
+    `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a third of the documents
+    are selecting documents, which choose checkpoints and rates. All others are reporting documents, whose results are reported.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
@@ -97,7 +98,8 @@ class Units:
     values: np.ndarray
     weights: np.ndarray
     groups: np.ndarray
-    # fingerprint of the held-out text, whose documents select or report; empty: units of another kind, such as questions, do both
+    # fingerprint of the held-out text, of which some documents choose learning rates, and the others are reported; empty for units that do
+    # not come from held-out text, such as questions, which do both
     fingerprint: str
     sha256: str  # the hash of the sequences
     span: tuple[float, float]  # start and end on the axis
@@ -116,7 +118,7 @@ class Units:
         return replace(self, values=self.values - baseline.values)
 
     def part(self, selection: bool) -> "Units":
-        """The units in documents that choose learning rates (`selection_mask`) if `selection`, else in documents that report results.
+        """The units of documents that choose learning rates (`selection_mask`) if `selection` is true, else of documents that are reported.
 
         A sequence belongs to the document in which it begins. All units are returned if they don't come from held-out text.
 
@@ -135,8 +137,8 @@ class Units:
 class Series:
     """One metric of one evaluation under one inference setting. It has a column for each point or bin of its axis, such as positions.
 
-    Without `samples` only means are known: no interval, no differences. One sample holds all columns; or, where each point was measured
-    on different sequences, there is one sample a column, in the order of the axis.
+    Without `samples` only means are known, so that it has no intervals or differences. One sample holds all columns. Where each point was
+    measured on different sequences, there is instead one sample for each column, in the order of the axis.
     """
 
     kind: str  # kind of evaluation
@@ -154,7 +156,7 @@ class Series:
     data_fingerprint: str = ""  # fingerprint of the data that the sequences come from; empty: they come from no data
     references: dict[str, float] = field(default_factory=dict)  # levels to compare the series with, such as chance, by name
     interval: IntervalKind = "none"
-    control: bool = False  # whether it shows that the measurement works, not what the model can do: drawn without interval
+    control: bool = False  # whether it shows that the measurement works, not what the model can do; drawn without interval
     logged: tuple[str, ...] = ()  # name in the metrics log of each column, or of the mean over all bins; (): not logged
     shown: Shown | None = None  # how reports show the series; None: no report shows it
 
@@ -199,7 +201,7 @@ class Series:
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None: no values."""
+        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None without values."""
         columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
@@ -209,7 +211,7 @@ class Series:
         return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
 
     def _columns(self, start: float, stop: float) -> tuple[np.ndarray, np.ndarray]:
-        """Column indices and column widths: the bins from `start` to `stop`; without bins, the column at point `start`, of width 1."""
+        """Indices and widths of the columns from `start` to `stop` if columns are bins; else of the column at point `start`, of width 1."""
         axis_values = np.array(self.axis.values if self.axis else [0.0], dtype=float)
         columns = np.flatnonzero((axis_values[:-1] >= start) & (axis_values[1:] <= stop) if self.bins else axis_values == start)
         return columns, np.diff(axis_values)[columns] if self.bins else np.ones(len(columns))
@@ -228,7 +230,7 @@ class Series:
 
     @property
     def places(self) -> dict[str, tuple[float, float]]:
-        """Points or ranges shown in reports, (start, stop) by label; ranges: within 1x, 1x-2x, 2x-4x ... of the training length."""
+        """The points or ranges that reports show, (start, stop) by label. Ranges are `within 1x`, `1x-2x`, ... of the training length."""
         if self.axis is None:
             return {"": (0, 0)}
         if not self.bins:
@@ -247,7 +249,7 @@ class Series:
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 
     def mean_at(self, label: str) -> float:
-        """The mean at `label`, a key of `places`: at a point, or over a range of bins."""
+        """The mean at the point, or over the range of bins, with this `label`, a key of `places`."""
         start, stop = self.places[label]
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(label)])
 
@@ -261,7 +263,7 @@ class Series:
         """The series restricted to reporting documents: held-out documents that don't choose checkpoints or learning rates.
 
         Means are then over the units (such as sequences) of these documents; `curve` is constant in each bin. If a sample has no such unit,
-        means stay those over all held-out text, and `samples` are dropped. A series without samples or held-out text stays as it is.
+        the series keeps its means over all held-out text, without `samples`. A series without samples or held-out text stays as it is.
         """
         if not self.data_fingerprint or not self.samples:
             return self
@@ -284,7 +286,7 @@ class Series:
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """The series as JSON data: null for numbers that are not finite, values of sequences or documents and curves rounded to 1e-6."""
+        """The series as JSON data, with null for numbers that are not finite. `curve` and the values in `samples` are rounded to 1e-6."""
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
@@ -332,7 +334,7 @@ _TYPE_WORDS = {str: "a text", int: "an integer", bool: "true or false", dict: "a
 
 
 def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
-    """The fields of the dataclass `schema` that `content` holds. Raises KeyError if a field is missing, ValueError for a wrong type."""
+    """The values in `content` of the fields of dataclass `schema`. Raises KeyError if a field is missing, ValueError for a wrong type."""
     values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
         plain_type = typing.get_origin(spec.type) or spec.type
@@ -438,7 +440,7 @@ class Evaluation:
     weights_sha256: str
     series: tuple[Series, ...]
     asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it; {}: an older version measured it
-    # digests of the code that measured it (`Measurement.code`); {}: an older version did, whose files hold no sha256 of themselves
+    # digests of the code that measured it (`Measurement.code`); {} if an older version did, whose files hold no sha256 of themselves
     code: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -448,7 +450,7 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """The evaluation with `Series.reporting` of each series; a metric that stays over all held-out text gets a name that says so."""
+        """A copy with `Series.reporting` of each series. A metric whose mean stays over all held-out text gets a name that says so."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [

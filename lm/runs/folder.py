@@ -23,8 +23,8 @@ from lm.schema import Plain, convert, suggest, type_name
 
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
-SWAPPED = "swapped"  # name in an experiment's folder: swapped weights that runs start from
-RESOLVED_FILE = "resolved.json"  # name in an experiment's folder: settings that its first start fixed for all runs
+SWAPPED = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
+RESOLVED_FILE = "resolved.json"  # file in an experiment's folder, with the settings that its first start fixed for all runs
 TRAINING = "another process is training in this run folder; wait for it or stop it"  # the reason why a locked folder is refused
 LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
 
@@ -96,7 +96,7 @@ def step_of(path: Path) -> int:
 
 
 def is_own(run: Path, checkpoint: Path) -> bool:
-    """Whether `checkpoint` belongs to `run`: it lies in checkpoints/ of this run folder."""
+    """Whether `checkpoint` lies in checkpoints/ of the run folder `run`, and so belongs to this run."""
     return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
 
 
@@ -116,16 +116,16 @@ DIVERGED = "diverged"  # key of the last line of a run that stopped at values th
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Training loss, or another metric in `loss`, as a function of the tokens seen, with a point a logged step; NaN where not finite."""
+    """A metric, such as the training loss, as a function of the tokens seen, with a point for each logged step; NaN where not finite."""
 
     tokens: np.ndarray  # (points,) tokens seen so far
     loss: np.ndarray  # (points,) nats per token, or the unit of the other metric
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as read: `lines` are its JSON objects with a step; `unreadable` are the numbers (from 1) of all other lines.
+    """A metrics.jsonl as read. `lines` are its JSON objects with a step, and `unreadable` the numbers, from 1, of all other complete lines.
 
-    `content`: all bytes of the file; None: there is no such file.
+    `content` holds all bytes of the file; it is None if there is no such file.
     """
 
     lines: list[dict[str, Plain]]
@@ -142,7 +142,8 @@ def read_metrics(path: Path) -> Log:
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Delete log lines of later steps, and of a swap at `step`, which a resumed run writes anew. Returns notes on unreadable lines."""
+    """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`. Unreadable lines are deleted,
+    too; returns a note on them if there are any."""
     if not path.exists():
         return []
     lines, unreadable_numbers, _ = read_metrics(path)
@@ -172,7 +173,7 @@ EMPTY_LOG = seal(b"")
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
-    """Seconds spent in training steps after `after_step`, over all starts of the run, evaluations excluded; None: the log lacks times."""
+    """Seconds spent in training steps after `after_step`, over all starts of the run, without evaluations; None if the log lacks times."""
     step_times = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
     return step_times[-1][1] - max((seconds for step, seconds in step_times if step <= after_step), default=0.0) if step_times else None
 
@@ -201,7 +202,8 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
 
 
 def step_seconds(path: Path) -> float | None:
-    """Median seconds of a step after the first 1 + `_WARM_UP_STEPS`; mean of all steps if the log ends earlier, None if it has no step."""
+    """Median seconds of a step after the first 1 + `_WARM_UP_STEPS`, in a log with a line for each step. Returns the mean of all steps if
+    the log ends earlier, None if it has no step."""
     elapsed_times = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
     durations = [end - start for start, end in itertools.pairwise(elapsed_times)][_WARM_UP_STEPS:]
     return statistics.median(durations or [elapsed_times[-1] / len(elapsed_times)]) if elapsed_times else None

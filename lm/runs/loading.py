@@ -1,4 +1,4 @@
-"""Trained models as files: read from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), saved as model folders."""
+"""Read trained models from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), and write them as model folders."""
 
 import os
 import sys
@@ -75,7 +75,7 @@ ConfigKeys = dict[str, Plain]  # keys of a configuration
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """A run's configuration: `file_keys`, overridden by shape and tokenizer of the model at `init_from`, then by `overrides`.
+    """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a run's configuration.
 
     Shape and tokenizer are taken only from a model folder without a training run, or from a swap of such a model. The model's normalizer
     is the default if neither `file_keys` nor `overrides` name a normalizer or phases.
@@ -88,7 +88,7 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
 
 
 def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
-    """The two dicts of `_inherited_keys` for a model folder, or for a swap of such a model; empty dicts if the model has a training run."""
+    """The two dicts of `_inherited_keys` if `folder` holds a model without a training run, or a swap of such a model; else empty dicts."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
@@ -106,9 +106,10 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
 
 
 def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
-    """Two sets of keys that a run takes from a model: its normalizer, if lm defines it; and its shape, tokenizer and learned positions.
+    """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its shape, its tokenizer,
+    and its length if positions are learned.
 
-    If the model has `end_tokens`, its start token is added to them: in the run's text this token also ends the preceding document.
+    If the model has `end_tokens`, its start token is added to them, as it also ends the preceding document in the run's text.
     """
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
@@ -146,7 +147,7 @@ class Loaded:
 
     @property
     def folder(self) -> Path:
-        """The run folder of a checkpoint, or the model folder itself: where tokenizer.json and other files lie."""
+        """The folder in which tokenizer.json and other files lie: the run folder of a checkpoint, or the model folder itself."""
         return _folder_of_files(self.path)
 
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
@@ -171,7 +172,7 @@ class Loaded:
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
-    """Load the model at `path`: a checkpoint, a model folder, or a run folder (at `checkpoint`, which is `last`, `best` or a step).
+    """Load the model at `path`, a checkpoint, a model folder or a run folder. `checkpoint` of a run folder is `last`, `best` or a step.
 
     `lm export` and `save_model` write model folders. Every byte is verified before it is used.
 
@@ -320,7 +321,7 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
-    """Export the model at `source` as a model folder `out`: safetensors and JSON, with the training run's metadata. Returns `out`.
+    """Export the model at `source` as a model folder `out`, safetensors and JSON with the training run's metadata. Returns `out`.
 
     Raises RunError: there is no model at `source`, or `out` is not empty or can't be written; no incomplete folder is left.
     """
@@ -332,7 +333,9 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
 def save_model(
     decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
 ) -> Path:
-    """Write a decoder, trained by lm or elsewhere, as a model folder that `load`, `lm` commands and `HarnessLM` read. Returns `out`.
+    """Write a decoder, trained by lm or elsewhere, as a model folder, which `load` and `lm` commands read. Returns `out`.
+
+    `lm.evaluation.harness.HarnessLM` takes the model as `load` returns it.
 
     Args:
         decoder: the decoder with its weights, on any device.

@@ -90,6 +90,6 @@ def unreadable_error(path: Path, error: Exception) -> RunError:
 
 
 def fallback_hint(path: Path) -> str:
-    """The end of an error message on the checkpoint at `path`: names the newest other checkpoint in its folder; empty if there is none."""
+    """The end of an error message on the checkpoint at `path`, which names the newest other one in its folder; empty if there is none."""
     other_checkpoints = [checkpoint for checkpoint in steps_saved(path.parent) if not checkpoint.samefile(path)]
     return f"; the newest beside it is {other_checkpoints[-1]}" if other_checkpoints else ""

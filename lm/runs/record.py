@@ -1,4 +1,4 @@
-"""Reading a run folder: configuration, environment, logged metrics and last evaluations; and the settings that tell arms apart."""
+"""Read configuration, environment, logged metrics and last evaluations of a run folder, and find the settings that tell arms apart."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ from lm.schema import Plain, convert, flatten, yaml_scalar
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
     """The settings (dotted keys) of each start in environment.json that contributed steps to a run's weights; [] without a training run.
 
-    A start is the first launch of a run, or a resumption. A start at step s replaces all earlier starts at step s or later.
+    A start is the first launch of a run, or a resumption. A start at step s replaces the starts before it whose step is s or more.
 
     Raises ValueError: the entry `starts` is no list of objects with a step.
     """
@@ -42,7 +42,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """The value of setting `name` in a run's starts; where it changed, as text: `32, from step 500 bf16-mixed`. None: not recorded."""
+    """A run's value of setting `name`, or, if starts differ in it, a text such as `32, from step 500 bf16-mixed`; None if not recorded."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
         if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
@@ -62,9 +62,9 @@ def differing_settings(environment: dict[str, Plain]) -> list[str]:
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
-    """The settings that decide what a run learns, except its seed, as dotted keys in canonical form: runs with equal settings are one arm.
+    """The settings that decide what a run learns, except its seed, as dotted keys in canonical form. Runs with equal settings are one arm.
 
-    Precision, compilation and the schedule's length are the values that each start used. Initial weights (`init_from`) and the run that
+    Precision, compilation and the schedule's length have the values that each start used. Initial weights (`init_from`) and the run that
     this run branches from (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
@@ -96,7 +96,7 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
 
 # ---------------------------------------------------------------- how a run came to its end
 
-MIN_LOSS_RISE = 0.5  # nats per token, from the lowest training loss to the last: the least rise of a run that diverged and stayed finite
+MIN_LOSS_RISE = 0.5  # nats per token; a run of finite losses diverged only if its training loss ends more than this above its minimum
 
 
 def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
@@ -222,7 +222,7 @@ class RunRecord:
 
 
 def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
-    """Read the record of a run folder. Evaluations and metrics may be absent: `missing` then lists them.
+    """Read the record of a run folder. Evaluations and metrics may be absent, and are then listed in `missing`.
 
     Args:
         log: the run's metrics, if they have been read already; None: `read_metrics` reads them.

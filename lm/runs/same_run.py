@@ -1,4 +1,4 @@
-"""Checks that the files of a run folder belong together: a checkpoint records its configuration and data, and other files must agree."""
+"""Check that the files of a run folder belong together. A checkpoint records its configuration and data; other files must agree with it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +88,7 @@ def check_environment(file: Path, metadata: dict[str, Plain], checkpoint: Path) 
 
 
 def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None) -> bool:
-    """Check evaluations and log against the digests in a checkpoint; False if an older version left an evaluation without a digest.
+    """Check evaluations and log against the digests in a checkpoint. Returns False if an older version wrote no digest for an evaluation.
 
     config_text: the content of the run's config.yaml, which is compared with the checkpoint's configuration; None: no comparison.
 
@@ -120,7 +120,8 @@ def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: 
 
 
 def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Check that size and sha256 in a checkpoint's `metadata` fit the log's first bytes; raises RunError. `content` None: no check."""
+    """Check that the first bytes of a log, `content`, have the size and sha256 in a checkpoint's `metadata`; raises RunError if they don't.
+    Nothing is checked if `content` is None."""
     saved_seal = {**DEFAULT_DIGESTS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
@@ -139,9 +140,9 @@ def check_config(file: Path, config: Config, training_config: Config, metadata: 
 
 
 def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Parse `text`, a run's config.yaml, and check the result with `check_config`; raises RunError.
+    """Parse `text`, a run's config.yaml, and check the result with `check_config`. Raises RunError if that fails.
 
-    Nothing is checked if the checkpoint's configuration can't be read: an older version wrote the configuration, or it names code outside
+    Nothing is checked if the checkpoint's configuration can't be read, because an older version wrote it, or because it names code outside
     lm, which reports do not import.
     """
     if text == metadata["config"]:

@@ -29,15 +29,15 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether both ends are finite and differ. Where all values of a sample are equal they don't (`Estimate.half_width`)."""
+        """Whether both ends are finite and differ. It is False where all values of a sample are equal (`Estimate.half_width`)."""
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def picture_values(self) -> list[float]:
-        """[mean, low, high] as pictures draw it; [mean, mean, mean] if the interval is not `bounded`."""
+        """The interval as pictures draw it, [mean, low, high]; [mean, mean, mean] if it is not `bounded`."""
         return self.as_list() if self.bounded else [self.mean] * 3
 
     def as_list(self) -> list[float]:
-        """The interval as result files hold it: [mean, low, high]."""
+        """The interval as result files hold it, [mean, low, high]."""
         return [self.mean, self.low, self.high]
 
 
@@ -45,8 +45,8 @@ class Interval:
 class Estimate:
     """The means of one or many samples of equal size and their standard errors, for intervals and tests; NaN where a value was not finite.
 
-    Student's t estimates the spread from the sample. A sample of equal values has no spread to estimate: the exact sign-flip test then
-    decides in place of t. The hypothesis that the mean is not above 0 has p = 2^-n for n equal values above 0.
+    Student's t estimates the spread from the sample. As a sample of equal values has no spread to estimate, the exact sign-flip test then
+    decides in place of t. Its p of the hypothesis that the mean is not above 0 is 2^-n for n equal values above 0.
     """
 
     # mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t
@@ -64,7 +64,8 @@ class Estimate:
     def half_width(self, family: int = 1) -> np.ndarray:
         """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
 
-        For a sample of equal values it is 0, or infinite if they are too few for a two-sided p of 0.05 / `family` by the sign-flip test.
+        For a sample of equal values it is 0. It is infinite if the values are too few for the sign-flip test to reach a two-sided p of 0.05
+        divided by `family`.
         """
         from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
 
@@ -92,13 +93,13 @@ class Estimate:
 
 
 def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str) -> Estimate:
-    """The estimate of means, given their variances. A standard error up to 1e-9 of `largest_value` is rounding, and is set to 0."""
+    """The estimate of means, given their variances. A standard error up to 1e-9 times `largest_value` is rounding, set to 0."""
     error = np.sqrt(variance)
     return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), noise_source)
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
-    """The 95 % interval of one column's mean; None if `series` has no intervals, or too few documents. `mean` replaces its mean."""
+    """The 95 % interval of one column's mean; None if `series` has no intervals, or too few documents. `mean` replaces that mean."""
     mean = float(series.means[column]) if mean is None else mean
     if series.interval == "none":
         return None
@@ -141,7 +142,8 @@ def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """(means, their variances, degrees of freedom) of values (units, columns), as in `over_documents`; `labels`: the units' documents."""
+    """(means, variances of the means, degrees of freedom) of values (units, columns), as in `over_documents`. `labels`, (units,), numbers
+    the documents of the units from 0."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
@@ -220,12 +222,12 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
 
 
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
-    """The number of independent trials that the questions of several sequences are worth: at most the number of questions.
+    """The number of independent trials that the questions of several sequences are worth, at most the number of questions.
 
-    It is the number of questions divided by the design effect: the variance of right answers between sequences divided by the binomial
-    variance (Kish 1965; Korn and Graubard 1998), which is 1 with one question in each sequence. The effect is computed with two more
-    sequences of mean size, one all right, one all wrong, as Agresti and Coull (1998) add to a fraction. So M sequences whose answers
-    are all right (or all wrong) are M trials.
+    It is the number of questions divided by the design effect. The design effect is the variance of right answers between sequences divided
+    by the binomial variance (Kish 1965; Korn and Graubard 1998). It is 1 with one question in each sequence. It is computed with two more
+    sequences of mean size, one all right, one all wrong, as Agresti and Coull (1998) add to a fraction. So M sequences whose answers are
+    all right (or all wrong) are M trials.
 
     Args:
         right_answers: (sequences,) numbers of right answers, which may be fractional.
@@ -244,7 +246,7 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 def wilson(successes: float, trials: float) -> Interval:
     """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
 
-    `successes` may be fractional where a trial is a mean, such as over a needle's depths: the interval is as wide as for trials of 0 or 1.
+    `successes` may be fractional where a trial is a mean, such as over a needle's depths; the interval is as wide as for trials of 0 or 1.
     `trials` may be fractional where trials depend on each other (`effective_trials`).
     """
     if not trials:

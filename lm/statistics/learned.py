@@ -1,4 +1,4 @@
-"""Runs that reach a level of a metric: their fractions, compared by Fisher's exact test, and the training tokens that they needed."""
+"""Compare fractions of runs that reach a level of a metric, by Fisher's exact test, and find the training tokens that each run needed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from lm.statistics.verdicts import UNTUNED, Name, Verdict
 class LearnedCounts:
     """The numbers of runs that have learned (`has_learned`), for an arm and the baseline."""
 
-    # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates: first the pair that is judged, then all
-    # pairs of rates that they were trained at. Each pair must show the difference. A run that diverged has not learned
+    # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates. The judged pair comes first, then all
+    # pairs of rates that the two were trained at. Each pair must show the difference. A run that diverged has not learned
     learned: Sequence[tuple[int, int]]
     ended: int  # number of seeds whose runs have all ended, in both arms
     diverged: int = 0  # number of runs that diverged, of both arms
@@ -35,12 +35,13 @@ class LearnedCounts:
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
     """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test of equal probabilities of learning.
 
-    p is multiplied by the number of comparisons and by `looks`, how often the data may be judged. There is no verdict of equivalence: a
+    p is multiplied by the number of comparisons and by `looks`, how often the data may be judged. There is no verdict of equivalence, as a
     handful of runs can't show that two probabilities are equal.
 
     Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's test pairs the runs, but counts only
-    seeds with which one arm has learned and the other has not: it can't reach 0.05 with fewer than 6 such seeds. A seed that is good or
-    bad for both arms makes their results more alike. Equal arms then differ less often than Fisher's test allows for: it is conservative.
+    seeds with which one arm has learned and the other has not, and can't reach 0.05 with fewer than 6 such seeds. A seed that is good or
+    bad for both arms makes their results more alike. Equal arms then differ less often than Fisher's test allows for, so that the test is
+    conservative.
     """
     family = max(1, len(counts)) * looks
     min_seeds = fewest_seeds(ALPHA / family)

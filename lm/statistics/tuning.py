@@ -1,4 +1,4 @@
-"""Choosing each arm's learning rate, or several keys together, by the loss on the selection text, over one grid that all arms share."""
+"""Choose each arm's learning rate, or values of several keys together, by the loss on the selection text, in a grid that all arms share."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ EXTENSIONS = 2  # how often a grid may grow
 MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
-Losses = Mapping[Rate, Sequence[float]]  # of one arm, by rate: the final selection loss of each tuning seed; inf: its run diverged
+Losses = Mapping[Rate, Sequence[float]]  # by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
 ANY_VALUE = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
@@ -32,7 +32,7 @@ def grid_rates(axes: Iterable[Iterable[float]]) -> list[Rate]:
 
 
 def rate_words(rate: Rate | str) -> str:
-    """The text of a rate, given as a rate or as its cell (`rate_cell`), such as `0.002`, or `0.002 / 0.1` for two keys."""
+    """The text of a rate, or of a table cell with a rate (`rate_cell`), for example `0.002`, or `0.002 / 0.1` for two keys."""
     values = _split_cell(rate) if isinstance(rate, str) else key_values(rate)
     return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in values)
 
@@ -124,7 +124,7 @@ def tuning_outcome(
 
 
 def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:
-    """Each arm's rate of lowest mean loss in `rates` (None: all); arms whose best rate is at the grid's edge, or diverged, have none."""
+    """Each arm's rate of lowest mean loss in `rates` (None: all). An arm whose best rate is at the grid's edge, or diverged, gets none."""
     rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)
@@ -136,9 +136,9 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
-    """The rates that the final seeds of each arm are trained at: its own rate, then the baseline's; for the baseline the rates of all arms.
+    """The rates at which each arm is trained with the final seeds: its own rate, then the baseline's; for the baseline, all arms' rates.
 
-    Tuning seeds are few: before a verdict names a difference, a rate chosen for an arm is tried with the baseline, too, and vice versa.
+    As tuning seeds are few, a rate chosen for an arm is tried with the baseline, too, and vice versa, before a verdict names a difference.
 
     Args:
         base: the baseline; if it has no rate, every arm is trained at its own rate alone.
@@ -149,7 +149,7 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
 
 
 def best_rate(by_rate: Losses, rates: Iterable[Rate]) -> Rate:
-    """The rate of the lowest mean loss; of equal losses, as where all runs solve a task, the rate nearest to the grid's middle."""
+    """The rate of the lowest mean loss. If losses are equal, as where all runs solve a task, it is the one nearest to the grid's middle."""
     rates = sorted(rates)
     axes = _axes(rates)
 

@@ -1,4 +1,4 @@
-"""Verdicts on arms against one baseline: each verdict follows from one interval, and all intervals hold together with 95 %."""
+"""Verdicts on arms against one baseline. Each verdict follows from one interval, and all intervals hold together with 95 %."""
 
 import math
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
-MIN_SEEDS = 3  # for a verdict: the spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
+MIN_SEEDS = 3  # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
 MIN_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
 MAX_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
 MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
@@ -72,9 +72,10 @@ class Comparison:
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
-        """The interval of `interval`, from any estimates, such as over seeds and documents. It contains the interval at `judged_pair`.
+        """The same interval as `interval`, but from any estimates, such as estimates over seeds and documents. It contains the interval at
+        `judged_pair`. Ends of the interval that depend on a NaN are NaN.
 
-        by_rates: the estimate at each pair of rates, (the arm's, the baseline's). Ends of the interval that depend on a NaN are NaN.
+        by_rates: the estimate at each pair of rates, (the arm's rates, the baseline's rates).
         """
         if self.higher_is_better:
             mirror = replace(self, higher_is_better=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
@@ -136,9 +137,9 @@ class Verdict:
 def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1) -> dict[Name, Verdict]:
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one family.
 
-    Each comparison has one interval, Student's t over seeds at a level of 0.05 / comparisons (Bonferroni), and its verdict follows from
-    this interval alone. With a probability of 95 % all intervals contain the true differences, and then no verdict of any kind is false. A
-    comparison that can't be tested counts in the family.
+    Each comparison has one interval by Student's t over seeds, at a level of 0.05 divided by the number of comparisons (Bonferroni). Its
+    verdict follows from this interval alone. With a probability of 95 % all intervals contain the true differences, and then no verdict of
+    any kind is false. A comparison that can't be tested counts in the family.
 
     Args:
         comparisons: the comparison of each arm with the baseline, by name.
@@ -220,7 +221,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
 
 
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """The numbers in `Verdict.seeds_needed` for a difference of `margin`: for the measured spread, and the ends of its 95 % interval."""
+    """The numbers of `Verdict.seeds_needed` for a difference of `margin`, by the measured spread and by the ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(comparison.at_rates[:, : comparison.n_shared_rates].shape[:2])
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
@@ -264,7 +265,8 @@ def p_exact(comparison: Comparison) -> float | None:
 def _two_sided_p(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarray) -> float:
     """The two-sided p of no difference between the arms at their best rates.
 
-    p_below, p_above: (arm's rates, baseline's rates), one-sided p of the hypotheses that the difference is at least 0, and at most 0.
+    p_below: (arm's rates, baseline's rates), one-sided p of the hypothesis that the difference is at least 0.
+    p_above: of the same shape, one-sided p of the hypothesis that the difference is at most 0.
     """
 
     def claim_p(p: np.ndarray, judged_pair: tuple[int, int], n_shared_rates: int | None) -> float:

@@ -1,1 +1,1 @@
-"""Training: a configuration becomes a run folder, with Lightning's Trainer."""
+"""Train a model as its configuration says, with Lightning's Trainer, and write a run folder."""

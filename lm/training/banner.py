@@ -1,4 +1,4 @@
-"""Descriptions of a run by its settings and derived quantities: the banner that it prints first, and environment.json."""
+"""Describe a run by its settings and derived quantities, in the banner that it prints first and in environment.json."""
 
 import importlib.metadata
 import json
@@ -144,7 +144,7 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups_text(config: Config, decoder: Decoder) -> str:
-    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name list modules, too."""
+    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name list their modules."""
     groups, texts = parameter_groups(decoder, config.optim), []
     group_counts = Counter(group["name"] for group in groups)
     for group in groups:
@@ -174,8 +174,8 @@ def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> l
 def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
     """Text with each task's name and weight; if sequences must repeat, also the numbers of drawn and of distinct sequences.
 
-    With text in the mixture it ends with the fraction of targets that are answers, of each task's first sequences at the first length.
-    fractions: fraction of the run's tokens at each sequence length.
+    With text in the mixture it ends with the fraction of targets that are answers. This fraction is estimated from the first sequences of
+    each task at the first length. fractions: fraction of the run's tokens at each sequence length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
     for weighted in config.data.tasks:

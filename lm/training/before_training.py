@@ -1,4 +1,4 @@
-"""Checks before data are prepared, of the configuration, its model, and the weights from which the run starts."""
+"""Check the configuration, its model, and the weights from which the run starts, before data are prepared."""
 
 import os
 from pathlib import Path
@@ -127,7 +127,8 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded)
 
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Check that each phase, and each parameter group that optimizer or `optim.groups` name, has trained parameters; raises ConfigError."""
+    """Check that each phase has trained parameters, and so has each parameter group that the optimizer needs or `optim.groups` sets. Raises
+    ConfigError otherwise."""
     layer_shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):

@@ -93,7 +93,7 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
 def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
     """Highest FLOPs a second over matrix products timed on the CPU; `threads` (torch's number) is only part of the cache key.
 
-    Matrices grow only while time remains: a CPU that emulates bf16 takes seconds for one product of `MAX_MATRIX_ROWS` rows.
+    Matrices grow only while time remains, as a CPU that emulates bf16 takes seconds for one product of `MAX_MATRIX_ROWS` rows.
     """
     n_rows, best_flops_per_s, end = MAX_MATRIX_ROWS // 8, 0.0, time.perf_counter() + MEASURING_SECONDS
     while (begin := time.perf_counter()) < end:
@@ -141,9 +141,9 @@ class StepCallback(L.Callback):
 class StopOnSignal(StepCallback):
     """Ends training at SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the current step, on all ranks, with a checkpoint.
 
-    A context manager around all phases of a run, which also records in `signal` a signal between two phases. A repeated signal ends the
-    process at once, except SIGHUP, which a closed terminal sends more than once. A second signal of another number does not end it at
-    once: a parent that ends after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    It is a context manager around all phases of a run, and also records, in `signal`, a signal between two phases. A repeated signal ends
+    the process at once, except SIGHUP, which a closed terminal sends more than once. A second signal of another number does not, as a
+    parent that ends after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -182,8 +182,8 @@ class StopOnSignal(StepCallback):
 class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last step.
 
-    These are the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and peak memory. The
-    normalizers' parameters and the metrics that `log.dynamics` names follow.
+    Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and peak memory. It
+    also has the normalizers' parameters and the metrics that `log.dynamics` names.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -240,8 +240,8 @@ class Metrics(StepCallback):
 class Evaluations(StepCallback):
     """Makes the measurements that are due, on all ranks, and writes each result to a file in evaluations/ and a line in metrics.jsonl.
 
-    Pictures take as long to draw as a short run takes to start: they are drawn only if a logger such as wandb shows them, or at the last
-    step of a run outside experiments. Training time excludes measurements and pictures. If a measurement fails or exceeds its time
+    Pictures take as long to draw as a short run takes to start. They are therefore drawn only if a logger such as wandb shows them, or at
+    the last step of a run outside experiments. Training time excludes measurements and pictures. If a measurement fails or exceeds its time
     limit, the failure is logged, and training continues unless `eval.on_error` is stop.
     """
 
@@ -408,7 +408,7 @@ PROFILE_ROWS = 40  # rows of the table of operations
 
 
 class ProfileSteps(StepCallback):
-    """Profiles the range of steps `trainer.profile` on the first process; if training starts or ends within the range, fewer steps.
+    """Profiles the range of steps `trainer.profile` on the first process, or a part of it if training starts or ends within the range.
 
     Writes to profile/ in the run folder: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and
     steps-FIRST-LAST.txt, a table of the operations that took most time.

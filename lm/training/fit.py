@@ -51,7 +51,7 @@ from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
 from lm.training.module import L, RunContext, TrainModule
 from lm.training.starting import PhaseStart, branch, check_resume, start_from_checkpoint, start_new_run
 
-# Lightning's class that finds the other processes, by the launcher that started them: Lightning would guess otherwise.
+# Lightning's class that finds the other processes, by the launcher that started them; without it Lightning would guess.
 LAUNCHERS = {
     "torchrun": L.fabric.plugins.environments.TorchElasticEnvironment,
     "srun": L.fabric.plugins.environments.SLURMEnvironment,
@@ -60,7 +60,7 @@ LAUNCHERS = {
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
-    """Train from step 0, or from `checkpoint`, which this run or the run that it branches from saved. Returns the exit status.
+    """Train from step 0, or from `checkpoint`, a checkpoint of this run or of the run that it branches from. Returns the exit status.
 
     source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights fit.
 
@@ -184,7 +184,7 @@ def _train_phases(run: RunContext, start: PhaseStart) -> int:
 
 
 def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
-    """Lightning's Trainer for one phase. Only lm's callbacks save, log and show progress; they are called in the order of the list."""
+    """Lightning's Trainer for one phase. Only lm's callbacks save, log and show progress; they are called in the order listed here."""
     config, start, clock = run.config, module.start, Clock()
     trainer = L.Trainer(
         accelerator=run.machine.accelerator,
@@ -220,7 +220,7 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 
 def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
     """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
-    Not repeated: evaluations that exceeded their time limit (`max_seconds`), and evaluations that were made with other options."""
+    Evaluations that exceeded their time limit (`max_seconds`), or were made with other options, are not repeated."""
     folder = config.run_folder
     due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]

@@ -36,9 +36,9 @@ class Process:
 
 
 def this_process(config: Config) -> Process:
-    """Rank and launcher of this process, from environment variables; without a launcher: rank 0 and `lightning`.
+    """Rank and launcher of this process, from environment variables; without a launcher they are 0 and `lightning`.
 
-    SLURM's variables count only within a step of several tasks, which srun starts: a batch script inherits the variables of its
+    SLURM's variables count only within a step of several tasks, which srun starts, as a batch script inherits the variables of its
     allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess it.
 
     Raises ConfigError: the number of processes differs from the configuration's, or a rank is impossible for this number.

@@ -1,4 +1,4 @@
-"""Estimate the memory that a run will need: make the tensors of a training step without their values, and count their bytes."""
+"""Estimate the memory that a run will need. The tensors of a training step are made without their values, and their bytes are counted."""
 
 import weakref
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lm.training.optimizers import implied_state
 
 
 class TensorMemory(TorchDispatchMode):
-    """A context that counts the bytes of tensors made within it and not yet freed, each storage once: `current_bytes` and `peak_bytes`."""
+    """A context that counts the bytes of tensors made within it and not yet freed, each storage once (`current_bytes`, `peak_bytes`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +44,12 @@ _KNOWN_ESTIMATES: dict[str, int] = {}  # estimated bytes, by the repr of all val
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
-    """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations, logits): the
+    """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations, logits), the
     maximum over phase `phase` and all later phases.
 
-    The estimate leaves out what `torch.compile` saves, isolated documents and evaluations, and what Muon takes after activations are
-    freed: 12 to 22 bytes x the larger of `BATCH_ELEMENTS` (lm.training.optimizers) and the number of entries of the largest matrix.
+    The estimate takes no account of memory that `torch.compile` saves, nor of the isolation of documents, nor of evaluations. It also
+    leaves out the memory of Muon after activations are freed. Muon needs 12 to 22 bytes for each of `BATCH_ELEMENTS` entries
+    (lm.training.optimizers), or for each entry of the largest matrix if it has more.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     setup = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)

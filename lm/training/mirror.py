@@ -152,10 +152,10 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     """The mode of wandb: online, offline or disabled; disabled if `log.to` lacks wandb.
 
-    `log.wandb: auto` means the mode in WANDB_MODE; if unset, online with credentials. Without credentials, runs of an experiment are
-    disabled, as an experiment has many runs and a report of its own, and other runs are offline.
+    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without them, it means disabled for
+    runs of an experiment, as an experiment has many runs and a report of its own, and offline for other runs.
 
-    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to another word.
+    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to a word that is no mode.
     """
     mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled" or "wandb" not in log.to:
@@ -183,7 +183,8 @@ def project_of(log: LogConfig) -> str:
 def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
     """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is disabled.
 
-    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. Never prompts. If mode online fails, prints a note and logs offline.
+    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed,
+    and the run is logged offline.
 
     Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """

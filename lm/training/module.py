@@ -66,8 +66,8 @@ def copied_to_host(metrics: Iterable[NamedValues]) -> dict[str, float]:
 
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield values of the normalizers' parameters: `normalizer/NAME/layerL/headH` for a parameter with one value a head, for any other
-    `normalizer/NAME/layerL/rms`, its root mean square. A parameter shared by layers is named after the first of these layers."""
+    """Yield `normalizer/NAME/layerL/headH` for each normalizer's parameter with one value a head. For any other parameter yield its root
+    mean square, `normalizer/NAME/layerL/rms`. A parameter shared by layers is named after the first of these layers."""
     logged_parameters: set[nn.Parameter] = set()
     for layer, normalizer in enumerate(decoder.normalizers()):
         for name, parameter in normalizer.named_parameters():
@@ -107,7 +107,7 @@ def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
 def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[NamedValues]:
     """Yield `largest_score/layerL/headH`: the largest score (fp32, before normalization) of a query and a key that it sees, in a batch.
 
-    Holds scores of some queries of one layer at a time (`lm.model.attention_stream`). The model and the random state stay as they are.
+    Memory holds scores of some queries of one layer at a time (`lm.model.attention_stream`). Model and random state stay as they are.
     """
     maxima: dict[int, Tensor] = {}
     with eval_mode(decoder), device.autocast():

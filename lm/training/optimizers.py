@@ -1,4 +1,4 @@
-"""Optimizers: Muon, their builders, the groups of parameters, learning rates, and state by parameter name.
+"""Muon, the builders of optimizers, groups of parameters, learning rates, and optimizer state by parameter name.
 
 A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`. An optimizer that
 treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
@@ -29,7 +29,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike
     torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for speed.
-    Batches have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes of memory for each entry of a batch.
+    Batches of them have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes for each entry of a batch.
     The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
 
     Args: as for every builder in `BUILDERS`; Muon's options include AdamW's.
@@ -75,7 +75,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._update_batch(batch, group["lr"])
 
     def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update the projections in `batch`, pairs of a projection and its mean gradient; equal shapes are processed together."""
+        """Update the projections in `batch`, pairs of a projection and its mean gradient; those of equal shape are processed together."""
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for projection, mean_gradient in batch:
             pairs_by_shape.setdefault(mean_gradient.shape, []).append((projection, mean_gradient))
@@ -89,7 +89,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.dtype) -> Tensor:
-    """Approximate the orthogonal matrix nearest to each matrix: singular values not near 0 become values from 0.7 to 1.2.
+    """Approximate the orthogonal matrix nearest to each matrix. Singular values not near 0 become values from 0.7 to 1.2.
 
     Args:
         matrices: (N, rows, columns), bfloat16.
@@ -121,10 +121,11 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """Parameter groups in torch's format, with named trained parameters. `eps` is set only where it differs from the optimizer's.
+    """Parameter groups in torch's format, with named trained parameters. `eps` is set only for groups that don't use the optimizer's `eps`.
 
     `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose parameters have
-    different factors is split into groups of the same `name`. A step's decay takes the same fraction of a weight as in the base model.
+    different factors is split into groups of the same `name`. A step's weight decay takes the same fraction of a weight as it
+    does in the base model.
     """
     scalings_by_name = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
     parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
@@ -202,14 +203,14 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
 
 
 def state_after_swap(state: State) -> State:
-    """The optimizer state that is kept after a swap: without the normalizers' entries, as their parameters are new."""
+    """The optimizer state that is kept after a swap, without the entries of the normalizers' parameters, which are new."""
     return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}
 
 
 def implied_state(decoder: Decoder, config: Config) -> State:
-    """The optimizer state that training would create, as tensors without values: makes one step of `decoder` on the meta device.
+    """The optimizer state that training would create, as tensors without values, found by one step of `decoder` on the meta device.
 
-    Also freezes the parameters of `decoder` that the configuration doesn't train.
+    The function also freezes the parameters of `decoder` that the configuration doesn't train.
     """
     freeze(decoder, config.train_only)
     optimizer = make_optimizer(decoder, config.optim)

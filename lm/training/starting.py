@@ -26,7 +26,8 @@ from lm.training.optimizers import State, freeze, optimizer_mismatch, state_afte
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest loss (nats per target) so far on validation sequences that choose the best checkpoint, its step, the sequences' hash."""
+    """The lowest loss (nats per target) so far on validation sequences that choose the best checkpoint, with its step and the
+    hash of these sequences."""
 
     step: int
     loss: float
@@ -45,7 +46,7 @@ class RunState:
     z_loss_since_line: float = 0.0
     targets_since_line: int = 0
     elapsed_s: float = 0.0  # seconds of training
-    # digests of the weights that were measured or saved, by step; a swap's step has those before and after it
+    # digests of the weights that were measured or saved, by step; a swap's step has the digests before and after it
     weights_sha256: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -103,9 +104,9 @@ class PhaseStart:
 def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
-    The facts have one entry, `started_from`: `path`, `step`, `tokens` and `normalizer` of the source model, and `weights`, 12 digits of
-    their sha256. `arm` and `seeds` are those of the run that trained it (lm.runs.record), `tokens_before` the tokens on which the initial
-    weights of that run were trained, if any.
+    The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and `weights`, 12 digits
+    of its weights' sha256. It also has `arm` and `seeds` of the run that trained the model (lm.runs.record); if no run did, `arm` is
+    `weights`, and `seeds` is empty. `tokens_before` is the number of tokens on which the initial weights of that run were trained, if any.
 
     source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
@@ -149,7 +150,7 @@ def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
 
 
 def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> list[Problem]:
-    """A problem if the data's tokenizer differs from the model's; the model may have more token ids than its tokenizer."""
+    """A list with a problem if the data's tokenizer is not the model's, else []; the model may have more token ids than its tokenizer."""
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
