@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
+import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ from lm.data.tokenizer import identity  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation.evaluate import evaluate_runs  # noqa: E402
 from lm.evaluation.generation import Sampling, generate, pieces  # noqa: E402
-from lm.evaluation.harness import Downstream, HarnessLM  # noqa: E402
+from lm.evaluation.harness import Downstream, HarnessLM, _restored_random_state  # noqa: E402
 from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
@@ -464,6 +466,14 @@ def test_tasks_that_take_too_long_are_given_up(tiny, include):
     config = tiny("name=late", f"eval.downstream={{tasks: [our_choice], include_path: {include}, max_seconds: 1e-6}}")
     train(config)
     assert metrics(config.run_folder)[-1]["downstream/failed"] == "took longer than its max_seconds"
+
+
+def test_a_measurement_that_fails_leaves_the_random_states_as_they_were():
+    python_state = random.getstate()
+    with suppress(TimeoutError), _restored_random_state():
+        random.seed(1234)
+        raise TimeoutError
+    assert random.getstate() == python_state
 
 
 def test_no_standard_error_is_bootstrapped_as_none_is_kept(tiny, include, monkeypatch):

@@ -1,4 +1,4 @@
-"""Accuracy of answers by sequence length, in fp32: of recall, and of needles in a haystack by depth, with attention to needles."""
+"""Accuracy, in fp32, of recall by sequence length, and on needles in a haystack by length and depth, with heads' attention to needles."""
 
 import copy
 import hashlib
@@ -42,7 +42,7 @@ LENGTH_REMEDY = "leave that length out, or ask for fewer"  # remedy for a length
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """A model's answers to the questions in some sequences: one entry for each answer token, in the order of sequences and questions."""
+    """A model's answers to questions in some sequences. Arrays have an entry per answer token, in the order of sequences and questions."""
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
     hits: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
@@ -51,7 +51,7 @@ class Answers:
     token_index: np.ndarray  # (N,) int64, the token's index within its answer
 
     def whole_answers(self, token_hits: np.ndarray) -> np.ndarray:
-        """For each whole answer, (answers,) bool, whether `token_hits`, (N,) bool, is true at all its answer tokens."""
+        """Mask, (answers,) bool, of the answers for which `token_hits`, (N,) bool, is true at every token of the answer."""
         return np.minimum.reduceat(token_hits, np.flatnonzero(self.token_index == 0)).astype(bool)
 
 
@@ -59,8 +59,8 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
     """Read a model's answers in sequences of one length, in fp32, teacher-forced and in a roll-out. All ranks call it.
 
     Teacher-forced, a sequence holds the correct answers to earlier questions; in the roll-out it holds the model's own (`roll_out`).
-    An answer token is right if it is the model's most probable token there. Memory holds logits of answer tokens only, and no T x T
-    weights where the normalizer needs none. `progress` is called with the number of sequences done.
+    An answer token is right if it is the model's most probable token there. Memory holds logits of answer tokens only. It holds no T x T
+    attention weights of T tokens, unless the normalizer needs them. `progress` is called with the number of sequences done.
     """
     spans = [(index, *span) for index, item in enumerate(examples) for span in item.questions]
     tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
@@ -121,12 +121,12 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
 
 
 class AnswerMeasurement(Measurement):
-    """Base of measurements of a model's answers to questions in fp32, at the lengths of `length_factors` and by inference setting."""
+    """Base class of measurements, in fp32, of answers to questions, at each length of `length_factors` and under each inference setting."""
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
     def check_room(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY) -> None:
-        """Raise ConfigError, naming `key` of this evaluation, unless a task has `count` different sequences of `length` tokens."""
+        """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of `length` tokens."""
         try:
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
         except TaskError as error:
@@ -142,13 +142,13 @@ class AnswerMeasurement(Measurement):
         return lengths_of(self.asked.length_factors, self.config.data)
 
     def length_series(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, with one sample a length; higher is better for fractions only. `fields`: further fields of `Series`."""
+        """A series over `lengths`, a sample per length; higher is better for fractions, else lower. `fields`: other fields of `Series`."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
-        """A series, for reports, of the fraction of correct whole answers; `chance`: mean accuracy of guessing, None if it is not known."""
+        """A series, for reports, of the fraction of correct whole answers. `chance` is the mean accuracy of guessing, None if unknown."""
         display = Shown(
             "Accuracy by sequence length",
             "sequences with questions",
@@ -162,7 +162,7 @@ class AnswerMeasurement(Measurement):
 
 
 def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray) -> Sample:
-    """A sample with the mean and number of each sequence's `values`, (N,); sequence_index: (N,), from 0, the sequence of each value."""
+    """A sample of sequences' means of `values`, (N,), weighted by their number. `sequence_index`, (N,): sequence of each value, from 0."""
     counts = np.bincount(sequence_index)
     return Sample(sha256, (np.bincount(sequence_index, values) / counts)[:, None], counts, np.arange(len(counts)))
 
@@ -285,7 +285,7 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
 
 
 def _candidate_nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
-    """-log p of each whole candidate, (candidates,), nats, and whether every token of the first candidate is the most probable token."""
+    """Losses -log p of whole candidates, (candidates,), nats, and whether each token of the first candidate is the most probable one."""
     max_length = max(map(len, candidates))
     tokens = torch.zeros(len(candidates), max_length, dtype=torch.int64)
     mask = torch.zeros(len(candidates), max_length)
@@ -329,9 +329,9 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
 def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
     """A copy of the decoder, fine-tuned on the loss of answers in training sequences with needles, of `seq_len` tokens.
 
-    AdamW with betas 0.9 and 0.999, without weight decay, gradients clipped to norm 1. The learning rate rises in the first third of the
+    AdamW has betas 0.9 and 0.999 and no weight decay; gradients are clipped to norm 1. The learning rate rises in the first third of the
     steps, is constant in the second, and falls to 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` the configured
-    rate is the base model's, as in training. `decoder` is not changed. Every rank does the same work.
+    rate is for the base model, and is scaled to this model as in training. `decoder` is not changed. Every rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
@@ -368,7 +368,7 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """Each head's attention from the prompt's last token to the needle's number, and to the needle's sentence: (2, layers, H) fp32.
 
-    `length`: tokens of the whole sequence. The attention to a span is the sum of weights on its tokens; arXiv 2501.19399 (Figs. 7 and 8)
+    The whole sequence has `length` tokens. The attention to a span is the sum of weights on its tokens; arXiv 2501.19399 (Figs. 7 and 8)
     states no definition, so this definition is ours. Memory holds the weights of one query.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
@@ -432,7 +432,7 @@ class NeedleMeasurement(AnswerMeasurement):
         return series + heads_series
 
     def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
-        """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks: the copies of the ranks might drift apart."""
+        """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks, as the copies of the ranks might come to differ."""
         copies: list[Decoder] = []
 
         def finetune() -> Tensor:
@@ -456,7 +456,7 @@ class NeedleMeasurement(AnswerMeasurement):
         return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
 
     def _answer_series(self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance) -> list[Series]:
-        """Accuracy over all depths and in the control without needle, for reports; then series for each task and metric of `SCORED`."""
+        """Series of accuracy for reports, over all depths and in the control without needle; then series by task and metric of `SCORED`."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
@@ -492,13 +492,13 @@ class NeedleMeasurement(AnswerMeasurement):
         return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
     def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
-        """A sample of each trial's fraction of exact answers over `depths`. A trial asks one question at all depths, so it counts once."""
+        """A sample of each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the same question."""
         sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(scores.sha256 for scores in depths)]).encode()).hexdigest()
         fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
         return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
 
     def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
-        """Series of every head's attention to needles at `HEADS_DEPTH`, by trial, and of exact answers and first digits in these trials."""
+        """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and correct first digits."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
         scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, device)
 

@@ -32,16 +32,16 @@ from lm.schema import Plain
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """Maps of all heads' attention on one sequence: K x K cells; each shows the weight of one of its queries on one of its keys."""
+    """Maps, K x K cells each, of all heads' attention on one sequence. A cell shows the weight of one of its queries on one of its keys."""
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
-    weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query of the cell sees a key of it, or not finite
+    weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query sees a key; not finite where a weight is not
     queries: np.ndarray  # (layers, H, K, K) int64, index of each weight's query token; -1 where no query sees a key
     keys: np.ndarray  # (layers, H, K, K) int64, index of each weight's key token; -1 likewise
-    effective: np.ndarray  # (layers, H), mean over queries of `effective_keys` / n, without the first token: small if concentrated
+    effective: np.ndarray  # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
-        """(layer, head), ascending, of the `count` heads with the lowest fraction of effective keys; all heads if there are fewer."""
+        """Pairs (layer, head), ascending, of the `count` heads with the lowest fraction of effective keys; all heads if there are fewer."""
         order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
         return sorted(divmod(index, self.effective.shape[1]) for index in order.tolist())
 
@@ -103,7 +103,7 @@ class ShownModel:
 
 
 def attention_picture(models: Sequence[ShownModel]) -> Picture:
-    """A picture with a map of each shown head, on one scale of colours: logarithmic, on both sides of 0 if any weight is negative."""
+    """A picture with a map of each shown head, on one logarithmic scale of colours, which has both sides of 0 if any weight is negative."""
     shown_weights = np.concatenate([model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads])
     shown_weights = shown_weights[np.isfinite(shown_weights)]
     top, scale = float(np.abs(shown_weights).max(initial=0.0)) or 1.0, "signed" if (shown_weights < 0).any() else "log"
@@ -125,7 +125,7 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Axis labels: each token's text for up to `MAX_LABELS` tokens; for more tokens the token (and character) index of five cells."""
+    """Axis labels: each token's text if there are at most `MAX_LABELS` tokens, else the token index (and character index) of five cells."""
     count, size = len(model.tokens), model.maps.size
     if count <= MAX_LABELS:
         return [token_label(token) for token in model.tokens]
@@ -182,7 +182,7 @@ def show_attention(
 
 
 def read_text(text_or_path: str) -> str:
-    """The text of a file, or `text_or_path` itself. Raises RunError: an empty text, a file that is not UTF-8, a path without a file."""
+    """The text of the file `text_or_path`, else the argument itself. Raises RunError: an empty text, no UTF-8, a path without a file."""
     try:
         is_file = Path(text_or_path).is_file()
     except (OSError, ValueError):  # a name that is too long, or has a null byte
@@ -231,7 +231,7 @@ def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, cha
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
-    """Table rows, one for each cell of a shown head in which a query sees a key: the cell's weight, with its query and its key."""
+    """Table rows of the shown heads, one for each cell in which a query sees a key: the cell's weight, and this weight's query and key."""
     for layer, head in model.heads:
         head_fields = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
         queries, keys, weights = (array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights))

@@ -18,13 +18,13 @@ PANEL_SIZE = 4.8, 3.4  # inches
 Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all layers, NaN where it is not defined
 KeyCounts = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
-HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCounts], Frame]  # heads' x; (largest x, key counts) -> frame
+HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCounts], Frame]  # heads -> x; (largest x, keys) -> frame
 
 
 def diagnostics(series: Sequence[Series]) -> Picture | None:
-    """A picture with a row for each statistic that reports show: its curve and each model's map of heads; None if there is nothing to show.
+    """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there is nothing to show.
 
-    A metric that is derived from several statistics (`Family.derive`) has a row with a panel for each model. `sparsity_panels` comes last.
+    A metric derived from several statistics (`Family.derive`) has a row with a panel for each model. The last rows are `sparsity_panels`.
     """
     entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
     curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
@@ -59,7 +59,7 @@ def _curve_panel(curves: list[Series], settings: list[str]) -> Panel:
 
 
 def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], settings: list[str]) -> list[Map | None]:
-    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None: no values."""
+    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None without values."""
     layers = [layer for layer in series if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what]
     heads = {setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings}
     finite_values = np.concatenate([values[np.isfinite(values)] for values in heads.values()])
@@ -94,10 +94,11 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
 
 
 def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """Panels of each head's S = E|a| / sqrt(E[a^2]), a its weights, with closed forms of S: a row for all keys, a row without first tokens.
+    """Panels of each head's sparsity S = E|a| / sqrt(E[a^2]) of its weights a, with closed forms of S.
 
-    The first column shows S of weights e^score by the scores' standard deviation, the second S of other weights by the scores' mean over
-    standard deviation, the third every S by its closed form. Columns without heads are left out; [] without closed forms.
+    One row is for all keys, one leaves first tokens out. The x axis of the first column, for weights e^score, is the scores' standard
+    deviation. In the second, for other weights, it is the scores' mean divided by their standard deviation. In the third, for all weights,
+    it is the closed form of S. Columns without heads are left out; if no series has a closed form, the result is [].
     """
     if not any(entry.metric == CLOSED_FORM for entry in series):
         return []
@@ -118,7 +119,7 @@ def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: Fra
 
 
 def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
-    """Each head's means over all queries, by inference setting and metric; `ending`: '', or `NO_FIRST` for keys without the first token."""
+    """Each head's means over all queries, by inference setting, then metric; `ending` is '' or, without first tokens, `NO_FIRST`."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {BEYOND_CONDENSATION: BEYOND_CONDENSATION}
     for entry in series:
@@ -136,7 +137,7 @@ def _theory_trace(label: str, x: torch.Tensor | tuple[float, float], y: torch.Te
 
 
 def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of x (the scores' standard deviation), curves of the sparsity S of e^score, and `condensation_scale` of n keys."""
+    """Label and range of the x axis (the scores' standard deviation), curves of S of weights e^score, and lines at `condensation_scale`."""
     std = torch.linspace(0, 1.1 * x_max, CURVE_POINTS, dtype=torch.float64)
     curves = [_theory_trace("closed form, e^score", std, exp_sparsity(std), 0)]
     for dashes, n in enumerate(keys, 1):
@@ -147,7 +148,7 @@ def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
 
 
 def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of x (the scores' mean / standard deviation), and closed forms of the sparsity S of weights that are no e^score."""
+    """Label and range of the x axis (scores' mean over their standard deviation), and closed forms of S for weights other than e^score."""
     ratio, unit_std = torch.linspace(-4, 4, CURVE_POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
         "relu(score)^2": relu2_sparsity(ratio, unit_std),
@@ -160,7 +161,7 @@ def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
 
 
 def _identity_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of x (the sparsity S in closed form, for weights of any kind), and the line on which measured S equals it."""
+    """Label and range of the x axis (the closed form of S, for weights of any kind), and the line on which measured S equals this form."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory_trace("equal", (0, 1), (0, 1), 0)]
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics (`lm diagnose`): statistics of the attention weights of a model, of the untrained model, and with shuffled scores."""
+"""Diagnostics (`lm diagnose`): attention statistics of a trained model, the untrained model, and the trained model with shuffled scores."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,7 +75,7 @@ def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` windows of `options.text`, else of held-out data, each within a document at other lengths than training.
+    """Up to `options.sequences` windows of `options.text`, else of held-out data; within single documents if not of the training length.
 
     Raises:
         ConfigError: no document is long enough, or sequences are so short that no query sees `MIN_KEYS` keys.
@@ -188,7 +188,7 @@ def describe(
     fingerprint: str = "",
     progress: Advance = ignore,
 ) -> list[Series]:
-    """Measure the diagnostics of a decoder on `device`, and return their series (values by layer, head or query). All ranks call it.
+    """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head. All ranks call it.
 
     seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come from.
     """
@@ -211,9 +211,9 @@ def describe(
 def statistics_of(
     decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """`Measures`, and (N, 3, values) fp32: each sequence's statistics of the model, of the untrained model, and with shuffled scores.
+    """`Measures`, and each sequence's statistics of the model, untrained model, and model with shuffled scores: (N, 3, values) fp32.
 
-    Sequences are split over the ranks of `device`; every rank returns all vectors. All ranks call it.
+    Sequences are split over the ranks of `device`; every rank returns the statistics of all sequences. All ranks call it.
     """
     queries = query_indices(held_out.length, options.queries)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
@@ -232,10 +232,11 @@ def statistics_of(
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
-    """Predictions for a model of recall (docs/half-length.md), two series for each inference setting. The first is the length from which on
-    the retrieving head's median weight on the key asked for is below 1/2; the second is this weight by sequence length.
+    """Predictions for a model of recall (docs/half-length.md), two series for each inference setting, on the head whose mean weight on the
+    key asked for is largest. The first is the length from which on this head's median weight on that key is below 1/2; the second is
+    this median weight by sequence length.
 
-    Models with RoPE or learned positions, and models of other tasks than recall, have no series: the prediction was not tested on them.
+    The prediction was not tested on models with RoPE or learned positions, of other tasks, or of recall with `joined`; they have no series.
     The first series is left out if the weight is below 1/2 at the training length already, or stays above 1/2 at every length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
@@ -270,14 +271,15 @@ class _ModelSeries:
         self.bins = half_octaves(models[self.first_setting].n, models[self.first_setting].train_length)
 
     def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
-        """(statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
+        """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
                 yield from ((statistic, setting, values) for setting, values in self.models.items())
 
     def overall_means(self) -> Iterator[Series]:
-        """Series of each statistic's mean over queries, heads, layers, with intervals over documents; of mean b of statistic ~ keys^b."""
+        """Series of each statistic's mean over queries, heads and layers, with intervals over documents. Further series give the mean
+        over heads of b in fits statistic ~ n^b, where n is the number of visible keys."""
         for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED_FRACTIONS, *self.measures.accumulated]):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
             samples, statistic_values = (), values.by_head.get(statistic.name)
@@ -305,7 +307,7 @@ class _ModelSeries:
                     yield self._series(entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry))
 
     def head_means(self) -> Iterator[Series]:
-        """Series by layer and head: each statistic's mean over sequences and queries, and b and R^2 of statistic ~ (visible keys)^b."""
+        """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of its fit ~ (visible keys)^b."""
         for statistic, setting, values in self._model_values([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED_FRACTIONS]):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
@@ -315,14 +317,15 @@ class _ModelSeries:
             yield from self._head_series(statistic, setting, r_squared, f"R^2 of the {_exponent_of(statistic)}")
 
     def head_means_by_keys(self) -> Iterator[Series]:
-        """Series by layer, head and number of visible keys of each statistic's means over sequences and queries."""
+        """Series of each statistic's means over sequences and queries, by layer, head and number of visible keys."""
         for statistic, setting, values in self._model_values(self.measures.per_query):
             for low, high in self.bins:
                 by_head = self._mean_within(statistic, values, (low, high), (0, 3))
                 yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
-        """Statistic, setting, b of statistic ~ n^b for n <= `train_length` visible keys, and R^2, (layers, H) each, for each model."""
+        """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that see
+        n <= `train_length` keys. The arrays b and R^2 have the shape (layers, H)."""
         for statistic, setting, values in self._model_values(statistic for statistic in self.measures.per_query if statistic.has_exponent):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, r_squared = exponent(values.by_query[statistic.name], n, statistic.log)

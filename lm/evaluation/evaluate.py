@@ -63,7 +63,7 @@ def evaluate_runs(
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
-    """Changes that a suite makes to a configuration. Raises ConfigError if there is no suite of this name."""
+    """Changes that a suite makes to a configuration. Raises ConfigError: no such suite, or a suite file with more than an `eval` block."""
     if not name or name in SUITES:
         models = [config.model_in(phase) for phase in range(len(config.plan))]  # the checkpoint may be of any phase
         model = next((model for model in models if not model.scales_with_q), models[0])
@@ -78,7 +78,7 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 
 
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate the checkpoint at `path` of the run in `folder` by `config`, as `evaluate_runs` does; `kinds`: only these evaluations."""
+    """Evaluate the checkpoint `path` of the run `folder` by `config`, as `evaluate_runs` does; `kinds` names evaluations, if not all."""
     model = load(path)
     metadata = model.metadata
     environment = check_environment(folder / ENVIRONMENT, metadata, path)
@@ -87,7 +87,7 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 
 def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate a model folder by `config`, made by `text_config`, as `evaluate_runs` does; `kinds`: only these evaluations."""
+    """Evaluate a model folder by `config`, which `text_config` made, as `evaluate_runs` does; `kinds` names evaluations, if not all."""
     return _measure(config, model.folder, *model_on_text(model, config), open_device(config, {}), kinds)
 
 
@@ -130,7 +130,7 @@ def open_store(config: Config, model: Loaded) -> Store:
 
 
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
-    """The device to measure on, in the precision of training (`environment`: the run's environment.json) unless `config` sets another."""
+    """The device to measure on, in the precision that `config` sets, else in that of training, from `environment` (environment.json)."""
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # one device, however many the run was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)

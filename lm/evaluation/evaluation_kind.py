@@ -30,11 +30,11 @@ Advance = Callable[[int], None]  # called with the units of work done since the 
 
 
 def ignore(units: int) -> None:
-    """Do nothing: the progress callback (`Advance`) of a measurement whose progress is not displayed."""
+    """Do nothing. A measurement whose progress is not displayed calls this function as its progress callback (type `Advance`)."""
 
 
 class Measurement(ABC):
-    """Base of the kinds of evaluation: measures series of a decoder by a configuration's options, and keeps results in run folders.
+    """Base class of all evaluations, which measure series of a decoder by a configuration's options and keep results in run folders.
 
     Raises LMError when constructed: the store does not hold the data that the evaluation needs.
     """
@@ -52,7 +52,7 @@ class Measurement(ABC):
 
     @property
     def asked_plain(self) -> dict[str, Plain]:
-        """The evaluation's options in the configuration, without those that set when it runs during training, and for how long."""
+        """The evaluation's options in the configuration, without those that set when it runs during training and how long it may take."""
         return {name: value for name, value in to_plain(self.asked).items() if name not in TIMING_KEYS}
 
     def with_settings(self, **fields: Plain) -> dict[str, Plain]:
@@ -68,14 +68,14 @@ class Measurement(ABC):
     @property
     @abstractmethod
     def work(self) -> int:
-        """The total, such as the number of sequences, of the counts with which `measure` calls `progress`."""
+        """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         """Measure a decoder and return its series. All ranks call it; the decoder and the random state are not changed."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file that shows the series; None: the evaluation has no picture, and reports draw the series."""
+        """A PNG file that shows the series; None if the evaluation has no picture, and reports draw the series."""
         return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:
@@ -146,7 +146,7 @@ class Measurement(ABC):
 
 
 def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
-    """The measurements that `config.eval` asks for, the validation first; `kinds`: only measurements of these kinds.
+    """The measurements that `config.eval` asks for, the validation first; with `kinds` only measurements of these kinds.
 
     Raises LMError: the store does not hold the data that a measurement needs.
     """

@@ -26,7 +26,7 @@ class Sampling:
 
 
 class Continuation:
-    """Sequences of equal length that are continued together, a sampled token each at a time, with a cache of keys and values.
+    """Sequences of equal length that are continued together, each by one sampled token at a time, with a cache of keys and values.
 
     For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is `length` from the start (docs/n.md).
 

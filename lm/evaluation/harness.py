@@ -96,7 +96,7 @@ class HarnessLM(LM):
         return [self.prefix_token_id, *context_ids], continuation_ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log p(continuation | context) in nats, and whether each of its tokens is the most probable.
+        """Return for each (context, continuation) log p(continuation | context), nats, and whether all its tokens are the most probable.
 
         A continuation longer than `max_length` is scored in several windows, as `loglikelihood_rolling` does.
         """
@@ -109,7 +109,7 @@ class HarnessLM(LM):
         return self._keep_answers("loglikelihood", requests, self._request_scores(windows, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,): log p(text) in nats; `split_windows` scores each token once, the first one after the end-of-text token."""
+        """Return log p(text), nats, for each (text,). Tokens are scored once (`split_windows`), the first after the end-of-text token."""
         windows = [self.split_windows([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
         return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(windows, disable_tqdm)])
 
@@ -138,7 +138,7 @@ class HarnessLM(LM):
 
     @torch.no_grad()
     def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
-        """For each window: the sum of -log p (nats) over its scored tokens, and whether each of these is the most probable token.
+        """Return for each window the sum of -log p (nats) over its scored tokens, and whether every scored token is the most probable one.
 
         Windows that differ only in the last token, as the choices of many tasks do, are computed once.
         """
@@ -165,10 +165,10 @@ class HarnessLM(LM):
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """For each (context, options): the text that the model generates, up to a stop string (`until`), an end token, or the limit.
+        """Return for each (context, options) the generated text, up to a stop string (`until`), an end token, or the limit of new tokens.
 
-        Contexts of one length with one limit of new tokens are continued together. Context and new tokens fit into `max_length`: the
-        context loses tokens on the left, but keeps half of `max_length`; then the limit is lowered. The i-th request samples with seed i.
+        Contexts of one length with one limit are continued together. If context and new tokens exceed `max_length`, the context loses
+        tokens on the left, down to half of `max_length`. If that is not enough, the limit is lowered. The i-th request samples with seed i.
         """
         texts = [self._text_request(request, seed) for seed, request in enumerate(requests)]
         answers = [""] * len(texts)
@@ -291,7 +291,7 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", option
 
 
 class Downstream(Measurement):
-    """Tasks of the harness as an evaluation: a series for each metric of a task, with values by document if their mean is the metric."""
+    """Tasks of the harness as an evaluation: a series for each metric of a task, with values by document if the metric is their mean."""
 
     kind = "downstream"
 
@@ -353,7 +353,9 @@ class Downstream(Measurement):
 def _restored_random_state() -> Iterator[None]:
     """A context that restores the random states of Python, numpy and torch, which the harness seeds."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
-    with preserved_random_state():
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
+    try:
+        with preserved_random_state():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002

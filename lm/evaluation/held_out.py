@@ -1,4 +1,4 @@
-"""Held-out sequences, values computed for each sequence in batches over ranks, and loss at the training length, by position, by length."""
+"""Held-out sequences, values of each (in batches split over ranks), and losses at the training length, by position and by length."""
 
 import hashlib
 import math
@@ -38,7 +38,7 @@ class HeldOut:
     """Held-out sequences that are the same for every run and checkpoint."""
 
     sequences: np.ndarray  # (N, length + 1) token ids
-    token_bytes: np.ndarray  # (V,) UTF-8 bytes that each token stands for
+    token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
     documents: np.ndarray | None = None  # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
     sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
     answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
@@ -66,7 +66,7 @@ class HeldOut:
 
     @property
     def counts(self) -> np.ndarray:
-        """Mask, (N, length) bool, of the predictions that means include: of answer tokens in tasks, else all."""
+        """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else all predictions."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
@@ -74,11 +74,11 @@ class HeldOut:
         return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-        """A sample of `values`, (N, columns), by sequence, grouped by document; weights: (N,), None: all equal."""
+        """A sample of `values`, (N, columns), by sequence, grouped by document. `weights` of sequences: (N,), or None if all are equal."""
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of `values`, (N, length), where `counts`, over the sequences `selection`, and a sample with each sequence's mean."""
+        """The mean of `values`, (N, length), over predictions in `counts` of sequences `selection`, and a sample of sequences' means."""
         values, counts = values[selection], self.counts[selection]
         sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
         sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
@@ -86,7 +86,7 @@ class HeldOut:
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The sequences of `length` + 1 tokens of the held-out split that begin at `starts`; `isolate`: documents don't see each other."""
+        """The sequences of `length` + 1 tokens that begin at `starts` in the held-out split; with `isolate` no document sees another."""
         sequences = store.val.take(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
@@ -107,7 +107,7 @@ def spread_sequences(store: Store, config: Config, length: int, limit: int) -> H
 
 
 def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
-    """`count` test sequences, divided among the tasks by the tasks' weights; the same for all runs of these tasks. Raises NoRoom."""
+    """`count` test sequences, divided among tasks by weight, the same for all runs of these tasks. Raises NoRoom if a task does not fit."""
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(count), "right")
@@ -188,7 +188,7 @@ def by_sequence(
 
 
 def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
-    """-log p of every predicted token, (N, length) fp32, nats. Never holds T x T weights nor T x V logits. All ranks call it."""
+    """Losses -log p of predicted tokens, (N, length) fp32, nats. Holds no T x T weights or T x V logits of T tokens. All ranks call it."""
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
@@ -206,14 +206,14 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndar
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
-    """Edges 0 = e_0 < ... < e_K = length of position buckets, four an octave, with edges at seq_len x 2^i."""
+    """Edges of position buckets, from 0 to `length`: four buckets an octave, with edges at `seq_len` x 2^i for whole numbers i."""
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
     edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
 def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """Fields of a `Series` of `values`, (N, length): means by bucket of positions, a sample of them by sequence, and means by position."""
+    """Fields of a `Series` of `values`, (N, length): means by bucket of positions, a sample of sequences' means, and means by position."""
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
     axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
@@ -228,14 +228,15 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 # ---------------------------------------------------------------- loss
 
 
-UNIGRAM_TOLERANCE = 0.002  # nats per token: relative entropy of fractions of the store to weights, up to which `unigram_loss` is no bound
+UNIGRAM_TOLERANCE = 0.002  # nats per token: `unigram_loss` is no bound up to this relative entropy of the store's fractions to the weights
 
 
 def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
-    """Held-out loss of a model that knows only token frequencies of the training mixture, and its name: UNIGRAM or UNIGRAM_BOUND.
+    """Held-out loss of a model that knows only token frequencies of the training mixture, and the loss's name, UNIGRAM or UNIGRAM_BOUND.
 
     The loss is an upper bound if sources or tasks have weights other than their fractions of the store. A token's probability in the
-    mixture is at least its probability in the store times the least weight / fraction. None: a source, a task or all text has weight 0.
+    mixture is at least its probability in the store times the least ratio of weight to fraction. The loss is None if a source, a task or
+    all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not weights.all() or not (data.symbolic or data.text_weight):
@@ -359,7 +360,7 @@ class Texts(Measurement):
 
 
 class LongContext(Measurement):
-    """Loss by position of sequences beyond the training length, once for each inference setting (arXiv 2501.19399, Fig. 5)."""
+    """Loss by position in sequences beyond the training length, once for each inference setting (arXiv 2501.19399, Fig. 5)."""
 
     kind = "long_context"
 
@@ -396,8 +397,8 @@ class LongContext(Measurement):
 
 
 class ByLength(Measurement):
-    """Mean loss of the same held-out tokens, cut into sequences of each of `eval.by_length.lengths`, by inference setting: only the
-    context differs. A unit of its samples is a stretch of the longest length, with a value for each length."""
+    """Mean loss by inference setting of the same held-out tokens, cut into sequences of each of `eval.by_length.lengths`, so that only the
+    context differs. A unit of its samples is a stretch of text of the longest length, with a value for each length."""
 
     kind = "by_length"
 

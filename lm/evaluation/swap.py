@@ -67,8 +67,9 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
 class SwapMeasurement(Measurement):
     """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to RoPE.
 
-    Series for each length, by position: loss before and after (nats per token), KL(before || after) of next-token distributions (nats).
-    Further series: change of loss and KL by length, with intervals over documents, and each layer's attention drift for each length.
+    Each length has series by position of the loss before and after (nats per token) and of KL(before || after) of next-token
+    distributions (nats). It also has a series of each layer's attention drift. The change of loss and the KL have series by length, with
+    intervals over documents.
     """
 
     kind = "swap"
@@ -113,13 +114,13 @@ class SwapMeasurement(Measurement):
         return series
 
     def _position_series(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
-        """A series of means of `values`, (sequences, length), by bucket of positions, or over answer tokens if there are answers."""
+        """A series of means of `values`, (sequences, length), by position bucket, or of one mean over answer tokens if there are any."""
         if held_out.answers is not None:
             return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **fields)
         return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
 
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
-        """A series by length, for reports, of means of `values`, (sequences, length) for each length, with intervals over documents."""
+        """A series of means by length, for reports, with intervals over documents. `values`: (sequences, length) for each length."""
         means, samples = zip(*(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True)
         sequences_text = "; ".join(f"{len(sequences.sequences):,} of {sequences.length:,} tokens" for sequences in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
@@ -134,7 +135,7 @@ _LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL dive
 
 
 def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
-    """For every predicted token -log p under both models and KL(old || new): (3, N, length) float64, nats. All ranks call it."""
+    """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats. All ranks call it."""
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
@@ -150,8 +151,8 @@ def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: D
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads: (layers,) float64.
 
-    0 for equal attention, at most 1 for weights that sum to one. Layers above the first also see the changes of lower layers. Only
-    the first `DRIFT_SEQUENCES` sequences are read. All ranks call it.
+    It is 0 for equal attention, and at most 1 for weights that sum to one and are not negative. Layers above the first also see the changes
+    of lower layers. Only the first `DRIFT_SEQUENCES` sequences are read. All ranks call it.
     """
     layers, count = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
 
@@ -177,7 +178,7 @@ FIT_TOKENS, FIT_BATCHES = 2048, 8  # tokens in a batch, and batches, that `--ini
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """The evaluation of a swap, the file of its numbers, and text to print: lines about the models, notes after the tables, a warning."""
+    """The evaluation of a swap, the file of its numbers, and text to print: lines about both models, notes after the tables, a warning."""
 
     evaluation: Evaluation
     path: Path
@@ -307,7 +308,7 @@ def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
 
 
 def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
-    """The configuration by which a swapped model folder is measured: `files` name the text, `overrides` change keys, but not `model`."""
+    """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but those of `model`."""
     if (model.folder / CONFIG).is_file():
         raise RunError(f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
@@ -315,7 +316,7 @@ def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> 
 
 
 def _swapped_config(model: Loaded, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder. Imports packages that the overrides name; `load` has imported the model's packages."""
+    """The configuration of the new run folder. Imports plugins that `name` or `overrides` name; `load` has imported the model's plugins."""
     changes = overrides_in("swap", overrides)
     try:
         options = OPTIONS[name]

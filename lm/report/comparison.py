@@ -97,15 +97,15 @@ class Section:
         return {run.seeds: self.series[run, name] for run in arm.runs if (run, name) in self.series}
 
     def sha256(self, run: RunRecord) -> str | None:
-        """The sha256 of the sequences on which the run's series in the section were measured; None: the run has no series with samples.
+        """The sha256 of the sequences on which the run's series in the section were measured; None if no such series has samples.
 
-        If its series were measured on several sets of sequences: the sha256 of the sorted list of the sets' hashes.
+        If the series were measured on several sets of sequences, it is the sha256 of the sorted list of the sets' hashes.
         """
         hashes = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
         return hashes[0] if len(hashes) == 1 else hashlib.sha256(", ".join(hashes).encode()).hexdigest() if hashes else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """Number of tokens, as text, that the run had seen when its series in the section were measured; None: no such series."""
+        """Number of tokens, as text, that the run had seen when its series in the section were measured; None without such series."""
         run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
@@ -123,7 +123,7 @@ class Section:
     def interval(self, arm: ArmRuns, name: SeriesName, place: str) -> Interval | None:
         """The interval of the mean at `place`: for one run the interval of its series, for several runs Student's t interval over seeds.
 
-        With Wilson intervals, the interval over seeds is widened to contain each run's. None: the mean is not finite or has no interval.
+        With Wilson intervals, the latter is widened to contain each run's interval. None if the mean is not finite or has no interval.
         """
         run_series, mean = self.comparable_series(arm, name, place), self.mean(arm, name, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
@@ -149,7 +149,7 @@ class RunComparison:
     missing: tuple[str, ...]  # sentences on what the runs lack
     differences: tuple["Difference", ...]
     config_diff: Mapping[str, tuple[str, ...]]  # by configuration key in which arms differ, its value in each arm
-    warning: str  # words for what differs besides the normalizer (configuration, tokens seen); empty: nothing does
+    warning: str  # sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does
 
     @property
     def title(self) -> str:
@@ -163,13 +163,13 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
-        """Name and value of a finite reference level, such as the unigram cross-entropy, of a series measured in `unit`; None: no level."""
+        """Name and value of a finite reference level, such as the unigram cross-entropy, of a series measured in `unit`; else None."""
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
         return next(((name, level) for series in unit_series for name, level in series.references.items() if np.isfinite(level)), None)
 
 
 def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
-    """Whether `value(run)` is equal for all runs (None: equal, but some runs don't record it), and its text, by arm if arms differ."""
+    """Whether `value(run)` is equal for all runs (None if equal, but unrecorded for some), and the value as text, by arm if arms differ."""
     texts_by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in arms]
     distinct_texts = set().union(*texts_by_arm)
     arm_texts = [", ".join(texts) for texts in texts_by_arm]
@@ -201,9 +201,9 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
 
 
 def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunComparison:
-    """Compare `arms`, which have runs, with the baseline; without runs of the baseline there are no differences.
+    """Compare `arms`, each of which has runs, to the baseline arm; if the baseline has no runs, there are no differences.
 
-    names: labels of all arms, of those without runs, too; the baseline's first.
+    names: labels of all arms, also of arms that have no runs; the label of the baseline comes first.
     """
     sections = _make_sections(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
@@ -291,7 +291,7 @@ def arm_label(run: RunRecord) -> str:
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
     """Map each configuration key in which arms differ to its values in each arm, as text.
 
-    Null (off) equals a missing key: an older run without a key does not differ from a newer run that leaves it off.
+    A null value (off) counts as a missing key: an older run without a key does not differ from a newer run that leaves it off.
     """
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
     run_texts = {key: [[printable(yaml_scalar(run.flat.get(key, _MISSING_VALUE))) for run in arm.runs] for arm in arms] for key in keys}
@@ -362,7 +362,7 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 
 
 def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesName) -> Difference:
-    """The difference of `arm` to `base` in series `name`, at the last place measured in both arms, or if they share none, in either arm."""
+    """The difference of `arm` to `base` in series `name`, at the last place measured in both arms, else in either arm."""
     series_by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples} for runs in (arm, base)]
     arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in series_by_seeds)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
@@ -381,7 +381,7 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
 
 
 def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
-    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units`: by seeds, of arm and of baseline."""
+    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units` of arm and baseline are by seeds."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
     for label, units_by_seeds in zip(labels, (arm_units, base_units), strict=True):
         if not units_by_seeds:

@@ -45,7 +45,7 @@ class DrawnRun(NamedTuple):
     seed: int
     state: str
     record: RunRecord
-    label: str  # its name on the page
+    label: str  # the run's name on the page
 
 
 def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
@@ -76,7 +76,7 @@ def _seed_count(count: int) -> str:
 
 
 def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: RunComparison | None) -> Picture | None:
-    """A picture of logged metrics as functions of tokens seen; None: nothing is logged.
+    """A picture of logged metrics as functions of tokens seen; None if no metric has a curve.
 
     Args:
         names: names of the arms, whose order decides their colours.
@@ -153,7 +153,7 @@ SeriesBySeeds = Mapping[tuple[int, ...], Series]
 def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
     """A picture of a section's series along their axis: for each series name, panels of values and of paired differences to the baseline.
 
-    None: the series have a single point or range and no reference level, so that the section's table shows as much.
+    It is None if the series have a single point or range and no reference level, so that the section's table shows as much.
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
@@ -227,7 +227,7 @@ def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySee
 def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], bands: Sequence[Interval | None]) -> list[Trace]:
     """A trace of each seed, and a trace of the mean over seeds. The caller sets the traces' arm.
 
-    `values`: by x, the values of all runs in the order of `seeds`. `bands`: the interval of the mean at each x; empty: no intervals.
+    `values` has, by x, the values of all runs in the order of `seeds`. `bands` has the interval of the mean at each x, or is empty.
     """
     if not values:
         return []

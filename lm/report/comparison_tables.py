@@ -23,7 +23,7 @@ REPORTING_NOTE = (
     "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 )
 OWN_SEEDS_NOTE = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
-AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # words for whether all runs agree
+AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show `Fact.agrees`
 TimeSpan = tuple[datetime, datetime]
 
 
@@ -65,7 +65,7 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
 
 
 def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
-    """The mean of the values that are not None, divided by `unit`, as text with four digits or `decimals` decimals; None: no values."""
+    """The mean of the values that are not None, divided by `unit`, as text with four digits or `decimals` decimals; None without values."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -103,7 +103,7 @@ def _interval_unit(unit: str, noise_source: str) -> str:
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of differences to the baseline that have an interval; a column for each `noise_source`."""
+    """A table of the differences to the baseline that have an interval, with a column of differences for each `Interval.noise_source`."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.name.metric) for difference in differences]
@@ -170,7 +170,7 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
 
 
 def _costs(run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
-    """A run's costs by (name, unit), None where the run folder records no cost. `spans`: start and end of training by run folder."""
+    """A run's costs by (name, unit), None where the run folder records none. `training_spans`: start and end of training by run folder."""
     seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # the run's own, as the seconds are
     tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
@@ -299,7 +299,7 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
-    """Text on how many sequences, of which length, a section's series of a run were measured on, by task; None if no series says it."""
+    """Text on number and length of the sequences on which a run's series in a section were measured, by task; None if no series says it."""
     subject_amounts = [
         (name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run and series.shown.amount
     ]
@@ -307,7 +307,7 @@ def _sequences_text(section: Section, run: RunRecord) -> str | None:
 
 
 def corpus_text(run: RunRecord) -> str | None:
-    """The source of a run's text (left out for symbolic tasks), its numbers of tokens and documents, as text; None: nothing is recorded."""
+    """Text on a run's data: source (left out for symbolic tasks), and numbers of tokens and documents; None if nothing is recorded."""
     counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # without the machine's folder
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
     return _settings_text({**source, **counts})

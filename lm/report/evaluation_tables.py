@@ -15,14 +15,14 @@ SETTING_HEADING = "inference setting"  # heading of the column that says how the
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
-MAX_NUMBERS = 24  # most numbers without an interval of a model in a table; of more, the ends of curves are printed
+MAX_NUMBERS = 24  # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
 
 CellTexts = dict[tuple[tuple[int, str, str], Column], str]  # texts by row (number of the evaluation, inference setting, place) and column
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """One evaluation of one checkpoint of a run. `cached`: read from the run folder, not measured anew."""
+    """One evaluation of one checkpoint of a run. `cached` says whether it was read from the run folder, not measured anew."""
 
     folder: Path
     evaluation: Evaluation

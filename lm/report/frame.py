@@ -18,7 +18,7 @@ from lm.runs.record import RunRecord, divergence, read_run
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED_COLUMNS = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
 COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
-LOGGED_KIND = "log"  # the column `kind` of numbers that were logged while training
+LOGGED_KIND = "log"  # value of the column `kind` for numbers that were logged while training
 
 RowBlock = dict[str, object]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
 

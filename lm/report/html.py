@@ -35,7 +35,7 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A part of a page section, whose `kind` says how its content is shown. `name`: name of its files, without suffix; empty: no files."""
+    """A part of a page section; `kind` says how its content is shown. `name` is its files' name without suffix, empty if it has none."""
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]

@@ -1,4 +1,4 @@
-"""Pictures as data: panels of lines, dots, intervals, bars and maps; drawn as SVG and PNG, with their numbers as CSV."""
+"""Pictures as data: panels of lines, dots and intervals, and heat maps. They are drawn as SVG and PNG, and their numbers written as CSV."""
 
 import io
 import re
@@ -72,7 +72,7 @@ class Trace:
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    dashes: int = 0  # number of the trace's dash pattern; 0: solid, and other dashes for each further seven arms
+    dashes: int = 0  # number of the trace's dash pattern; 0: solid for the first seven arms, another pattern for each seven more
     hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
     # whether its panel has a legend that names it (even without points); else the arm is named above all panels
     in_legend: bool = False
@@ -156,13 +156,13 @@ class Picture:
 
     @property
     def crowd_note(self) -> str:
-        """A note on what crowded panels leave out (`Panel.is_crowded`); empty: no panel is crowded."""
+        """A note on what crowded panels leave out (`Panel.is_crowded`); empty if no panel is crowded."""
         is_crowded = any(isinstance(panel, Panel) and panel.is_crowded for panel in self.panels)
         return " Of so many arms means alone are drawn; seeds and intervals are in the CSV." * is_crowded
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """One picture for each panel, so that a page can arrange them by its width; a picture with maps is not divided."""
+        """One picture for each panel (None for an empty place), for a page to arrange by its width; a picture with maps is not divided."""
         if self.has_maps:
             return [self]
         single_panels = [panel and replace(self, panels=[panel], columns=1, names_arms=False) for panel in self.panels]
@@ -327,7 +327,7 @@ def _legend_entry_count(panel: Panel) -> int:
 
 
 def _draw_trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
-    """Draw a trace. `is_alone`: its arm has no other line, and a seed is drawn as thick as a mean. `has_band`: means show intervals."""
+    """Draw a trace. With `is_alone` its arm has no other line, and a seed is as thick as a mean. With `has_band` means show intervals."""
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     point_style = style | {"linestyle": "none"}
@@ -413,5 +413,5 @@ def write_note(axes: Axes, text: str, xy: tuple[float, float], offset: tuple[int
 
 
 def plain_ticks(values: Sequence[float]) -> dict[float, str]:
-    """Axis labels by value: plain numbers below 10,000, and multiples of 1024 from there on, as `16k`."""
+    """Axis labels by value: plain numbers below 10,000, and multiples of 1024 from there on, such as `16k`."""
     return {value: number(value) if value < 10_000 else f"{value / 1024:g}k" for value in values}

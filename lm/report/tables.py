@@ -66,7 +66,7 @@ FilledColumn = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 @dataclass(frozen=True)
 class Table:
-    """A table as columns, each with its cells in the order of rows. Label columns come first, the arm's before all others."""
+    """A table as columns, each with its cells in the order of rows. Label columns come first, and the column of arms before all others."""
 
     title: str
     unit: str  # unit of most columns
@@ -101,7 +101,7 @@ def printable(text: str) -> str:
 
 
 def digits(value: float | None) -> str | None:
-    """A value as text: with four decimals below a magnitude of 100, else with four significant digits; `not finite`; None stays None."""
+    """A value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for NaN or inf, None for None."""
     if value is None:
         return None
     if not np.isfinite(value):
@@ -181,7 +181,7 @@ def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tupl
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """The content of the file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON: null for NaN, inf."""
+    """The content of file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON has null for NaN, inf."""
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
