@@ -1,4 +1,4 @@
-"""lm compares attention normalizers in language models. Its public functions: load, train, evaluate, compare, judge and results."""
+"""lm compares attention normalizers in language models. Its public functions are load, train, evaluate, compare, judge and results."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -153,7 +153,10 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if memory ran out, a Rust library failed or a plugin is or may be the cause; empty for a defect of lm."""
+    """Return a one-line message if `error` comes from a lack of memory, a Rust library or, certainly or perhaps, a plugin.
+
+    Return an empty text if the cause is a bug of lm instead.
+    """
     if out_of_memory(error):
         requested_memory = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         remedy = _MEMORY_REMEDIES.get(sys.argv[1], "") if len(sys.argv) > 1 else ""
@@ -181,7 +184,7 @@ def _plugin_message(error: BaseException) -> str:
 
 
 def _discard_output() -> None:
-    """Discard output that could not be written to stdout: the interpreter would try to write it again at exit."""
+    """Discard output that could not be written to stdout, since the interpreter would try to write it again at exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -38,12 +38,13 @@ def one_line(error: BaseException, limit: int | None = 300) -> str:
 
 def abbreviated(text: str, limit: int = 300) -> str:
     """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters in all."""
-    line = " ".join(text[: 2 * limit].split())
+    line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
 
 def as_written(value: object) -> str:
-    """Return a value as text for messages: null, true and false as in YAML, also within lists and maps; other values as Python's repr."""
+    """Return a value as text for messages: null, true and false are written as in YAML, also within lists and maps,
+    other values as by Python's repr."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
@@ -52,12 +53,13 @@ def as_written(value: object) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that CPU or GPU memory ran out: Python's MemoryError, or torch's error, for the CPU a RuntimeError."""
+    """Return whether `error` says that CPU or GPU memory ran out. Such an error is Python's MemoryError, torch's OutOfMemoryError for a
+    GPU, or torch's RuntimeError for the CPU."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def panicked(error: BaseException) -> bool:
-    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors): a BaseException, but no Exception."""
+    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors), a BaseException that is no Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -33,7 +33,7 @@ def expand_home(path: str | os.PathLike) -> Path:
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A context that yields an empty file in the folder of `path`, open for writing, and the file's path. The file is deleted at the end,
-    unless the caller renamed it. Unfinished files that ended processes left in the folder are deleted, too."""
+    unless the caller renamed it. Unfinished files left in the folder by processes that have ended are deleted, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
     try:
@@ -51,10 +51,11 @@ def unfinished(path: Path) -> str:
 
 
 def _delete_abandoned(new_path: Path) -> None:
-    """Delete unfinished files and folders that ended processes left in the folder of `new_path`, which this process has just made.
+    """Delete unfinished files and folders left by processes that have ended. Only the folder of `new_path` is searched; `new_path` is a
+    file or folder that this process has just made.
 
     Files of other machines are deleted if they are `ABANDONED_SECONDS` older than `new_path`. For files of this machine, the process id
-    and start time in the name tell whether the process has ended; file locks would not work on all file systems.
+    and start time in the name tell whether the process has ended, since file locks would not work on all file systems.
     """
     pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
     for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
@@ -151,7 +152,7 @@ def check_new(path: Path) -> None:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error occurs. Unfinished
-    folders that ended processes left beside `path` are deleted, too.
+    folders left beside `path` by processes that have ended are deleted, too.
 
     Raises RunError: `path` exists and is not empty, or can't be made.
     """
@@ -175,7 +176,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[str]:
-    """A context that holds a lock on a file against other processes. A missing file is created; the lock ends with the process at latest.
+    """A context that holds a lock on a file against other processes. A missing file is created. The lock ends
+    with the process at the latest.
 
     Args:
         on_conflict: called if another process has the lock; unless the call raises, this process then waits for the lock.
@@ -343,7 +345,8 @@ class FileHashes:
 
 
 def sources_sha256(paths: Iterable[str | Path]) -> str:
-    """Return 16 hex digits of a sha256 over relative paths and contents of files in `paths`, and of .py and .cpp files in folders there."""
+    """Return 16 hex digits of a sha256 over the relative paths and contents of files. These are the files that `paths` names and all .py
+    and .cpp files in the folders that `paths` names."""
     digest = hashlib.sha256()
     for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:

@@ -9,7 +9,7 @@
 A normalizer is named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}` (docs/normalizers.md).
 n comes from positions in documents, never from a tensor's width.
 
-Shapes: B sequences, T queries, S keys, H heads of queries, K of keys and values (H is a multiple of K), D head size, C width.
+Shapes: B sequences, T queries, S keys, H heads of queries, K heads of keys and values (H is a multiple of K), D head size, C width.
 """
 
 import json
@@ -49,7 +49,8 @@ def attention(
     train_length: int | None = None,
     x: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention, weights x values: (B, H, T, D) in the dtype of v, differentiable in q, k, v, x and the parameters.
+    """Return the output of attention (the weighted sums of values), (B, H, T, D) in the dtype of v. It is differentiable in q, k, v, x and
+    the parameters.
 
     Args:
         q: (B, H, T, D), after RoPE and norms.
@@ -58,13 +59,14 @@ def attention(
         parameters: the normalizer's parameters in this layer, by the names that the function `parameters` gives.
         positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and each sequence must begin with 0.
             Or an `AttentionLayout` of `make_layout`, made once for all layers.
-        cu_seqlens: (N + 1,), where each of N documents begins among the B T tokens of all sequences, and B T as the last entry.
+        cu_seqlens: (N + 1,), the index at which each of N documents begins among the B * T tokens of all sequences, then B * T.
         train_length: the training length m, for normalizers whose formula or parameters depend on m.
         x: the attention layer's input (B, T, C), which the normalizers asentmax and forget read.
 
     Raises:
         ConfigError: no such normalizer or option, or an argument that the normalizer needs was not given.
-        ValueError: parameters whose names or shapes differ from those of `parameters`, or tensors, positions or lengths that don't match.
+        ValueError: parameters with other names or shapes than the function `parameters` gives them, or tensors, positions or lengths
+            that don't match.
     """
     return _call_normalizer(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
 
@@ -88,7 +90,8 @@ def scaled(
 
 
 def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> dict[str, Tensor]:
-    """Return the normalizer's initial parameters for one layer, {name: fp32 tensor on the CPU}. MLP weights are drawn by torch's generator.
+    """Return the normalizer's initial parameters for one layer, {name: fp32 tensor on the CPU}. If the normalizer has MLPs, the
+    weights of their first layers are drawn from torch's random generator.
 
     Args:
         train_length: number of tokens in a training sequence.

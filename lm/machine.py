@@ -140,16 +140,17 @@ def process_start(pid: int) -> str:
 def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
     """Return the environment variables for an `lm` child process; on Linux they make the child stop when this process ends in any way.
 
-    gpus: the GPUs that the child sees, as CUDA_VISIBLE_DEVICES names them; None: all GPUs that this process sees.
+    gpus: the GPUs that the child sees, as CUDA_VISIBLE_DEVICES names them; with None it sees all GPUs that this process sees.
     """
     gpu_variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return {**os.environ, **gpu_variables, _PARENT_VARIABLE: str(os.getpid())}
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Make Linux send this process the signal `number` when the parent that set `child_environment` ends; exit if the parent has ended.
+    """Make Linux send this process the signal `number` when the parent that started it with `child_environment` ends.
 
-    The child requests the signal itself: code between fork and exec (`preexec_fn`) may wait forever for a lock that another thread held.
+    If the parent has ended already, exit. The child requests the signal itself, since code between fork and exec (`preexec_fn`) may wait
+    forever for a lock that another thread held.
     """
     parent = os.environ.pop(_PARENT_VARIABLE, "")
     if parent and sys.platform == "linux":

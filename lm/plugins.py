@@ -2,9 +2,9 @@
 
 Modules of lm declare the kinds of plugins, each a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
 
-A plugin is imported only if the user named it, in a configuration or on the command line of this process (`trusted`), or allowed its
-package (`allow`). A plugin that only a checkpoint, run folder or export names is imported only if its package is allowed.
-docs/normalizers-own.md and docs/extending.md describe the requirements on a plugin.
+A plugin is imported only if the user named it, in a configuration or on the command line of this process (`Plugins.trusted`), or
+allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run folder or export names is imported only if its package is
+allowed. docs/normalizers-own.md and docs/extending.md describe the requirements on a plugin.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class Plugin(NamedTuple):
 
 
 class Plugins:
-    """Imports plugins: holds the packages that `allow` permits, and the imported plugins by `package.module:Class`."""
+    """Imports plugins. An instance holds the packages that `allow` permits and, by `package.module:Class`, the imported plugins."""
 
     def __init__(self) -> None:
         self._allowed_packages: set[str] = set()
@@ -103,7 +103,7 @@ class Plugins:
         return self._plugins[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
-        """If an installed entry point has the name of lm's own class, note once on stderr that the user's `name` selects lm's class."""
+        """Print once on stderr that the user's `name` selects a class of lm, if an installed entry point has this name, too."""
         if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
         self._noted_names.add((kind.group, name))
@@ -145,7 +145,7 @@ PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
 class Table(dict[str, type]):
-    """A registry {name: options class} of lm's classes and plugins of one kind: lookup imports plugins, iteration leaves plugins out."""
+    """A registry {name: options class} of lm's classes and plugins of one kind. A lookup imports a plugin; iteration leaves plugins out."""
 
     def __init__(self, kind: Kind, options: Mapping[str, type]):
         super().__init__(options)

@@ -14,7 +14,7 @@ LINES_PER_RUN = 20  # approximate number of progress lines in a training run
 class Progress:
     """Shows messages and progress on stderr.
 
-    mode: `auto`: bars on a terminal, lines elsewhere; `bar` or `lines` everywhere; `none`: silent.
+    mode: `auto` shows bars on a terminal and lines elsewhere; `bar` shows bars everywhere, `lines` shows lines, `none` shows nothing.
     """
 
     def __init__(self, mode: str = "auto"):
@@ -27,10 +27,11 @@ class Progress:
 
     @contextmanager
     def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
-        """Show a progress bar, unless `mode` shows lines. Yields a function f(units, text=...) that adds units done, e.g. bytes.
+        """A context that shows a progress bar, unless `mode` asks for lines or silence. Yields a function f(units, text=...) that adds
+        newly done units, e.g. bytes, and sets the text of a column that shows `text`.
 
         Args:
-            total, n_done: number of units in all (None: unknown), and number of units that were done before.
+            total, n_done: number of units in all (None if unknown), and number of units that were done before.
             columns: rich columns to show right of the bar; by default the number of units done and the remaining time.
         """
         bars = progress.Progress(
@@ -47,7 +48,8 @@ class Progress:
 
     @contextmanager
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show progress over `total` bytes, `n_done` of them done before. Yields a function f(n_bytes) that adds newly done bytes."""
+        """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before. Yields a function
+        f(n_bytes) that adds newly done bytes."""
         if self.lines:
             self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
         columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
@@ -71,7 +73,8 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Shows the progress of a training run in steps, with loss, speed and remaining time; prints a line at each twentieth of the run."""
+    """Shows the progress of a training run in steps, with loss, speed and remaining time. Lines, where they replace the bar, are printed at
+    each twentieth of the run."""
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)

@@ -1,9 +1,10 @@
 """Dataclasses as configuration schemas: built with strict checks from plain data (values, lists and maps, as in YAML), and documented.
 
 A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
-(a nested dataclass or null) or `sections` (a list of nested dataclasses). A field of `variant` holds a block (a map of keys) whose `name`
-picks one of several dataclasses; `variants` makes a list or a map of such blocks. A field's metadata describe its content: values within
-`limits`, blocks of one `schema`, or blocks of a `table` {name: schema}; `many` is list or dict if the field holds several blocks.
+(a nested dataclass or null) or `sections` (a list of nested dataclasses). A field made by `variant` holds a block (a map of keys) whose
+`name` picks one of several dataclasses. A field made by `variants` holds a list or a map of such blocks. A field's metadata describe
+its content: values within `limits`, blocks of one `schema`, or blocks of a `table` {name: schema}. `many` is list or dict if the field
+holds several blocks.
 `build` checks plain data against a schema and collects every problem instead of stopping at the first.
 """
 
@@ -36,7 +37,7 @@ def fields(schema: type) -> tuple[dataclasses.Field, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number or of each number in a list or map; None: no bound."""
+    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number or of each number in a list or map; None means no bound."""
 
     gt: float | None = None
     ge: float | None = None
@@ -159,7 +160,8 @@ def block_of(spec: dataclasses.Field) -> type | None:
 
 
 def key_field(schema: type, path: str) -> dataclasses.Field | None:
-    """Return the dataclass field that declares the key at the dotted `path`; None: no such key, or `path` leads into a key's plain data."""
+    """Return the dataclass field that declares the key at the dotted `path`. None if there is no such key, or if `path` leads into a
+    key's plain data."""
     specs = _fields_at(schema, path)
     return specs[-1] if len(specs) == path.count(".") + 1 else None
 
@@ -189,7 +191,8 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
     """Return an instance of `schema` made from plain `data`; append the problems found in `data`, such as unknown keys, to `problems`.
 
-    table: the {name: dataclass} from which a block's `name` selected `schema`; a remedy for an unknown key names dataclasses that have it.
+    table: the {name: dataclass} from which a block's `name` selected `schema`; if others of these dataclasses have an unknown key, the
+    remedy names them.
     """
     if not isinstance(data, Mapping):
         problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
@@ -279,9 +282,10 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
 
 
 def build_named(table: Mapping[str, type], value: Plain, path: str, default: str | None = None):
-    """Return the dataclass instance that `value`, a name or a block with a `name`, selects from `table`; errors call it `path`.
+    """Return the dataclass instance that `value`, a name or a block with a `name`, selects from `table`. `path` is the path of `value` in
+    errors.
 
-    default: the name for a block without a name; None: each block must have a name.
+    default: the name for a block without a name; if None, each block must have a name.
 
     Raises ConfigError: all problems of single keys in one message; if there are none, all problems that the block reports itself.
     """
@@ -378,7 +382,8 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
 
 
 def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """Return `config` as nested plain data for `build`, with each variant's `name`; `whole`: include `omit_default` keys with defaults."""
+    """Return `config` as nested plain data for `build`, with each variant's `name`. Keys made with `omit_default` are left out while
+    they have their default, unless `whole` is true."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}

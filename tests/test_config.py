@@ -16,7 +16,7 @@ from lm.config.data_config import Files
 from lm.config.load import load, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, abbreviated
 from lm.evaluation.evaluate import suite_changes
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
@@ -553,3 +553,8 @@ def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
 def test_the_json_schema_has_every_key_of_the_top_level():
     schema = json.loads(lm("config", "--schema").stdout)  # tests/test_json_schema.py validates by it
     assert schema["properties"].keys() == {"base", *(spec.name for spec in fields(Config))}
+
+
+def test_a_text_with_much_space_is_not_cut_without_saying_so():
+    assert abbreviated("a" + 700 * " " + "b") == "a b"
+    assert abbreviated(400 * "a ", 20) == "a a a a a a a a  ..."

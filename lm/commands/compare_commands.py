@@ -43,7 +43,7 @@ def compare(
 ) -> None:
     """Train and compare the arms of an experiment.
 
-    A file names arms, seeds and learning rates; several are worked on one after the other. Finished runs are kept and
+    A file names arms, seeds and learning rates; several files are worked on one after the other. Finished runs are kept and
     interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
@@ -87,7 +87,7 @@ def judge(
 ) -> None:
     """Judge anybody's runs from a table.
 
-    Columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
+    The table has the columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
     """
     from lm.experiments.run_table import judge_table
     from lm.experiments.summary import print_verdicts

@@ -90,7 +90,7 @@ def rate_of_zero(options: Optimizer) -> None:
 
 
 def resumed_state(options: Optimizer) -> None:
-    """training from the optimizer's state, saved by parameter name, goes on to the bit
+    """training resumed from the optimizer's state, which is saved by parameter name, goes on to the bit as if it had not stopped
 
     keep what a step needs from earlier steps in `self.state[parameter]`, as tensors or numbers
     """
@@ -108,7 +108,7 @@ def resumed_state(options: Optimizer) -> None:
 
 
 def implied_state(options: Optimizer) -> None:
-    """a step on torch's meta device makes state of the same names and shapes as a real step, by which checkpoints are checked
+    """a step on torch's meta device makes optimizer state of the same names and shapes as a real step; lm checks checkpoints by this
 
     create state by `torch.zeros_like(parameter)`, and read no number of a tensor on the host
     """
@@ -120,7 +120,7 @@ def implied_state(options: Optimizer) -> None:
 
 
 def same_documents(source: OutsideSource) -> None:
-    """`documents` gives texts, at least one that is not blank, and the same at every call
+    """`documents` gives the same texts at every call, and at least one of them is not blank
 
     read from files or a fixed seed, in a fixed order
     """
@@ -133,7 +133,7 @@ def same_documents(source: OutsideSource) -> None:
 def plain_identity(source: OutsideSource) -> None:
     """`identity` is plain data, the same each time, and label and licence are texts
 
-    numbers, texts, lists and maps, e.g. the sha256 of the files that are read
+    plain data are numbers, texts, lists and maps, e.g. the sha256 of the files that are read
     """
     require(json.loads(json.dumps(source.identity())) == source.identity(), "`identity` differs, or is not what JSON holds")
     require(isinstance(source.label, str) and isinstance(source.licence(), str), "label or licence is no text")
@@ -165,7 +165,7 @@ def answers_in_place(task: Task) -> None:
 
 
 def different_sequences(task: Task) -> None:
-    """sequences differ, and test sequences from training sequences
+    """all sequences, training and test, differ from one another
 
     `entropy` is at most the entropy of a sequence, in nats
     """
@@ -219,7 +219,7 @@ def _measure_twice(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Pl
 
 
 def same_numbers(options: EvaluationConfig) -> None:
-    """it gives series that JSON can hold, the same each time, and is wanted with these options
+    """the evaluation gives the same series each time, which JSON can hold, and `wanted` is true with these options
 
     give the options that switch it on; draw from a generator of a fixed seed
     """
@@ -230,7 +230,7 @@ def same_numbers(options: EvaluationConfig) -> None:
 
 
 def leaves_model(options: EvaluationConfig) -> None:
-    """weights and the decoder's mode stay as they are
+    """the decoder's weights and its evaluation mode stay as they are
 
     train a copy, if you train; lm restores the state of random numbers
     """
@@ -240,7 +240,7 @@ def leaves_model(options: EvaluationConfig) -> None:
         require(not decoder.training, "the decoder is left in training mode")
 
 
-KINDS: dict[str, tuple[Table, tuple[Callable[..., None], ...]]] = {  # the table and the checks, as in `checked_promises`
+KINDS: dict[str, tuple[Table, tuple[Callable[..., None], ...]]] = {  # by kind: its table of classes, and its checks
     "optimizer": (OPTIMIZERS, (lower_loss, rate_of_zero, resumed_state, implied_state)),
     "source": (SOURCES, (same_documents, plain_identity)),
     "task": (TASKS, (pure_sequences, answers_in_place, different_sequences)),

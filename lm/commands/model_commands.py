@@ -95,7 +95,7 @@ def diagnose(
     """Describe the attention of trained models.
 
     Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled scores
-    (docs/diagnostics.md). Those of runs are kept in evaluations/. With --text: maps of single heads' weights.
+    (docs/diagnostics.md). Statistics of a run are kept in its folder evaluations/. --text draws maps of single heads' weights instead.
     """
     sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")
     check_out_file(out)

@@ -99,7 +99,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
         verbose: whether progress is printed.
 
     Returns:
-        The measured values, with the columns of `lm.results`; of a model folder, only `run` and `folder` describe the run.
+        The measured values, with the columns of `lm.results`; a model folder has only the columns `run` and `folder` to describe it.
 
     Raises LMError: `lm eval` would end with this error.
     """
@@ -116,7 +116,7 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
 
     Args:
         arguments: the experiment's file or its name among the presets, and overrides of the base configuration as in `train`.
-        jobs: runs at a time; None: all GPUs, or one on a CPU.
+        jobs: largest number of runs at a time; by default one on each GPU, or one on a CPU.
         train: whether to train runs; False: judge the runs that are there.
         verbose: whether plan, progress and verdicts are printed.
 

@@ -105,7 +105,7 @@ def check_extension(
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """Print a line for each (label, promise, breach); an empty breach: the promise is kept. Raises typer.Exit if any is broken."""
+    """Print a line for each (label, promise, breach), where an empty breach means a kept promise. Raises typer.Exit if any is broken."""
     broken_count = 0
     for label, promise, breach in results:
         broken_count += bool(breach)
@@ -151,7 +151,7 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     """Train a model.
 
     Everything about the run is written to its run folder, runs/NAME, where NAME is the name of the first YAML file
-    (without one `run`) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
+    (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
     with without_garbage_collection():
         from lm.config.load import load

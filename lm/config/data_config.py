@@ -23,7 +23,7 @@ class SequenceLengths:
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """Map each step from which a sequence length is used to the length; empty if the step alone does not determine the length."""
+        """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the length."""
         return {}
 
     def weights_by_length(self) -> dict[int, float]:
@@ -131,7 +131,8 @@ class DocumentLengths(SequenceLengths):
 
     After Dataset Decomposition (arXiv 2405.13226). A document of D tokens is cut into D // `data.seq_len` pieces of `data.seq_len` tokens.
     The remaining D % `data.seq_len` tokens are cut into pieces by binary digits: 100 = 64 + 32 + 4 gives pieces of 64 and 32 tokens.
-    Up to 15 tokens fit in no piece; each epoch draws how many of them are skipped at the start. Documents below 16 tokens are left out.
+    Up to 15 tokens fit in no piece; each epoch draws how many of them are skipped at the document's start. Documents below 16 tokens are
+    left out.
     """
 
     name: ClassVar[str] = "documents"
@@ -267,7 +268,8 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data, e.g. file hashes, that change if the documents do; lm identifies token stores by them, the options and the code."""
+        """Plain data, e.g. file hashes, that change if the documents do. lm identifies a token store by this data, the source's options and
+        the plugin's code."""
 
     def licence(self) -> str:
         """The licence of the text."""
@@ -463,6 +465,7 @@ class DataConfig:
 
     @property
     def text_weight(self) -> float:
-        """Fraction of the training sequences that are plain text, without a task: 1 - the sum of the tasks' weights, or 0 if below 1e-6."""
+        """Fraction of the training sequences that are plain text, without a task. It is 1 minus the sum of the tasks' weights, or 0 if that
+        is at most 1e-6."""
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

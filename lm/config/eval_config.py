@@ -24,7 +24,7 @@ MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
 MAX_OVERRUN = 7  # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
 MAX_SEQUENCES = 10**6
 MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
-SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # of the suite `full`, with YaRN
+SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # in the suite `full`, with YaRN
 
 
 @dataclass
@@ -34,7 +34,8 @@ class Timing:
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Whether the evaluation runs after `step`: at every multiple of `every`, and at each of the fractions `at` of `max_steps`."""
+        """Return whether the evaluation runs after `step`. It runs after each multiple of `every` and each of the fractions `at` of
+        `max_steps`."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
 
 
@@ -56,15 +57,17 @@ class EvaluationConfig(Timing):
         return bool(getattr(self, self.switch))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
-        """Yield contradictions between this block and other keys, by paths relative to this block; called only if the evaluation is on."""
+        """Yield a problem, with a path relative to this block, for each contradiction between this block and other keys. This method is
+        called only if the evaluation is on."""
         return ()
 
     def metrics(self, data: DataConfig) -> list[str] | None:
-        """Names in metrics.jsonl of metrics with one value per sequence or question; None if unknown before the evaluation has run."""
+        """Names, in metrics.jsonl, of the metrics that are measured for each sequence or question; None if unknown before the
+        evaluation has run."""
         return None
 
     def inference_problems(self, normalizers: list[Options]) -> Iterator[Problem]:
-        """Yield problems of normalizer options in this block's inference settings: none of `normalizers` has the option, or its value is
+        """Yield a problem for each normalizer option in this block's inference settings that none of `normalizers` has or whose value is
         invalid. These options are checked even if the evaluation is off, as the values of other keys are."""
         settings: list[InferenceSetting] = getattr(self, "inference", [])
         for index, setting in enumerate(settings):
@@ -84,7 +87,8 @@ class EvaluationConfig(Timing):
 def size_problems(
     path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last_position: bool, overrun: int = 0
 ) -> Iterator[Problem]:
-    """Yield problems of the key `path`: more than `MAX_TOKENS` tokens in all sequences, or a sequence beyond the model's last position.
+    """Yield a problem of the key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and if one of them goes beyond the
+    model's last position.
 
     longest_factor: length of a sequence, in training lengths; there are `sequences` of them. has_last_position: whether the model has no
     position beyond the training length. overrun: the number of tokens read after the end of a sequence.

@@ -31,7 +31,10 @@ class RopeScaling:
         return theta
 
     def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
-        """Radians per token of each pair, (pairs,), at scaling factor `s`; `periods`: periods of each pair within the training length."""
+        """Radians per token, (pairs,), by which each pair of dimensions rotates at scaling factor `s`, from its `frequencies` in training.
+
+        periods: (pairs,), the number of each pair's periods within the training length.
+        """
         return frequencies
 
     def logit_factor(self, s: float) -> float:
@@ -52,7 +55,8 @@ class ThetaFactor(RopeScaling):
 
 @dataclass(frozen=True)
 class Interpolation(RopeScaling):
-    """Position interpolation, arXiv 2306.15595: all frequencies divided by s, which is `factor`, or the length in training lengths."""
+    """Position interpolation, arXiv 2306.15595, which divides all frequencies by s. s is `factor` or, if that is null, the sequence's
+    length in training lengths, at least 1."""
 
     name: ClassVar[str] = "interpolation"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -63,7 +67,8 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling by factor s: theta times s^(D / (D - 2)) for head size D. Divides the lowest frequency by s, keeps the highest."""
+    """NTK-aware scaling, which multiplies theta by s^(D / (D - 2)), D the head size. It divides the lowest frequency by s and keeps the
+    highest."""
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -74,7 +79,7 @@ class NTK(RopeScaling):
 
 @dataclass(frozen=True)
 class YaRNScaling(RopeScaling):
-    """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs, and a temperature."""
+    """YaRN, arXiv 2309.00071: interpolation of low-frequency pairs of dimensions, and a temperature."""
 
     name: ClassVar[str] = "yarn"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -97,7 +102,8 @@ ROPE_SCALINGS = {v.name: v for v in (RopeScaling, ThetaFactor, Interpolation, NT
 
 @dataclass(frozen=True)
 class InferenceSetting:
-    """RoPE scaling and normalizer options with which a trained model is evaluated (`lm.model.swapped.for_inference`); weights stay."""
+    """RoPE scaling and normalizer options with which a trained model, its weights unchanged, is evaluated
+    (`lm.model.swapped.for_inference`)."""
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
@@ -119,7 +125,8 @@ class InferenceSetting:
         return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
-        """Return the normalizer options as changed by this setting, and problems of the changes; `path`: path of the key `normalizer`."""
+        """Return the normalizer options as changed by this setting, and problems of the changes. `path` is the path of
+        the key `normalizer`."""
         problems: list[Problem] = []
         normalizers = [options.with_changes(self.normalizer, path, problems) for options in trained_normalizers]
         problems += [
@@ -129,7 +136,8 @@ class InferenceSetting:
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def unused_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
-        """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q; `path`: the setting's key path."""
+        """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q. `path` is the key path
+        of this setting."""
         unscaled_layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
         if not unscaled_layers or not getattr(self.rope, "temperature", False):
             return []
@@ -143,7 +151,7 @@ class InferenceSetting:
 
 
 def _number_text(value: float) -> str:
-    """Text of a number: six significant digits if they represent `value` exactly, else all digits."""
+    """Return a number as text, with six significant digits if they represent `value` exactly, else with all digits."""
     text = f"{value:g}"
     return text if float(text) == value else repr(value)
 

@@ -24,7 +24,7 @@ from lm.schema import Plain, build, build_named, cross_key_problems, effect, fla
 
 
 def check(config: Config) -> Iterator[Problem]:
-    """Yield the missing values of a configuration and the contradictions between its keys, each of which is valid by itself."""
+    """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid by themselves."""
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
     yield from cross_key_problems(config)
     if Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100:
@@ -197,7 +197,8 @@ def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -
 
 
 def refuse_unused_temperatures(config: Config) -> None:
-    """Raise ConfigError if YaRN's temperature would not scale some normalizer's scores; `parse` allows it in trained models."""
+    """Raise ConfigError if an inference setting has YaRN's temperature and some normalizer's scores would not scale with it. `parse`
+    doesn't refuse that, as it also reads the configurations of trained models."""
     normalizers = [phase.normalizer for phase in config.plan]
     if problems := [
         problem
@@ -241,7 +242,7 @@ def to_yaml(config: Config) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Plain]:
-    """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file, else names of presets).
+    """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else names of presets).
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
@@ -285,7 +286,7 @@ def merge_bases(
     plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
 ) -> dict[str, Plain]:
     """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base` lists, and return them.
-    Later files win; each is a path relative to `path`, else a preset.
+    Later files win. Each is named by its path, relative to the folder of `path`, or else is a preset.
 
     Args:
         key: the path of the key `base` in the file, for errors.
@@ -379,7 +380,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     A block with a new `name` replaces the old block entirely, so that options of one normalizer are never applied to another. A key set
     in `changes` removes the key that excludes it (`ALTERNATIVES`) from `base`: `max_steps` removes `tokens_per_parameter`, for example.
 
-    Raises ConfigError: `changes` has null where `base` has a block with keys, or a block where `base` has a number.
+    Raises ConfigError: `changes` has null where `base` has a block that can't be null, or a block where `base` has a number.
     """
     result = dict(base)
     for name, value in changes.items():
@@ -410,7 +411,7 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
 
 
 def reference_markdown() -> str:
-    """Write the text of docs/config.md: a table of all keys with type, default, effect and description."""
+    """Return the text of docs/config.md, a table of all keys with type, default, effect and description."""
     lines = [
         "# Configuration reference",
         "",

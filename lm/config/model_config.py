@@ -23,7 +23,8 @@ class TrainedScaling:
     name: ClassVar[str] = "none"
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
-        """Rescaled radians per token of each pair of dimensions, (pairs,), from `frequencies` before rescaling; `theta`: RoPE's base."""
+        """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies` before; `theta` is
+        RoPE's base."""
         return frequencies
 
     @property
@@ -45,9 +46,10 @@ class LinearScaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(TrainedScaling):
-    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged, with a transition linear in a pair's periods.
+    """Llama 3.1's rescaling: low frequencies divided by `factor`, high ones unchanged, with a transition.
 
-    Periods are counted per `original` tokens. Source: `apply_scaling` of github.com/meta-llama/llama-models.
+    The transition is linear in a pair's number of periods in `original` tokens. Source: `apply_scaling` of
+    github.com/meta-llama/llama-models.
     """
 
     name: ClassVar[str] = "llama3"
@@ -101,9 +103,9 @@ class YarnScaling(TrainedScaling):
 def divide_low_frequencies(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
     """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as they are.
 
-    Low ones have at most `slow` periods, high ones at least `fast`. Between these the multiplier is linear in the number of periods.
+    A low frequency has at most `slow` periods, a high one at least `fast`. Between them the multiplier is linear in the number of periods.
 
-    periods: (pairs,), the number of turns of each pair, not rounded, in the context length before scaling.
+    periods: (pairs,), the number of periods of each pair, not rounded, in the context length before scaling.
     """
     kept_fraction = ((periods - slow) / (fast - slow)).clamp(0, 1)
     return frequencies * (kept_fraction + (1 - kept_fraction) / factor)

@@ -38,7 +38,8 @@ class Chance:
 
 
 class Task(ABC):
-    """Base class of the options of synthetic tasks. Under "Symbols" docstrings say what token ids stand for, in the order of the ids."""
+    """Base class of the options of synthetic tasks. After "Symbols:" the docstring of a task lists what its token ids stand for, in
+    ascending order."""
 
     name: ClassVar[str]
 
@@ -86,8 +87,9 @@ class MQAR(Task):
     with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is asked for twice, and filler has
     symbols of its own. So a value occurs only in its pair and in its answer.
 
-    Training and test share no list of (key, value), by its hash; a single pair may occur in both. With `held_out: pairs` they share no
-    pair: test sequences have the pairs whose key and value, each counted from 0, sum to a multiple of 8, and training all others.
+    Training and test share no list of (key, value): its hash decides to which of them it belongs. A single pair may occur in both. With
+    `held_out: pairs` they share no pair. Test sequences then have the pairs whose key and value, each counted from 0, sum to a multiple
+    of 8; training sequences have all others.
     A model that has memorised the pairs of training is then wrong in test sequences more often than chance.
     """
 
@@ -256,7 +258,8 @@ class Needle(Task):
     The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a sequence all
     differ. A number occurs only in its needle and in its answer, as the same tokens.
 
-    Training and test share no number, by its hash, and no filler, by the split of the corpus into documents. They share cities.
+    Training and test share no number: its hash decides to which of them it belongs. Cities occur in both. Test sequences take
+    their filler from held-out documents, training sequences from the others.
     """
 
     name: ClassVar[str] = "needle"
@@ -280,7 +283,8 @@ class Passkey(Task):
 
     KEY has five digits, and occurs twice in its sentence and once in the answer, as the same tokens, and nowhere else.
 
-    Training and test share no key, by its hash, and no filler from the corpus, by the split of the corpus into documents.
+    Training and test share no key: its hash decides to which of them it belongs. Test sequences take filler from held-out
+    documents of the corpus, training sequences from the others.
     """
 
     name: ClassVar[str] = "passkey"

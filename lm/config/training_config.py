@@ -57,7 +57,7 @@ class Optimizer:
 
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
-    weight_decay: ClassVar[float] = 0.0  # of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
+    weight_decay: ClassVar[float] = 0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
         """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of lm's own options.

@@ -71,7 +71,8 @@ class Config:
 
     @property
     def first_step(self) -> int | None:
-        """The step at which the run starts; None for a branch from last.ckpt or a run folder: only the checkpoint file holds the step."""
+        """The step at which the run starts; None for a branch from a run folder or from a file such as last.ckpt, whose name doesn't
+        tell the step."""
         if not self.branch_from:
             return 0
         match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
@@ -217,6 +218,7 @@ def recorded_per_start() -> tuple[str, ...]:
 
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:
-    """Values of the options, by dotted path within `model`, that determine which function a model's weights compute; in canonical form."""
+    """Return {dotted path within `model`: value} of the options that determine which function a model's weights compute. The values are in
+    canonical form."""
     plain = canonical({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}
