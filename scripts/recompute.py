@@ -210,6 +210,9 @@ SHOWN = (
     Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", heads=True, picture=True),
     Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
     Recall("needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"),
+    Recall(
+        "needle-far", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (65536,), 0.25, tuned=True, picture=True, task="needle", ranked=True
+    ),
     Recall("needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"),
     Losses(
         "needle-and-text",
@@ -248,6 +251,9 @@ HEADLINES = (  # rows of the table at the top of docs/results.md: what was measu
     ("", "", "when-to-swap", ("at_90_b", 3e-3, 16384)),
     ("needles at 16 times, exploratory", "needle-in-text.md", "needle", ("ssmax", 1e-3, 4096)),
     ("", "", "needle", ("softmax", 2e-3, 4096)),
+    ("needles at 256 times", "needle-in-text.md#at-256-times-the-length", "needle-far", ("ssmax", 1e-3, 65536)),
+    ("", "", "needle-far", ("softmax", 2e-3, 65536)),
+    ("", "", "needle-far", ("after_half", 2e-3, 65536)),
     ("needles beside text at 16 times", "needle-in-text.md#beside-ordinary-text", "needle-and-text", ("ssmax", 2e-3, 4096)),
     ("", "", "needle-and-text-after", ("ssmax, n=fixed:1024", "ssmax", "4,096 tokens")),
     ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED, THETA)),
