@@ -1,7 +1,8 @@
-"""The tokens that a run reads: the global batch of step t is a pure function of the store, the configuration, the seed and t.
+"""Makes the batches that a run reads. The global batch of step t is a pure function of the store, the configuration, the seed and t.
 
 World size, workers, micro-batch and restarts do not change the batch, so a run that resumes needs no data state but t.
 The sequence length of step t, and the source or task of each sequence, are pure functions of t, too (lm/config/data_config.py).
+A batch consists of slots, numbered over all steps of a run. A slot has `seq_len` tokens: one sequence or several shorter ones.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +35,7 @@ def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """Return draw `number` of the cache `draws`. If it is missing, make it by `draw`, and keep the draws `number` and `number` - 1 only."""
+    """Return entry `number` of the cache `draws`. If it is missing, make it by `draw`, and drop all other entries but `number` - 1."""
     if number not in draws:
         for old_number in [old_number for old_number in draws if old_number != number - 1]:
             del draws[old_number]
@@ -43,11 +44,11 @@ def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
 
 
 class StratifiedSampler:
-    """Assigns slots 0, 1, ... of `seq_len` tokens to streams (sources or tasks) at random, in proportion to the streams' weights.
+    """Assigns the slots of a run (see the module) to streams (sources or tasks) at random, in proportion to the streams' weights.
 
     A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in the order of due
-    times. The stream gets t x w of the first t slots, with an error of at most 1 + w x number of streams. As due times are random, no
-    stream always fills the same slots of a step. `DrawnLengths` assigns steps to lengths instead of slots to streams.
+    times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of streams. As due times are random,
+    no stream always fills the same slots of a step. `DrawnLengths` uses this class to assign steps to lengths instead.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -109,7 +110,7 @@ class Lengths(ABC):
         return _fractions(Counter(map(self, range(steps))))
 
     def note(self) -> str:
-        """Say which fraction of the tokens an epoch leaves out; empty if an epoch leaves out less than one sequence."""
+        """Say which fraction of the tokens an epoch leaves out, or return "" if an epoch leaves out less than one sequence."""
         return ""
 
 
@@ -161,7 +162,7 @@ class DocumentPieces(Lengths):
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         self.offsets, self.n_unused = offsets[:-1], sizes % SHORTEST_PIECE
-        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: each piece's document, and where it begins in it
+        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: index of each piece's document, and offset in it
         starts = np.zeros_like(sizes)
         length = longest
         while length >= SHORTEST_PIECE:
@@ -232,7 +233,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the token that follows each, or `IGNORED`
-    positions: Tensor | None  # (B, T) int64, in each token's document, if documents don't see each other; None: positions in the sequence
+    positions: Tensor | None  # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
     first: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
@@ -261,21 +262,22 @@ class Batch(NamedTuple):
 
 
 class Stream(Protocol):
-    """A source of training sequences: slots 0, 1, ... of `seq_len` tokens, each filled by one sequence or several shorter sequences."""
+    """A source of training sequences. Each of its slots 0, 1, ... has `seq_len` tokens, of one sequence or of several shorter ones."""
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), each with its last token's target, and a mask.
+        """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and a mask of predictions.
 
-        The mask, bool (k x seq_len / length, length), is true for predictions that count in the loss; None: all count.
+        A sequence's last token is a target alone. The mask, bool (k x seq_len / length, length), is true for predictions that count in
+        the loss; it is None if all predictions count.
         """
 
 
 class TextStream:
-    """Reads sequences from one source's text: `n_tokens` tokens of a split, beginning at index `first`, joined end to start into a circle.
+    """Reads sequences from one source's text, the `n_tokens` tokens of a split from index `first` on, whose end is joined to their start.
 
-    Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts the circle, from a random
+    Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts this circle, from a random
     token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a random order. A sequence's last token is
-    the next sequence's first. Each epoch, every token is a target once, except fewer than `seq_len` tokens after the last sequence.
+    the next sequence's first. In each epoch every token is a target once, except fewer than `seq_len` tokens after the last sequence.
 
     Raises ValueError: the text is shorter than `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
     """
@@ -413,7 +415,7 @@ def train_sequences(store: Store, config: Config, slots_per_step: int | None = N
 
 
 class MicroBatches(Dataset[Batch]):
-    """A dataset of the micro-batches that process `rank` of `world` trains on: its slots of every global batch.
+    """A dataset of the micro-batches that process `rank` of `world` processes trains on, cut from its slots of every global batch.
 
     Item k is micro-batch k % accumulation of step k // accumulation; a micro-batch has `micro_batch` slots of `seq_len` tokens.
     """

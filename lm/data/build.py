@@ -1,4 +1,4 @@
-"""Builds a token store: scans documents, trains the tokenizer, writes tokens and manifest in a hidden folder, renamed at the end.
+"""Builds a token store: scans documents, trains the tokenizer, writes tokens and manifest in a hidden folder, and renames it at the end.
 
 An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of documents on disk. The next call
 continues from these files, and the store has the same bytes as after a preparation without interruption.
@@ -36,7 +36,7 @@ JOURNAL = "journal.json"
 
 
 class Journal:
-    """The record, in `folder`, of the files and documents that a preparation has completed; empty if the journal is missing or damaged."""
+    """The record, in `folder`, of the files and documents that a preparation has completed; empty if its file is missing or damaged."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -91,7 +91,7 @@ class Restart(DataError):
 
 
 def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the items (text, hash, bytes) of `texts`, and write the texts, compressed, to `path`, which appears after the last item."""
+    """Yield (text, hash, number of bytes) from `texts`, and write the texts, compressed, to `path`, which appears after the last item."""
     import pyarrow
 
     new_path = path.with_name(f"{path.name}.new")
@@ -127,12 +127,12 @@ TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents: sizes, hashes and assignment to splits. `_readings` gives the order of readings."""
+    """The result of the first pass over all documents: sizes, hashes and assignment to splits. Documents have the order of `_readings`."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
     assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (left out, as another document has the same content)
-    ends: np.ndarray  # (readings,) int64: number of documents up to the end of each reading
+    ends: np.ndarray  # (readings,) int64: number of documents up to the end of each `Reading`
     sources: np.ndarray  # (readings,) int64: index of each reading's source
     left_out: dict[str, int]  # number of documents left out, by reason
     unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
@@ -140,7 +140,7 @@ class Scan:
 
     @property
     def source_indices(self) -> np.ndarray:
-        """The index of the source that each document comes from, in `DataConfig.sources`: int64 (documents,)."""
+        """The index, in `DataConfig.sources`, of the source that each document comes from: int64 (documents,)."""
         return np.repeat(self.sources, np.diff(self.ends, prepend=0))
 
 
@@ -187,7 +187,7 @@ def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Prog
 
     Raises:
         DataError: a source is too small, changed meanwhile or can't be read. If tokens of documents are on disk, the hidden folder
-            stays, and the next call continues.
+            stays, and the next call continues, except after a `Restart`.
     """
     folder = target.with_name(f".{target.name}.partial")
     try:
@@ -263,7 +263,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write a store of tasks over symbols, except the manifest. Returns the manifest's entries, with answers' unigram cross-entropy."""
+    """Write a store of symbol tasks, except the manifest. Returns the manifest's entries, including answers' unigram cross-entropy."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -375,10 +375,11 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """Return the hashes of the documents to hold out: each source's smallest, until their documents reach `fraction` of the source's bytes.
+    """Return the hashes of the documents to hold out: each source's smallest, until their documents have `fraction` of the source's bytes.
 
     No source contributes all its hashes. A large document, with more than half of a source's bytes and more than `fraction` of them, stays
-    in training. A source with a large document contributes hashes until they reach `fraction` of its bytes or half of its other bytes.
+    in training. A source with a large document contributes hashes until their documents have `fraction` of the source's bytes, or half of
+    the bytes of its other documents, if that is less.
 
     sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """
@@ -410,7 +411,7 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
 
 
 def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """Yield (text or ids, 64-bit hash, UTF-8 bytes) of documents to keep; count blank, too short and too long documents in `omissions`."""
+    """Yield (text or ids, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and long ones in `omissions`."""
     spool, vocabulary = reading.spool, reading.vocabulary
     has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # then ids are hashed as text, to find copies
     has_spool = spool and spool.exists()

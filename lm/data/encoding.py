@@ -19,8 +19,8 @@ from lm.machine import usable_cores
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch: encoding needs a hundred times its bytes
-PIECE_CHARACTERS = 1 << 20  # characters of a piece, in which a long document is encoded
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch: encoding needs a hundred times its bytes of memory
+PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 MAX_WORD_LENGTH = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
@@ -34,7 +34,7 @@ class Document:
     content: str | np.ndarray  # its text, or its token ids (tokens,)
     n_bytes: int  # UTF-8 bytes of the text
     held_out: bool
-    end: int  # documents read from the sources so far, this one included
+    end: int  # number of documents read from the sources so far, this one included
     begins: bool = True  # true if the content is the beginning of the document
     ends: bool = True  # true if the content is the end of the document
 

@@ -108,7 +108,7 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
 
 
 def summary(store: Store) -> str:
-    """Describe a store in one line: size, documents left out, bytes per token, held-out fraction, licence; or its tasks and symbols."""
+    """Describe a store in one line: size, omissions, bytes per token, held-out fraction and licence of text; names and symbols of tasks."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
         tasks = ", ".join(source.label for source in train.sources)
@@ -132,10 +132,10 @@ def summary(store: Store) -> str:
 
 
 def check_sequences(store: Store, config: Config, fixing_model: str = "") -> None:
-    """Raise ConfigError if the training text, the held-out text or a source is too short for one sequence of `config.data.seq_len` tokens.
+    """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of `config.data.seq_len` tokens.
 
-    fixing_model: path of the trained model whose training length fixes `data.seq_len`: the error names it, and the remedy is more text.
-        Empty: the user may also lower `data.seq_len`.
+    fixing_model: path of the trained model whose training length fixes `data.seq_len`. For a short split the error names the model and asks
+        for more text. If `fixing_model` is empty, the error suggests a lower `data.seq_len`, too.
     """
     seq_len = config.data.seq_len
     name, n_tokens = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])

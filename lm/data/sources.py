@@ -54,7 +54,7 @@ class SourceReader:
     """
 
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
-    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # plain data, from `data.root` and cached hashes of files
+    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # identifies the documents, by `data.root` and cached hashes of files
     licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # "not stated" if the source states none
     description: Callable[[Source], str] = lambda source: ""  # numbers of files read and ignored, in words; or empty
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
@@ -100,7 +100,7 @@ Members = dict[str, bytes]  # contents of an archive's files, by name
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """A text that pip installs by `requirement`: the .txt files in the `folder` of its package, under the text's `licence`."""
+    """A text that pip installs by `requirement`, as .txt files in the `folder` of its package; `licence` is the text's licence."""
 
     module: str
     requirement: str
@@ -158,7 +158,7 @@ def texts_sha256(texts: Members) -> str:
 
 
 def read_archive(path: Path, pattern: str) -> Members:
-    """Return {name: content} of files in a wheel, zip or tar archive whose full names match `pattern`. Raises DataError: a bad archive."""
+    """Return {name: content} of an archive's files (wheel, zip, tar) whose full names match `pattern`. Raises DataError: a bad archive."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -215,7 +215,7 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """Return the books of the Bible, from the one member: a Python module with a call whose arguments hold the text and {verse: start}."""
+    """Return the books of the Bible. The one member is a Python module, in which a call has the text and {verse: start} as arguments."""
     (module_source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verse_starts = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])

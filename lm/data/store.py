@@ -1,8 +1,8 @@
 """Reads and writes token stores. A store is a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
 
-    train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 beyond 65,536 entries)
+    train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 if the vocabulary has more than 65,536 entries)
     train.offsets.npy, val.offsets.npy       int64 (documents + 1,): the index of each document's first token
-    tokenizer.json, token_bytes.npy          the vocabulary; the number of UTF-8 bytes of each token, fp32 (V,)
+    tokenizer.json, token_bytes.npy          the vocabulary; the number of UTF-8 bytes of each of its V tokens, fp32 (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
 Each document is the end-of-text token followed by the tokens of its text. A split is cut into shards of `shard_tokens` tokens: a document
@@ -96,7 +96,7 @@ class Split:
         return tokens
 
     def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-        """Return int64 windows (k, length + 1), `starts` (k,) tokens after `first` in a circle of the `n_tokens` tokens from `first` on."""
+        """Return int64 windows (k, length + 1) of a circle, the `n_tokens` tokens from `first` on; `starts` (k,) count from `first`."""
         index = (starts[:, None] + np.arange(length + 1)) % n_tokens
         return self.tokens_at(first + index).astype(np.int64)
 
@@ -170,7 +170,7 @@ class Store:
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
     """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint is a seed of the order of training data.
 
-    The first shard's name, e.g. train-00000.bin, is hashed as train.bin, its name in earlier versions: older stores keep their fingerprint.
+    The first shard, e.g. train-00000.bin, is hashed as train.bin, its name in earlier versions, so older stores keep their fingerprint.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
@@ -182,7 +182,8 @@ def unigram_cross_entropy(counts: np.ndarray, training_counts: np.ndarray) -> fl
 
     Args:
         counts: how often each token occurs in the predicted text, (V,).
-        training_counts: the same in training text, (V,). Add-one smoothing: a token's probability is (count + 1) / (sum of counts + V).
+        training_counts: how often each token occurs in the training text, (V,). With add-one smoothing a token's probability is
+            (count + 1) / (sum of counts + V).
     """
     log_p = np.log(training_counts + 1) - np.log(training_counts.sum() + len(training_counts))
     return float(-(counts * log_p).sum() / max(1, counts.sum()))
@@ -345,7 +346,7 @@ class SplitWriter:
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk. Returns two maps of manifest entries: counts of the split and of each source, and the split's files."""
+        """Finish the split on disk. Returns two maps of manifest entries, the counts (of the split and of each source) and the files."""
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)

@@ -1,4 +1,4 @@
-"""Makes the sequences of synthetic tasks (lm/config/task_config.py): pure functions of (task, seed, subset, index, length, text)."""
+"""Makes the sequences of synthetic tasks (lm/config/task_config.py), each a pure function of (task, seed, subset, index, length, text)."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -36,14 +36,14 @@ class NoRoom(TaskError):
 class Example:
     """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for them.
 
-    Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` is where the sequence shows answer q
-    before: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
+    Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` holds the earlier tokens that show
+    answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
     """
 
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
     evidence: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
-    needles: np.ndarray  # (Q, 2) int64: the span of each evidence with its key, mark or sentence; (0, 0) without evidence
+    needles: np.ndarray  # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
 
     @property
     def answers(self) -> np.ndarray:
@@ -79,7 +79,7 @@ class Draw:
         return np.argsort(self.raw(n), kind="stable")[:count]
 
     def block_starts(self, room: int, widths: list[int]) -> np.ndarray:
-        """Draw start positions, int64, of blocks of `widths` tokens in `room` positions: in order, disjoint, all choices equally likely."""
+        """Draw int64 start positions of disjoint blocks of `widths` tokens, in order, in `room` positions; all choices equally likely."""
         spare = room - sum(widths)
         gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # number of filler tokens before each block
         return gaps + np.cumsum([0, *widths[:-1]])
@@ -100,7 +100,7 @@ def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
 
 
 def require_room(room: int, contents: str, length: int) -> None:
-    """Raise NoRoom if `contents` don't fit: `room`, the number of positions left for filler, is negative."""
+    """Raise NoRoom if `room`, the number of positions that `contents` leave for filler, is negative."""
     if room < 0:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
@@ -111,7 +111,7 @@ def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
 
 
 class Text:
-    """A store's tokenizer and text for tasks: training sequences take filler from the training split, test sequences from the held-out."""
+    """A store's tokenizer and text for tasks. Training sequences take filler from the training split, test sequences from held-out text."""
 
     def __init__(self, store: "Store"):
         self.vocab_size = store.vocab_size
@@ -298,8 +298,8 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
 
 
 def without_leaks(draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
-    """Draw random numbers of `digits` digits and return the sequence that `build` makes of their tokens; repeat until number i occurs
-    exactly `occurrences[i]` times in the sequence's text."""
+    """Draw random numbers of `digits` digits, and return the sequence that `build` makes of their tokens. Numbers are drawn again until
+    number i occurs exactly `occurrences[i]` times in the sequence's text."""
     for _ in draw.attempts():
         numbers: list[int] = []
         while len(numbers) < len(occurrences):
@@ -322,7 +322,7 @@ def haystack(
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Insert `sentences` into `filler`, append questions with answers; return the sequence (length + 1,), the answers' spans (Q, 2) and
-    the sentences' starts, int64. `depth`: fraction of filler before `sentences[0]`, or None: random, as for all other sentences.
+    the sentences' starts, int64. `depth` is the fraction of filler before `sentences[0]`; if None, it is random, as for other sentences.
 
     Raises NoRoom: no room for the sentences and questions.
     """
@@ -358,7 +358,7 @@ GENERATORS: dict[type[Task], Generator] = {
 
 
 def example(task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: Text | None = None) -> Example:
-    """Make sequence `index` of a task: a pure function of the arguments, the same on any machine.
+    """Make sequence `index` of a task. It depends on the arguments alone, and is the same on any machine.
 
     Args:
         length: number of predicted tokens; the sequence has one more token.

@@ -1,6 +1,6 @@
 """Reads documents from local files: plain text and .jsonl (.ndjson), also compressed, and .parquet.
 
-All readers of documents use `column_texts` and `Unreadable`.
+lm/data/sources.py and lm/data/token_files.py use `column_texts`, `Unreadable` and `UnreadableGuard`, too.
 """
 
 import codecs
@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """Raised for a file, document or row that can't be read.
 
     Attributes:
-        n_bytes: number of bytes that can't be read, of a document, a row or the rest of a file; None: `UnreadableGuard` sets the number.
+        n_bytes: number of bytes of the document, row or rest of a file that can't be read; None until `UnreadableGuard` sets it.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -162,7 +162,7 @@ def _sha256(path: Path, hashes: FileHashes) -> str:
 def expand(source: Files) -> list[Path]:
     """Return the files that `source.paths` names, sorted, without duplicates; folders are searched recursively.
 
-    Raises DataError: a path that does not exist, matches nothing, is empty or has a suffix that can't be read.
+    Raises DataError: a path does not exist, matches nothing, is empty or has a suffix that can't be read.
     """
     matches: set[Path] = set()
     for path in (expand_home(name) for name in source.paths):
@@ -273,7 +273,7 @@ def size_of(paths: Iterable[Path]) -> int:
 
 
 class _FileStream(io.RawIOBase):
-    """A stream of a file's bytes, decompressed if the suffix is .gz or .zst, by pyarrow: `zstandard` would not report a truncated file.
+    """A stream of a file's bytes. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated file.
 
     Raises Unreadable: the file is damaged. Up to about 64 kB of content before the damage are lost, too.
     """

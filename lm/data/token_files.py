@@ -193,7 +193,7 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
 
 
 def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
-    """Yield the documents of an array of ids, each with the end-of-text token as its last token (`border_offset` 1) or first token (0)."""
+    """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes (0) each document."""
     begin = number = 0
     borders = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):

@@ -32,7 +32,7 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 @contextmanager
 def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
     """Turn errors and panics of the `tokenizers` library into DataErrors with the text `failure: the library's message`, then `remedy`. The
-    library panics, e.g., if a pattern takes too long. LMError, OSError and MemoryError pass unchanged: reading of texts may raise them."""
+    library panics, e.g., if a pattern takes too long. LMError, OSError and MemoryError, which reading texts may raise, pass unchanged."""
     try:
         yield
     except (LMError, OSError, MemoryError):

@@ -59,7 +59,7 @@ class AttentionRows:
     scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
     weights: Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
     visible: Tensor  # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
-    inputs: AttentionInputs | None = None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all tokens of the sequence
+    inputs: AttentionInputs | None = None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
     embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
     seed: int = 0  # seed of random draws, different for each sequence
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
@@ -109,7 +109,7 @@ class AttentionRows:
     def scores_without_decay(self) -> Tensor:
         """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear attention).
 
-        Shuffled scores are returned unchanged: this part can't be told from the rest any more.
+        Shuffled scores are returned unchanged, as this part can't be told from the rest any more.
         """
         log_decay = self.normalizer.log_decay(self.scores)
         if self.is_shuffled or not log_decay.any():
@@ -174,7 +174,7 @@ def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
 
 
 def _query_by_key(values: Tensor) -> Tensor:
-    """A tensor (T, S) or (1, 1, T, S) in the shape (T, S)."""
+    """The tensor `values`, (T, S) or (1, 1, T, S), in the shape (T, S)."""
     return values.reshape(values.shape[-2:])
 
 
@@ -200,7 +200,7 @@ class Statistic:
     measure: Callable[[AttentionRows], Tensor | None]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
     in_reports: bool = False  # whether reports, pictures and a run's metrics show it; else only the result and its tables do
     has_exponent: bool = False  # whether value ~ n^exponent is fitted for each head, n the number of visible keys
-    log: bool = False  # whether its values are logarithms already, which the fit then does not take
+    log: bool = False  # whether the values are logarithms already, so that the fit takes no logarithms
 
     @property
     def without_first(self) -> "Statistic":
@@ -210,7 +210,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums over a sequence's queries by head, such as sums of weights by key position, without queries that are not `is_defined`.
+    """Sums for each head over the queries of a sequence that are `is_defined`, such as sums of weights by key position.
 
     P: the shape of one head's sums, such as (2 x length,).
     """
@@ -219,7 +219,8 @@ class QuerySums:
     unit: str  # as in `Statistic`
     size: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
     sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
-    # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined; None: see `derive`.
+    # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined. If `head_values` is
+    # None, `Family.derive` alone uses the sums.
     head_values: Callable[[np.ndarray], np.ndarray] | None = None
     in_reports: bool = False  # as in `Statistic`
 
@@ -354,13 +355,13 @@ def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.nd
 
 
 def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """The x axis of series with a value for each range, (first, last), of the number of visible keys: x is the range's geometric mean."""
+    """The x axis of series with a value for each range (first, last) of the number of visible keys; x is the geometric mean of its ends."""
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Half octaves of the number of keys, (first, last), that hold some of `n` (NaN: not known); an edge is at the training length."""
+    """Half octaves of the number of keys, (first, last), in which some of the numbers `n` lie (not NaN); an edge is the training length."""
     counts = n[np.isfinite(n)]
     if not len(counts):
         return []

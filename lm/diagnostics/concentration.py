@@ -1,7 +1,7 @@
 """The concentration of attention: the number of keys with most weight, the weight on the first token and on near keys.
 
-Magnitudes |a| stand for weights, which may be negative or need not sum to one. Names that end in `, no first` are statistics of the same
-rows without the first token of the document, which may be an attention sink. Fractions are then fractions of the other keys' weight.
+Magnitudes |a| stand for weights, which may be negative or need not sum to one. Statistics whose names end in `, no first` describe the
+same rows without the first token of the document, which may be an attention sink. Fractions are then fractions of the other keys' weight.
 """
 
 import math
@@ -41,7 +41,7 @@ def keys_with_most_weight(rows: AttentionRows) -> Tensor:
 
 
 def log_sum(rows: AttentionRows) -> Tensor | None:
-    """ln Z of each row, Z its sum of unnormalized weights (`Normalizer.log_sum`): of e^score for softmax, of relu(score)^2 for relu2.
+    """ln Z of each row (`Normalizer.log_sum`); Z is its sum of unnormalized weights, e.g. e^score for softmax, relu(score)^2 for relu2.
 
     Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p is 1.
     """

@@ -2,14 +2,14 @@
 change with the scores.
 
 Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is max F / min F over [-a, a], a the
-largest |score| of the row, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. The norm of the Jacobian d weights / d scores
-of each row, and finite differences in one direction, work for every normalizer. Both need only the map of scores to weights
-(`Normalizer.normalize`).
+largest |score| of the row, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. It is measured by the norm of each row's
+Jacobian d weights / d scores, and by finite differences in one direction. Both need only the map of scores to weights
+(`Normalizer.normalize`), and so work for every normalizer.
 
 The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the spectral norm this is
 wrong: its supremum is 1 / (2 T), at two equal leading logits. 1 / (4 T) bounds the largest entry of J, and sqrt 2 the distance of two rows
 of weights. A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). The paper measures the difference in one
-random direction, which estimates the Frobenius norm of J over sqrt(n), far below the spectral norm.
+random direction. This estimates the Frobenius norm of J divided by sqrt(n), far below the spectral norm.
 """
 
 import math
@@ -88,12 +88,12 @@ def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2, 2 x the largest |score| of each row: C2 / n bounds weights by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
+    """ln C2, 2 x the largest |score| of each row. By Lemma 1 (arXiv 2508.17821) no weight exceeds C2 / n; None where it does not apply."""
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
-    """Whether weights are e^score over their sum, and scores do not depend on the number of keys, as in Lemma 1 of arXiv 2508.17821."""
+    """Whether weights are the softmax of scores that do not depend on the number of keys, as in Lemma 1 of arXiv 2508.17821."""
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
@@ -115,7 +115,7 @@ def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
 
 
 def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
-    """The spectral norm of d weights / d scores, computed in fp64: in fp32 rows with nearly all weight on one key give rounding errors."""
+    """The spectral norm of each row's d weights / d scores, computed in fp64, as fp32 rounds it badly if one key has nearly all weight."""
 
     def weights_of(scores: Tensor) -> Tensor:
         return rows.normalizer.normalize(scores.unsqueeze(0), rows.layout)[0]
@@ -126,8 +126,8 @@ def jacobian_norm(rows: AttentionRows, generator: torch.Generator) -> Tensor:
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
     """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a `score_map`.
 
-    For weights that are another score map F of the score times a factor of the row, the bound is max |F'| times that factor. Where the
-    factor is 1 over the row's sum of F, the bound is multiplied by max(1, sqrt(n) |weights|), |weights| the norm of the row.
+    With another score map F, a row's weights are F(score) times a factor of the row, and the bound is max |F'| times |factor|. Where the
+    factor is 1 / (sum of F over the row), this is multiplied by max(1, sqrt(n) |weights|), |weights| the L2 norm of the row's weights.
     """
     name = rows.normalizer.score_map
     if name == "exp":

@@ -7,15 +7,15 @@ not, with or without the first token) `eval.diagnostics.limits` has an option.
 Both theorems say how far a query's weighted keys lie from the sum of some of them. A query gives key i the weight a_i; x_i is the vector of
 key i. For a set I of N keys, s = sum over I of a_i x_i, and
 
-    d~ = sum over i not in I of |a_i x_i - s|    (their Eqs. 6 and 7).
+    d~ = sum over i not in I of |a_i x_i - s|    (the paper's Eqs. 6 and 7).
 
 Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 counts N_s, the number of keys among the N whose
 a_i x_i lies within r of s. r is the distance from s to the nearest a_j x_j of any other key. The bounds are reconstructed from the paper's
 words, as its typeset equations could not be read. The bound of Theorem 1 is proved, and holds for weights of any sum.
 
-All distances follow from products of the vectors. Sums over a model's rows are (H, octaves, 2, quantities, points): for each octave of
-visible keys the sums over its rows, and the number of these rows.
-Shapes: H heads, T queries, S keys, E vector, R rows of any heads, G numbers of keys N, ascending. fp32.
+All distances are computed from inner products of vectors. Sums over a model's rows, (H, octaves, 2, quantities, points), hold for each
+octave of visible keys the sums over its rows, and the number of these rows. Points are numbers N, or pairs of temperature and step.
+Shapes: H heads, T queries, S keys, E entries of a vector, R rows of any heads, G numbers of keys N, ascending. Tensors are fp32.
 """
 
 import math
@@ -49,7 +49,7 @@ from lm.runs.evaluations import Axis
 
 @dataclass(frozen=True)
 class TopKeys:
-    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|: (G, R), G numbers N, R queries.
+    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|: (G, R) for G numbers N, R queries.
 
     NaN where a query sees too few keys. The module's docstring defines s, d~ and r. The envelopes are no bounds: they assume keys that lie
     uniformly on a sphere, independently of weights, and take r from the data.
@@ -66,16 +66,19 @@ class TopKeys:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """Expected d~ (see the module) of N random keys, Theorem 1 of arXiv 2508.17821: (G, R), G numbers N, R queries; NaN: too few keys."""
+    """Expected d~ (see the module) of N random keys (Theorem 1, arXiv 2508.17821): (G, R) for G numbers N, R queries.
 
-    uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|, x- = sum a_j x_j: Theorem 1 as quoted, which is too large
+    NaN where a query sees too few keys. In the formulas n is the number of visible keys, and x- is the sum of a_j x_j over all of them.
+    """
+
+    uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|: Theorem 1 as quoted, which is too large
     corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): norms of means, a lower bound
-    upper: Tensor  # roots of mean squares in place of these norms, an upper bound of the expectation
-    sampled: Tensor  # d~ of one random set of keys a row, which grows with N: unbiased (Monte Carlo)
+    upper: Tensor  # as `corrected`, with roots of mean squares in place of norms of means: an upper bound of the expectation
+    sampled: Tensor  # d~ of one random set of keys for each row, a set that grows with N; unbiased (Monte Carlo)
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
-    """Distances from the sum of the N largest weighted keys, and bounds on them (arXiv 2508.17821), for R queries and each N in `counts`.
+    """`TopKeys` of R queries for each N in `counts`: distances from the sum of N weighted keys, and bounds on them (arXiv 2508.17821).
 
     weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E), the keys' vectors.
     """
@@ -144,14 +147,14 @@ def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> T
 
 
 def _added_keys(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """For each N in `counts`, the keys, (R queries, keys), that it adds to the previous N's keys, in each query's `order`, (R, keys)."""
+    """Yield, for each N in `counts`, the keys that it adds to the previous N's: columns previous N to N - 1 of `order`, (R, keys)."""
     return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
 def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Squared distances: each key's largest to the first N keys in a query's `order`, (G, R, S), and the smallest between two of these N.
+    """Squared distances from each key to the farthest of the first N keys in a query's `order`, and between the closest two of these N.
 
-    The smallest distance, (G, R), is infinite for N = 1. Shapes: G numbers N in `counts`, R queries, S keys.
+    The first are (G, R, S); the others, (G, R), are infinite for N = 1. Shapes: G numbers N in `counts`, R queries, S keys.
     """
 
     def pairs(keys: Tensor, others: Tensor) -> Tensor:
@@ -168,15 +171,15 @@ def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple
 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
-    """Sum over keys i beyond the first N in `order` of |a_i x_i - s|, s the sum of a_i x_i over the N: (G numbers N, R queries)."""
+    """The sum of |a_i x_i - s| over keys i beyond the first N in `order`, s the sum of a_i x_i over these N: (G numbers N, R queries)."""
     distance_sums = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _sum_gaps(weights, visible, x, order, counts)]
     return torch.stack(distance_sums).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
 
 
 def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each N in `counts`: mask of the keys beyond the first N in `order`, |a_i x_i - s|^2 - |s|^2, and |a_i x_i - s|, (R, S) each.
+    """Yield, for each N in `counts`, three (R, S): mask of the keys beyond the first N in `order`, |a_i x_i - s|^2 - |s|^2, |a_i x_i - s|.
 
-    s is the sum of a_i x_i over the first N. The difference of squares tells small weights apart: their distances round to |s|.
+    s is the sum of a_i x_i over the first N. The difference of squares tells small weights apart, as their distances round to |s|.
     """
     rest_mask, square, s = visible, x.square().sum(-1), x.new_zeros(len(order), x.size(1))
     for count, keys in zip(counts, _added_keys(order, counts), strict=True):
@@ -187,7 +190,7 @@ def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts
 
 
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Envelopes (Theorem 2, arXiv 2508.17821) of the fraction of N keys whose a_i x_i lies within r of the keys' sum s: lower, upper, (R,).
+    """Lower and upper envelope, (R,) each, of the fraction of N keys with a_i x_i within r of their sum s (Theorem 2, arXiv 2508.17821).
 
     They are 1 - mean(xi_i) / r and mean exp(-(xi_i - r)_+^2 / (2 longest^2)). xi_i bounds |a_i x_i - s| of key i from above, if weights
     are not negative. R is the number of queries.
@@ -221,12 +224,12 @@ def octaves(length: int) -> list[tuple[int, int]]:
 
 
 def many_key_counts(length: int) -> list[int]:
-    """The numbers of keys N of Theorem 1: up to a quarter of the keys."""
+    """The numbers of keys N for which Theorem 1 is measured, up to a quarter of the `length` keys."""
     return counts_up_to(length // 4)
 
 
 def few_key_counts(length: int) -> list[int]:
-    """The numbers of keys N of Theorem 2: at most half of the keys."""
+    """The numbers of keys N for which Theorem 2 is measured, at most half of the `length` keys."""
     return [count for count in FEW_COUNTS if count <= length / 2]
 
 
@@ -238,19 +241,19 @@ def means(sums: np.ndarray) -> np.ndarray:
 
 
 def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split `sums`, (..., octaves, 2, quantities, points), into sums over queries and their number, (octaves, quantities, points, ...)."""
+    """Split `sums`, (..., octaves, 2, quantities, points), into sums and numbers of queries, each (octaves, quantities, points, ...)."""
     arrays = np.moveaxis(sums, (-4, -3, -2, -1), (0, 1, 2, 3))
     return arrays[:, 0], arrays[:, 1]
 
 
 @dataclass(frozen=True)
 class Theorems:
-    """Sums over a model's queries of the quantities of Theorems 1 and 2 and of Lemma 2 (arXiv 2508.17821), with the options `config`."""
+    """Computes sums over a model's queries of the quantities in Theorems 1 and 2 and Lemma 2 (arXiv 2508.17821), with options `config`."""
 
     config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of d~ (see the module) of N largest and N random keys (`DISTANCES`), by N and octave; None without queries."""
+        """Sums over queries of d~ (see the module) by N and octave, for top keys and random keys (`DISTANCES`); None without queries."""
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts = [count for count in many_key_counts(length) if count <= max_keys / 4]
@@ -267,7 +270,7 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of the quantities `SEPARABLE` of N largest keys, by N and octave; the last two describe whole layers."""
+        """Sums over queries of the quantities `SEPARABLE` of N top keys, by N and octave; the last two quantities are for whole layers."""
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts, heads = few_key_counts(length), len(octave_rows.weights)
@@ -288,9 +291,10 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Changes of weights (`DIFFERENCES`) at the last query by temperature and step, None outside the last octave; fp64, norms in fp32.
+        """Changes of weights (`DIFFERENCES`) at the last query, by temperature and step, in fp64 (spectral norms in fp32).
 
-        Logits are scores times sqrt(D), D the head size, so that T = sqrt(D) is the model as it is: in arXiv 2508.17821 logits are q.k / T.
+        The result is None if `rows` do not hold the last query, or its number of keys is outside the last octave.
+        Logits are scores times sqrt(D), D the head size, because arXiv 2508.17821 divides q.k by T. So T = sqrt(D) is the model as it is.
         """
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
@@ -321,7 +325,10 @@ class Theorems:
         return F.normalize(x, dim=-1) if self.config.unit else x
 
     def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Values (quantities, points, H, T) of all rows; measure: weights, visible (R, S), x (S, E) -> values (quantities, points, R)."""
+        """The values (quantities, points, H, T) of all rows, computed by `measure` for R rows at a time.
+
+        measure: weights (R, S), visible (R, S), x (S, E) -> values (quantities, points, R).
+        """
         key_indices = rows.visible.any(0).nonzero().squeeze(-1)
         keys = slice(int(key_indices[0]), int(key_indices[-1]) + 1)
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
@@ -336,9 +343,10 @@ class Theorems:
     def _sums_within(
         self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
     ) -> Tensor | None:
-        """Sums over queries, and their number, in each range of `bounds`, (H, ranges, 2, quantities, points); None without queries.
+        """Sums over queries, and numbers of queries, in each range of `bounds`: (H, ranges, 2, quantities, points); None without queries.
 
-        bounds: (first, last) numbers of visible keys; measure: rows, most visible keys -> values (quantities, points, H, T), or NaN.
+        bounds: ranges (first, last) of the number of visible keys.
+        measure: rows of a range, the range's `last` -> values (quantities, points, H, T), NaN where not defined.
         """
         rows = rows if self.config.first_token else rows.without_first
         sums: dict[int, Tensor] = {}  # by index in `bounds`
@@ -460,7 +468,7 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
 
 
 def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """d~ (see the module) of N largest and N random keys: by N in the last octave of visible keys, by octave at N = `LENGTH_CURVE_KEYS`."""
+    """Yield d~ (see the module) of top keys and of random keys, by N in the last octave, and by octave at N = `LENGTH_CURVE_KEYS`."""
     counts = many_key_counts(values.length)
     distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
@@ -471,7 +479,10 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """By octave, critical N / visible keys: the least N at which d~ of largest and random keys do not differ; by N, tests' D."""
+    """Yield the tests' D by N in the last octave, and by octave the critical N as a fraction of the visible keys.
+
+    The critical N is the least N at which tests show no difference between d~ of the N keys of largest weight and of N random keys.
+    """
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
     mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
@@ -487,7 +498,7 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
 
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
-    """Two samples of heads' mean d~ in one octave of visible keys, (size, N) each: largest weights, and `DISTANCES[expectation]`."""
+    """Two samples of heads' mean d~ in one octave, (size, numbers N) each, for the largest weights and for `DISTANCES[expectation]`."""
     total, counts = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     sample_pair = []
     for quantity in (0, expectation):
@@ -498,7 +509,7 @@ def _distance_samples(config: LimitsConfig, values: Values, octave: int, expecta
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """The quantities `SEPARABLE` by N, means over heads in the last octave of visible keys; also the first quantity at `PLATEAU_KEYS`."""
+    """Yield the quantities `SEPARABLE` by N, means over heads in the last octave of visible keys, and N_s / N at N = `PLATEAU_KEYS`."""
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
@@ -516,7 +527,7 @@ def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Finite differences and spectral norm of the weights by temperature, each for the head with the largest mean, as in the paper."""
+    """Yield finite differences and the Jacobian's spectral norm by temperature, each for the head of the largest mean, as in the paper."""
     shape = len(config.temperatures), len(config.steps)
     by_head = means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)

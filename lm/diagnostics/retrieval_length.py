@@ -1,10 +1,11 @@
 """Prediction, from scores at one length, of the length at which attention loses the key that it is to retrieve (docs/half-length.md).
 
-A query sees n keys; one of them, the needle, has the score z*. Weights are e^z over their sum. The sequence grows by `growth` tokens
-like its filler: scores are multiplied by 1 + slope ln((n + growth) / n). Each token adds the mean of e^z over filler to the sum. The
-slope is d ln(scale) / d ln n of the scores' scale at n: 0 for softmax, 1 / ln n for a scale proportional to ln n. The needle's weight is
+A query sees n keys; one of them, the needle, has the score z*. A key's weight is e^z / (sum of e^z). When the sequence grows by `growth`
+tokens like its filler, scores are multiplied by 1 + slope ln((n + growth) / n). Each new token adds the mean of e^z over filler to the sum.
+The slope is d ln(scale) / d ln n at n, where `scale` is the factor on scores. It is 0 for softmax, and 1 / ln n for a scale proportional
+to ln n. The needle's weight is
 
-    w = 1 / (1 + sum over other keys of e^(z - z*) + growth mean over filler of e^(z - z*)),
+    w = 1 / (1 + (sum over other keys of e^(z - z*)) + growth (mean over filler of e^(z - z*))),
 
 with the scores z at the new length.
 
@@ -73,10 +74,10 @@ class RetrievingHead:
 def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False) -> RetrievingHead | None:
     """The head with the largest mean weight on the needle in sequences of one length; None if the module's formula holds for no layer.
 
-    The formula holds for weights e^score over their sum that cover all keys up to the query and do not depend on distance. A key is
+    The formula holds for weights e^score / (sum of e^score) on all keys up to the query, if they do not depend on distance. A key is
     filler if its token's id and the id of the token before it are in `filler`. With `any_map` heads with other weights are searched, too,
-    if queries see all keys before them. If such weights are not e^score times a factor of the query, the slope is 0, and a key's score is
-    the log of its fraction of the query's weight.
+    if queries see all keys before them. If such weights are not e^score times a factor of the query, the slope is taken as 0. A key's score
+    is then the log of its fraction of the query's weight.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}

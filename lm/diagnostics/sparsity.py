@@ -1,20 +1,20 @@
-"""Sparsity against theory: S = E|a| / sqrt(E[a^2]) of a query's weights a beside its closed form; and the variance explained by positions.
+"""Compares the sparsity S = E|a| / sqrt(E[a^2]) of a query's weights a with closed forms, and measures the variance that positions explain.
 
-S lies within (0, 1]: 1 where all weights are equal, 1 / sqrt(n) where one of n keys has all the weight. A factor on the weights does not
+S is at most 1, where all weights are equal; it is 1 / sqrt(n) where one of n keys has all the weight. A factor on the weights does not
 change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1). beta and
 gamma are the mean and the standard deviation of a query's scores, r = beta / gamma, Phi and phi the normal distribution function and its
 density at r. The closed forms are elementwise in tensors of any shape, fp32 or wider, and give NaN where they are not defined.
 
 Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on distance alone. This part
-has a closed form of its own: S of a product of independent weights is the product of their S. In shuffled scores the two parts cannot be
-told apart any more, and weights with such a part have no closed form.
+has a closed form of its own, by which S is multiplied: S of products of independent weights is the product of their S. In shuffled scores
+the two parts cannot be told apart any more, so weights with such a part then have no closed form.
 
-Beside S, the attention that follows from positions alone is measured. It is the fraction of the weights' variance that the position of the
-key explains, or its distance from the query, whatever the tokens are. A query's weights are standardised over the keys that it sees (mean
-0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is this position's effect.
-The effects' mean square is the fraction of the variance that positions explain. Squares are estimated by products of means of different
-sequences: within a sequence all queries see the same tokens at a position. The square of one mean would count a key's content, and chance,
-as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
+Beside S, this module measures how far attention follows from positions alone, whatever the tokens are: which fraction of the variance of
+weights the key's position explains, or its distance from the query. A query's weights are standardised over the keys that it sees (mean 0,
+variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is this position's effect.
+The effects' mean square is the fraction of the variance that positions explain. A square is estimated by products of means of different
+sequences, as within a sequence all queries see the same tokens at a position. The square of one mean would count a key's content, and
+chance, as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
 Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the fraction that one
 of them explains with the fraction that any function of both explains: where distance alone explains as much, key position adds nothing.
@@ -35,23 +35,23 @@ LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from t
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """S = E|a| / sqrt(E[a^2]) of each query's weights a, (..., keys), over the keys that it sees: (...); NaN where all weights are 0."""
+    """Sparsity S = E|a| / sqrt(E[a^2]), (...), of a query's weights a, (..., keys), E the mean over keys that it sees; NaN if all are 0."""
     a = weights.abs().masked_fill(~visible, 0.0)
     a = a / a.amax(-1, keepdim=True)  # squares of small weights would underflow
     return a.sum(-1) / (a.square().sum(-1) * visible.sum(-1)).sqrt()
 
 
 def exp_sparsity(std: Tensor) -> Tensor:
-    """Sparsity S of weights e^score, exp(-std^2 / 2), whatever the scores' mean; holds for n keys while std < `condensation_scale(n)`."""
+    """Sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean; it holds for n keys if std < `condensation_scale(n)`."""
     return (-std.square() / 2).exp()
 
 
 def condensation_scale(n: Tensor) -> Tensor:
     """sqrt(ln n / 2), the standard deviation of n Gaussian scores above which the sparsity S of weights e^score leaves `exp_sparsity`.
 
-    If scores have the standard deviation std, E[e^(2 score)] stems from scores around 2 std standard deviations above the mean. The largest
-    of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std > sqrt(ln n / 2), n keys thus lack the scores that
-    make up this expectation, and S stays above its closed form.
+    If scores have the standard deviation std, E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std standard
+    deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std > sqrt(ln n / 2), n keys
+    thus lack the scores that make up this expectation, and S stays above its closed form.
     """
     return (n.log() / 2).sqrt()
 
@@ -64,7 +64,10 @@ def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> T
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """S of weights relu(score): (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), r = mean / std, normal Phi, phi; 1 / sqrt(pi) at r = 0."""
+    """Sparsity S of weights relu(score), r = mean / std of Gaussian scores, Phi(r) the normal distribution function, phi(r) its density.
+
+    S = (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), which is 1 / sqrt(pi) at r = 0.
+    """
     r, cdf, density = _ratio(mean, std)
     return (r * cdf + density) / ((r**2 + 1) * cdf + r * density).sqrt()
 
@@ -72,14 +75,14 @@ def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     """Sparsity S of weights relu(score)^2, r = mean / std of Gaussian scores, Phi(r) the normal distribution function, phi(r) its density.
 
-    ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi); 1 / sqrt(6) at r = 0
+    S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi), which is 1 / sqrt(6) at r = 0.
     """
     r, cdf, density = _ratio(mean, std)
     return ((r**2 + 1) * cdf + r * density) / ((r**4 + 6 * r**2 + 3) * cdf + (r**3 + 5 * r) * density).sqrt()
 
 
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights that are the scores, which may be negative: at least sqrt(2 / pi) = .798, so they cannot concentrate."""
+    """Sparsity S of weights equal to Gaussian scores, also negative ones. S is at least sqrt(2 / pi) = .798, so they cannot concentrate."""
     beta, gamma = mean.double(), std.double()
     mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(beta / gamma / math.sqrt(2))
     return mean_magnitude / (beta.square() + gamma.square()).sqrt()
@@ -88,15 +91,16 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Sparsity S of weights query.key of D non-negative features, if a key's features are independent, with the mean and std given.
 
-    1 / sqrt(1 + ((sigma / mu) ||q||_2 / ||q||_1)^2), mu = mean, sigma = std, q = query (..., D). The ratio of norms is 1 / sqrt(D) to 1.
+    S = 1 / sqrt(1 + ((std / mean) ||q||_2 / ||q||_1)^2), q = `query` (..., D). The ratio of norms is between 1 / sqrt(D) and 1.
     """
     return 1 / (1 + (std / mean * query.norm(dim=-1) / query.norm(1, -1)).square()).sqrt()
 
 
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
-    """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1: 1 for g = 1, near sqrt((1 + g) / (n - n g)).
+    """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1; S is 1 for g = 1.
 
-    S of products of independent weights is the product of their S: S of a decay multiplies S of the weights without the decay.
+    If g^n is small, S is near sqrt((1 + g) / (n - n g)). S of products of independent weights is the product of their S, so S of a decay
+    multiplies S of the weights without the decay.
     """
     log_g, n = torch.broadcast_tensors(log_decay.double(), n.double())
     g = log_g.exp()
@@ -113,7 +117,7 @@ def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Each query's weights (..., S) minus their mean, over their standard deviation, and a mask of the weights that count: both (..., S).
+    """Each query's weights (..., S), standardised to mean 0 and standard deviation 1, and a mask of the weights that count, both (..., S).
 
     Keys that a query does not see do not count, nor does a query whose weights are all equal, or not finite.
     """
@@ -128,7 +132,8 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
 def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Tensor:
     """Sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in each group: (..., 2 size).
 
-    values, counts: (..., T, S); groups: int64, broadcastable to (T, S): each pair's group, such as its key position or distance.
+    values, (..., T, S), are 0 for pairs that don't count; counts, (..., T, S), is the mask of pairs that do.
+    groups: int64, broadcastable to (T, S), each pair's group, such as its key position or distance.
     """
     groups = groups.expand(values.shape).flatten(-2)
     zeros = values.new_zeros(*values.shape[:-2], size)
