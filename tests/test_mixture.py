@@ -146,6 +146,8 @@ def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
     store, tasks = prepare(data), [WeightedTask(1.0, Needle())]
     with pytest.raises(ConfigError, match=r"data\.source\.of\[1\] = 'notes': its weight is 0\.5, but"):
         check_sequences(store, Config(data=data))
+    with pytest.raises(ConfigError, match=r"too little text for m: its weight is .*, and a sequence needs 161; add text or leave it out$"):
+        check_sequences(store, Config(data=data), "m")
     config = Config(data=dataclasses.replace(data, tasks=tasks))
     check_sequences(store, config)
     assert train_sequences(store, config).batch(0).tokens.size(1) == 160

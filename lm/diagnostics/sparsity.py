@@ -2,17 +2,17 @@
 
 S is at most 1, where all weights are equal; it is 1 / sqrt(n) where one of n keys has all the weight. A factor on the weights does not
 change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1). beta and
-gamma are the mean and the standard deviation of a query's scores, r = beta / gamma, Phi and phi the normal distribution function and its
-density at r. The closed forms are elementwise in tensors of any shape, fp32 or wider, and give NaN where they are not defined.
+gamma are the mean and the standard deviation of a query's scores, and r = beta / gamma. Phi and phi are the normal distribution function
+and its density at r. The closed forms are elementwise in tensors of any shape, fp32 or wider, and give NaN where they are not defined.
 
 Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on distance alone. This part
 has a closed form of its own, by which S is multiplied: S of products of independent weights is the product of their S. In shuffled scores
 the two parts cannot be told apart any more, so weights with such a part then have no closed form.
 
-Beside S, this module measures how far attention follows from positions alone, whatever the tokens are: which fraction of the variance of
-weights the key's position explains, or its distance from the query. A query's weights are standardised over the keys that it sees (mean 0,
-variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is this position's effect.
-The effects' mean square is the fraction of the variance that positions explain. A square is estimated by products of means of different
+Beside S, this module measures how far attention follows from positions alone, whatever the tokens are. The measure is the fraction of the
+weights' variance that the key's position, or its distance from the query, explains. A query's weights are standardised over the keys that
+it sees (mean 0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is its effect. The
+effects' mean square is the fraction of the variance that positions explain. A square is estimated by products of means of different
 sequences, as within a sequence all queries see the same tokens at a position. The square of one mean would count a key's content, and
 chance, as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
