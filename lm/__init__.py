@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lm import functional
-    from lm.commands.python_face import compare, evaluate, judge, train
+    from lm.commands.python_interface import compare, evaluate, judge, train
     from lm.report.frame import results
     from lm.runs.loading import load
 
@@ -16,7 +16,7 @@ __all__ = ["Given", "compare", "evaluate", "functional", "judge", "load", "resul
 __version__ = "0.11.0"
 
 Given = str | os.PathLike | Mapping[str, object]  # a YAML file, a preset, an override `KEY=VALUE`, or a mapping of keys to values
-_MODULE_BY_NAME = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_face")  # module of each public function
+_MODULE_BY_NAME = dict.fromkeys(("compare", "evaluate", "judge", "train"), "lm.commands.python_interface")  # module of each public function
 _MODULE_BY_NAME |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
 
 

@@ -19,7 +19,7 @@ from lm.machine import process_start, this_machine
 from lm.schema import Plain
 
 UNFINISHED = "unfinished"  # part of the names of files and folders that are being written
-ABANDONED_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
+ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file of another machine counts as abandoned
 
 
 def expand_home(path: str | os.PathLike) -> Path:
@@ -54,7 +54,7 @@ def _delete_abandoned(new_path: Path) -> None:
     """Delete unfinished files and folders left by processes that have ended. Only the folder of `new_path` is searched; `new_path` is a
     file or folder that this process has just made.
 
-    Files of other machines are deleted if they are `ABANDONED_SECONDS` older than `new_path`. For files of this machine, the process id
+    Files of other machines are deleted if they are `ABANDONED_FILE_SECONDS` older than `new_path`. For files of this machine the process id
     and start time in the name tell whether the process has ended, since file locks would not work on all file systems.
     """
     pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
@@ -63,7 +63,7 @@ def _delete_abandoned(new_path: Path) -> None:
             if match := pattern.fullmatch(leftover.name):
                 machine, pid, start_time = match.groups()
                 is_local, age = machine == _machine_hash(), new_path.stat().st_mtime - leftover.stat().st_mtime
-                if (is_local and process_start(int(pid)) != start_time) or (not is_local and age > ABANDONED_SECONDS):
+                if (is_local and process_start(int(pid)) != start_time) or (not is_local and age > ABANDONED_FILE_SECONDS):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 

@@ -96,7 +96,10 @@ def section(schema: type, help: str, effect: DeclaredEffect | None = None):
 
 
 def optional(schema: type, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """Make a dataclass field for a nested block that is null (off) unless one of its keys is given. `omit_default` as in `key`."""
+    """Make a dataclass field for a nested block that is null (off) unless one of its keys is given.
+
+    `effect` and `omit_default` mean what they mean in `key`.
+    """
     metadata = {"help": help, "effect": effect, "schema": schema, "optional": True, "omit_default": omit_default}
     return field(default=None, metadata=metadata)
 
@@ -108,7 +111,10 @@ def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffec
 
 
 def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
-    """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults. `omit_default` as in `key`."""
+    """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults.
+
+    `effect` and `omit_default` mean what they mean in `key`.
+    """
     metadata = {"help": help, "effect": effect, "table": table, "default": default, "omit_default": omit_default}
     return field(default_factory=lambda: table[default](), metadata=metadata)
 
@@ -180,7 +186,8 @@ class Unavailable(KeyError):
 
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
-    """Return a remedy for an unknown `word`: the most similar name, or else all of `names` (for a `Table`, with installed plugins)."""
+    """Return advice on an unknown `word`, for an error message: the most similar name, or else all of `names`. Of a `Table` of classes,
+    installed plugins are among them."""
     names = [*names, *getattr(names, "installed", tuple)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:

@@ -44,7 +44,7 @@ def at_best(
     return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher)
 
 
-def rate_words(rate: float) -> str:
+def rate_text(rate: float) -> str:
     """A learning rate with two digits."""
     return f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e")
 

@@ -9,7 +9,7 @@ from itertools import product
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, RESULTS, at_best, markdown, rate_words, runs_of, trend_table, verdict_words
+from committed_results import HUES, RESULTS, at_best, markdown, rate_text, runs_of, trend_table, verdict_words
 from pages import canvas, saved
 
 from lm.report.pictures import COLOURS
@@ -139,7 +139,7 @@ class Losses:
         lines = [["", "learning rate", *self.columns, *self.beside, *self.costs]]
         for line in self.lines:
             cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
-            rate = rate_words(next(iter(self.by_rate(line, self.tuned_on))))
+            rate = rate_text(next(iter(self.by_rate(line, self.tuned_on))))
             factor, digits = self._scale
             words = ["" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})" for x in cells]
             words += [*(cell(line) for cell in self.beside.values()), *(cells[line] for cells in self.costs.values())]

@@ -9,7 +9,7 @@ from functools import cached_property
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from committed_results import HUES, at_best, markdown, rate_words, runs_of, trend_table, verdict_words
+from committed_results import HUES, at_best, markdown, rate_text, runs_of, trend_table, verdict_words
 from pages import canvas, finish, saved
 
 from lm.report.pictures import COLOURS
@@ -149,7 +149,7 @@ class Recall:
         return markdown([heads, *lines])
 
     def _row(self, row: float) -> str:
-        return f"{row:,}" if self.rows == "size" else rate_words(row)
+        return f"{row:,}" if self.rows == "size" else rate_text(row)
 
     def head_table(self) -> str:
         """What the head that answers gives at the training length, and the lengths at which accuracy falls below one half, in Markdown.

@@ -210,7 +210,7 @@ class Called:
         return self.result.stdout, self.result.stderr
 
 
-PROCESSES = "lm.commands.python_face.subprocess"
+PROCESSES = "lm.commands.python_interface.subprocess"
 CALLS = SimpleNamespace(Popen=Called, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
 
 

@@ -17,7 +17,7 @@ from lm.report.html import PAGE
 from lm.runs.checkpoints import link_checkpoint
 from lm.runs.evaluations import Evaluation, Sample, Series, evaluation_path, measuring_code, validation_series
 from lm.runs.folder import CHECKPOINTS, LAST, METRICS, log_seal, step_path
-from lm.runs.metadata import FORMAT
+from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.schema import Plain
 
 DOCUMENTS = 24
@@ -30,7 +30,7 @@ def finish(run: Run, loss: float, *curves: Series, unigram: float = 9.0, asked: 
     step = run.outcome.last_step
     save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
-    for kind in {*run.outcome.scheduled_kinds, *(curve.kind for curve in curves)}:
+    for kind in {*run.outcome.scheduled_evaluations, *(curve.kind for curve in curves)}:
         evaluated(run, kind, step, [curve for curve in curves if curve.kind == kind])
 
 
@@ -55,7 +55,15 @@ def keep(folder: Path, evaluation: Evaluation) -> Path:
 def save(folder: Path, step: int, config: str = "") -> None:
     """A checkpoint without tensors: its metadata say that up to it the weights' digest was the folder's name, and seal the log."""
     weights = {str(before): [folder.name] for before in range(step + 1)}
-    facts = {"format": FORMAT, "step": step, "tokens": 0, "phase": 0, "vocab_size": 1, "data_fingerprint": FINGERPRINT, "config": config}
+    facts = {
+        "format": CHECKPOINT_FORMAT,
+        "step": step,
+        "tokens": 0,
+        "phase": 0,
+        "vocab_size": 1,
+        "data_fingerprint": FINGERPRINT,
+        "config": config,
+    }
     facts |= {"plugins": {}, "weights_sha256": weights, "log": log_seal(folder / METRICS)}
     path = step_path(folder / CHECKPOINTS, step)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,14 +29,14 @@ class Spread(Measurement):
 
     @property
     def options(self):
-        return {"positions": self.asked.positions}
+        return {"positions": self.eval_config.positions}
 
     @property
     def work(self):
         return self.config.eval.sequences
 
     def measure(self, decoder, where, progress):
-        held_out, positions = validation_sequences(self.store, self.config), self.asked.positions
+        held_out, positions = validation_sequences(self.store, self.config), self.eval_config.positions
 
         def measure(part):
             batch = Batch.of(held_out.sequences[part]).to(where.device)

@@ -19,7 +19,7 @@ from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import save_checkpoint
 from lm.runs.loading import weights_mismatch
-from lm.runs.metadata import FORMAT
+from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.schema import to_plain
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -33,7 +33,7 @@ def claimed(tmp_path: Path, model: ModelConfig, vocab_size: int = 300, seq_len: 
     config["model"] |= changes
     config["eval"]["long_context"] = {"length_factor": 0}
     facts = {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "config": yaml.safe_dump(config),
         "phase": 0,
         "step": 1,

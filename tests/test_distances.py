@@ -60,7 +60,7 @@ def test_the_largest_weights_as_in_plain_loops():
         assert result.lower[index, 0].item() == pytest.approx(max(0, 1 - xi.mean() / r), rel=1e-9, abs=1e-12)
         distances = top_distances(torch.tensor(a)[None], torch.ones(1, 50, dtype=torch.bool), torch.tensor(x), counts)
         assert torch.equal(distances, result.distance)
-        assert set(result.chosen[index, 0].nonzero().ravel().tolist()) == set(best.tolist())
+        assert set(result.top_mask[index, 0].nonzero().ravel().tolist()) == set(best.tolist())
 
 
 def test_the_bound_on_the_distance_of_the_largest_weights_holds_in_2000_cases():

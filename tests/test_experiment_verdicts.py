@@ -283,7 +283,7 @@ def misled(run: Run) -> float:
 def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_path):
     procedure = finish_all(experiment(tmp_path, tune=GRID, seeds=[1, 2, 3, 4, 5]), misled)
     choice = procedure.choice("")
-    assert choice.final_rates == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
+    assert choice.rates_of_final_runs == {"softmax": (2e-3, 4e-3), "ssmax": (4e-3, 2e-3)}
     assert choice.rates == {"softmax": 4e-3, "ssmax": 4e-3}, "by the final seeds, on the selection text"
     final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
@@ -311,7 +311,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss)
     crossed = {"softmax": (2e-3, 4e-3, 8e-3), "ssmax": (4e-3, 2e-3), "log_n": (8e-3, 2e-3), "sigmoid": (2e-3,)}
-    assert procedure.choice("").final_rates == crossed
+    assert procedure.choice("").rates_of_final_runs == crossed
     softmax, ssmax, *_ = summary_lines(procedure)
     assert (softmax["rate"], ssmax["rate"]) == (8e-3, 4e-3)
     assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"

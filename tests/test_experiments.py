@@ -197,7 +197,7 @@ def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tm
     outcome = next(iter(procedure.known_runs())).outcome
     assert outcome.state == "finished"
     for evaluation in (evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)):
-        for name, score in evaluation.scores.items():
+        for name, score in evaluation.logged_means.items():
             values = outcome.values(name)
             assert values is None or values.mean == pytest.approx(score, abs=1e-5), name
     assert replace(outcome, metric="needle/exact").state == "unfinished"

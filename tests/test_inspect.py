@@ -47,7 +47,7 @@ def test_a_configuration_stands_for_its_store(arguments: list[str], tmp_path: Pa
 def test_an_altered_byte_is_found_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
     from lm.data.inspect import inspect
 
-    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
     path = prepare(data).path
     content = bytearray((path / "train-00000.bin").read_bytes())
     content[-1] ^= 1

@@ -83,7 +83,9 @@ def test_lemma_1_holds_in_2000_random_rows():
     tightest = 0.0
     for number in range(20):
         rows = random_rows(number)
-        largest, smallest, bound = (function(rows) for function in (lemmas.log_n_times_largest, lemmas.log_n_times_smallest, lemmas.log_c2))
+        largest, smallest, bound = (
+            function(rows) for function in (lemmas.log_of_n_times_largest, lemmas.log_of_n_times_smallest, lemmas.log_c2)
+        )
         assert bool((largest <= bound + 1e-5).all() and (smallest >= -bound - 1e-5).all())
         assert bool((largest >= -1e-5).all() and (smallest <= 1e-5).all())
         tightest = max(tightest, (largest / bound).max().item())

@@ -400,8 +400,8 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     sequence = example(Copy(span=5), 0, 7, 32, "test")
     held_out = validation.held_out
     assert (held_out.sequences[37] == sequence.tokens).all()
-    assert (held_out.counts[37] == sequence.answers).all()
-    counts = held_out.counts.sum(1)
+    assert (held_out.target_mask[37] == sequence.answers).all()
+    counts = held_out.target_mask.sum(1)
     assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.overall_mean, abs=1e-5)
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
     assert np.average([result.overall_mean for result in sources], weights=weights) == pytest.approx(whole.overall_mean, abs=1e-5)

@@ -22,7 +22,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
-from lm.files import ABANDONED_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
+from lm.files import ABANDONED_FILE_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
 from lm.machine import process_start, this_machine
 from lm.runs.checkpoints import save_checkpoint
 from lm.runs.folder import CONFIG, METRICS, TRAINING
@@ -86,7 +86,7 @@ def left_by(pid: int, start: str, name: str = ".x", machine: str = this_machine(
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(tmp_path: Path, write: Callable[[Path], object]):
-    pid, old = os.getpid(), time.time() - ABANDONED_SECONDS - 60
+    pid, old = os.getpid(), time.time() - ABANDONED_FILE_SECONDS - 60
     foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(pid, process_start(pid))}
     foreign |= {left_by(pid, "1", machine="another"), left_by(pid, process_start(pid), ".old")}
     for name in (*foreign, left_by(pid, "1"), left_by(pid, "2", machine="another")):
@@ -134,7 +134,7 @@ def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(tiny, tmp_path: Path, without_locks: str, monkeypatch):
-    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
     config, fresh = tiny("name=a", "trainer.max_steps=2", "eval.long_context.length_factor=0"), tmp_path / "fresh"
     if not list(Path(config.data.root).glob("*/manifest.json")):
         with pytest.MonkeyPatch.context() as patched:

@@ -76,7 +76,7 @@ def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, coun
     gpus(count, visible)
     assert visible_gpus() == names
     slots = slots_of(opened(tmp_path).experiment, None, 1)
-    assert (slots.gpus, slots.jobs) == (names, max(1, len(names)))
+    assert (slots.gpus, slots.n_slots) == (names, max(1, len(names)))
 
 
 def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> list[Devices]:
@@ -89,7 +89,7 @@ def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> li
         placed.append(devices)
         counts = Counter(gpu for devices in under_way for gpu in devices)
         assert max(counts.values(), default=0) <= slots.slots_per_gpu, counts
-        assert sum(max(1, len(devices)) for devices in under_way) <= slots.jobs
+        assert sum(max(1, len(devices)) for devices in under_way) <= slots.n_slots
         assert len(set(devices)) == len(devices) == slots.gpus_per_run.get(place, 0)
     return placed
 
@@ -100,11 +100,11 @@ def test_no_gpu_is_given_more_often_at_a_time_than_was_asked_for(gpus, tmp_path,
     gpus(4, "3,5,6,7")
     experiment = opened(tmp_path, arms=WIDE).experiment
     slots = slots_of(experiment, jobs, slots_per_gpu)
-    assert slots.jobs == (jobs or 4 * slots_per_gpu)
+    assert slots.n_slots == (jobs or 4 * slots_per_gpu)
     assert slots.gpus_per_run == {("", "softmax"): 1, ("", "wide"): 2, ("", "ssmax"): 1, ("", "cpu"): 0}
     places = [("", arm) for arm in WIDE] * 20
     placed = replayed(slots, places, [7 * number**2 for number in range(len(places))])
-    assert {gpu for devices in placed for gpu in devices} <= {*slots.gpus[: slots.jobs]}
+    assert {gpu for devices in placed for gpu in devices} <= {*slots.gpus[: slots.n_slots]}
     assert placed[0] == ("3",)
     assert placed[1] == ("5", "6"), "GPUs on which nobody works come first"
 
@@ -115,7 +115,7 @@ def test_the_commands_of_the_readme_work_on_a_machine_with_one_gpu(gpus, slots_p
     gpus(1)
     experiment = read_experiment(ROOT / "configs" / "experiments" / "quickstart-recall.yaml", [])
     slots = slots_of(experiment, 2, slots_per_gpu)
-    assert (slots.jobs, str(slots)) == (jobs, f"{jobs} at a time on GPU 0, {slots_per_gpu} on each (--jobs-per-gpu)")
+    assert (slots.n_slots, str(slots)) == (jobs, f"{jobs} at a time on GPU 0, {slots_per_gpu} on each (--jobs-per-gpu)")
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_more_processes_than_cores_are_refused_on_the_cpu_but_for_two(gpus, monk
 def test_runs_on_the_cpu_take_slots_as_before(gpus, tmp_path):
     gpus(2)
     slots = slots_of(opened(tmp_path, "trainer.accelerator=cpu", "trainer.devices=2").experiment, 5, 1)
-    assert (slots.jobs, slots.gpus, str(slots)) == (5, (), "5 at a time on the CPU")
+    assert (slots.n_slots, slots.gpus, str(slots)) == (5, (), "5 at a time on the CPU")
     assert slots.devices("", "softmax", [()] * 4) == ()
     assert slots.devices("", "softmax", [()] * 5) is None
-    assert slots_of(opened(tmp_path, "trainer.accelerator=cpu").experiment, None, 2).jobs == 1
+    assert slots_of(opened(tmp_path, "trainer.accelerator=cpu").experiment, None, 2).n_slots == 1
 
 
 def test_a_run_of_several_gpus_is_not_passed_by_later_ones(tmp_path):

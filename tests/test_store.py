@@ -74,7 +74,7 @@ def test_a_store_is_found_by_its_fingerprint_among_those_of_other_formats(data: 
 def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store that is large in that its hashes are cached, and whose hashes are not cached yet."""
     store = prepare(data)
-    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
     monkeypatch.setattr("lm.files._SETTLED_NS", -1)
     return store
 
@@ -154,7 +154,7 @@ def test_the_store_of_the_data_benchmark_opens(tmp_path: Path, monkeypatch: pyte
 
 
 def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lm.data.store.FULL_CHECK_BYTES", 0)
+    monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
     store = prepare(data)
     path = store.path
     store.verify()

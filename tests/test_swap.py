@@ -26,7 +26,7 @@ from lm.evaluation.swap import attention_drift, swap_run, swap_sequences, token_
 from lm.model.cross_entropy import Head, token_kl
 from lm.model.decoder import Decoder, is_normalizer_parameter
 from lm.model.device import Device
-from lm.model.swapped import fit, score_factors, with_normalizer
+from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
 from lm.report.comparison import compare_runs
 from lm.report.comparison_tables import run_facts
 from lm.runs.checkpoints import load_checkpoint
@@ -261,7 +261,7 @@ def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_
         return tuple(float(torch.stack([(a.exp() * (a - b)).sum(-1) for a, b in order]).mean()) for order in orders)
 
     before = divergence()
-    start, end = fit(old, new, batches)
+    start, end = fit_normalizers(old, new, batches)
     after = divergence()
     assert (start, end) == pytest.approx((before[0], after[0]), rel=1e-3)
     assert after[0] < 0.9 * before[0]
@@ -278,7 +278,7 @@ def test_of_a_task_only_answers_count_at_every_length_and_in_a_fit(tiny):
     new, batch = with_normalizer(old, opt.SSMax(init=1.0)), sequences[1].batch([0, 1, 2, 3])
     log_before, log_after = log_p(old, batch), log_p(new, batch)
     divergence = (log_before.exp() * (log_before - log_after)).sum(-1)[torch.from_numpy(sequences[1].answers)].mean()
-    assert fit(old, new, [batch])[0] == pytest.approx(float(divergence), rel=1e-3)
+    assert fit_normalizers(old, new, [batch])[0] == pytest.approx(float(divergence), rel=1e-3)
 
 
 # ---------------------------------------------------------------- lm swap

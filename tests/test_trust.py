@@ -24,7 +24,7 @@ from lm.files import read_json, read_sealed, write_json, write_sealed
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint, verify
 from lm.runs.folder import read_config
 from lm.runs.loading import export, save_model
-from lm.runs.metadata import FORMAT, load_metadata
+from lm.runs.metadata import CHECKPOINT_FORMAT, load_metadata
 from lm.training.callbacks import Checkpoints
 from lm.training.train import train
 
@@ -179,7 +179,16 @@ def test_the_digest_of_a_checkpoint_s_weights_is_that_of_its_evaluations_and_old
 def test_empty_tensors_and_shared_ones_keep_their_places(tmp_path: Path):
     shared = torch.arange(3.0)
     tensors = {"a": torch.zeros(0), "b": torch.zeros(0), "c": shared, "d": shared, "e": torch.ones(())}
-    metadata = {"format": FORMAT, "step": 0, "tokens": 0, "phase": 0, "vocab_size": 1, "data_fingerprint": "", "config": "", "plugins": {}}
+    metadata = {
+        "format": CHECKPOINT_FORMAT,
+        "step": 0,
+        "tokens": 0,
+        "phase": 0,
+        "vocab_size": 1,
+        "data_fingerprint": "",
+        "config": "",
+        "plugins": {},
+    }
     save_checkpoint({"state_dict": tensors, "lm": metadata}, tmp_path / "step-000000.ckpt")
     assert same(load_checkpoint(tmp_path / "step-000000.ckpt")["state_dict"], tensors)
 

@@ -11,7 +11,7 @@ from lm.statistics.tuning import (
     mean_loss,
     rate_cell,
     rate_choice,
-    rate_words,
+    rate_text,
     read_rate,
     tuning_outcome,
 )
@@ -134,4 +134,4 @@ def test_of_equal_means_the_middle_of_both_keys_wins():
 def test_a_rate_is_read_back_from_its_cell_exactly(rate, cell, words):
     assert rate_cell(rate) == cell
     assert read_rate(cell) == rate
-    assert rate_words(rate) == rate_words(cell) == words
+    assert rate_text(rate) == rate_text(cell) == words

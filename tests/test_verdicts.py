@@ -90,7 +90,7 @@ def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
     assert kind(separate) == "undecided"
     assert separate.interval().low < 0 < comparison.interval().low
     assert separate.interval().high == comparison.interval().high
-    turned = replace(separate, by_rates=-by_rates, judged_pair=(0, 0))
+    turned = replace(separate, rate_differences=-by_rates, judged_pair=(0, 0))
     assert kind(turned) == "no difference above margin", "better only if it is so against each"
     by_rates = at_rates(0.03, 0.03, 0.03, 0.03)
     assert kind(Comparison(by_rates, n_shared_rates=1)) == "worse"

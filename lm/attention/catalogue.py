@@ -181,7 +181,15 @@ def markdown() -> str:
     ]
     for name, entry in ENTRIES.items():
         rows_sum_to_one = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
-        cells = (f"`{name}`", entry.full_formula, entry.learned, rows_sum_to_one, implementation(name).kernel, entry.source, entry.known)
+        cells = (
+            f"`{name}`",
+            entry.full_formula,
+            entry.learned_parameters,
+            rows_sum_to_one,
+            implementation(name).kernel,
+            entry.source,
+            entry.known,
+        )
         lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():

@@ -41,7 +41,10 @@ def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int =
 def inputs(
     length: int, dtype: torch.dtype = torch.float64, batch: int = 2, size: int = SIZE, normalizer: Normalizer | None = None
 ) -> list[Tensor]:
-    """Random q, k, v (batch, HEADS, length, size); `normalizer`, if given, appends its features of a random layer input to q and k."""
+    """Random q, k, v (batch, HEADS, length, size).
+
+    With `normalizer`, q and k also have the channels that it computes from a layer's input, here a random one, and are wider than `size`.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
     if normalizer is not None:

@@ -67,11 +67,11 @@ class WindowNormalizer(SoftmaxNormalizer):
         if self._has_few_keys(routes.executing_device(q).type):
             return self._sum_over_distances(q, k, v)
 
-        def blocks(x: Tensor, n_before: int) -> Tensor:
-            """Cut x (B, H, T, size) into N blocks of w tokens, each preceded by `n_before` blocks: (B N, H, (n_before + 1) w, size)."""
-            pieces = F.pad(x, (0, 0, n_before * w, -t % w)).unflatten(2, (-1, w))
-            n_blocks = pieces.size(2) - n_before
-            return torch.cat([pieces[:, :, i : i + n_blocks] for i in range(n_before + 1)], 3).transpose(1, 2).flatten(0, 1)
+        def blocks(x: Tensor, n_preceding: int) -> Tensor:
+            """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` before it: (B N, H, (p + 1) w, size)."""
+            pieces = F.pad(x, (0, 0, n_preceding * w, -t % w)).unflatten(2, (-1, w))
+            n_blocks = pieces.size(2) - n_preceding
+            return torch.cat([pieces[:, :, i : i + n_blocks] for i in range(n_preceding + 1)], 3).transpose(1, 2).flatten(0, 1)
 
         query_index, key_index = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
         mask = ((key_index > query_index) & (key_index <= query_index + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
@@ -116,7 +116,9 @@ class ScaleInvariant(Options):
 
 
 class ScaleInvariantNormalizer(SoftmaxNormalizer):
-    """Softmax of a_t z + m_t for logits z of keys t tokens back, which is to give every octave of t equal weight in all (arXiv 2505.17083).
+    """Softmax of a_t z + m_t for logits z of keys t tokens back (arXiv 2505.17083).
+
+    It is meant to give the keys of each octave of t, from t to 2 t, the same total weight.
 
     a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so that a_0 = 1 and
     m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its lowest frequencies.
@@ -135,7 +137,7 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
 class Forget(Options):
     name = "forget"
     full_formula = "softmax(z + c_i - c_j), c the running sum of ln sigmoid(w.x + b), x the layer's input"
-    learned = "w (width C) and b per layer and head"
+    learned_parameters = "w (width C) and b per layer and head"
     source = "arXiv 2503.02130"
     known = "good extrapolation, needles near-perfect within the training length (abstract)"
 

@@ -92,7 +92,7 @@ class ReluNormalizer(ElementwiseNormalizer):
 class Sigmoid(Options):
     name = "sigmoid"
     full_formula = "sigmoid(z - ln n (+ b))"
-    learned = "none (or b per layer and head)"
+    learned_parameters = "none (or b per layer and head)"
     source = "arXiv 2409.04431"
     known = "2.4 % worse loss and 16 points downstream at 1.2 B (2605.20798, secondary)"
     sums_to_one = False

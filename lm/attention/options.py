@@ -21,7 +21,7 @@ class Options:
 
     name: ClassVar[str]  # the name in `model.normalizer`
     full_formula: ClassVar[str]  # formula of the weights, with all terms that options can add
-    learned: ClassVar[str] = "none"  # the learned parameters, in words
+    learned_parameters: ClassVar[str] = "none"  # the learned parameters, in words
     source: ClassVar[str] = ""  # the paper or code that the function comes from
     known: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options

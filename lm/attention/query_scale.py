@@ -18,7 +18,7 @@ from lm.schema import key
 
 
 class FusedSoftmax(SoftmaxNormalizer):
-    """Softmax of the changed queries and keys that `fused_inputs` returns, computed by the fused kernel."""
+    """Base of normalizers that are softmax attention of changed queries and keys (`fused_inputs`), which the fused kernel computes."""
 
     kernel = "fused softmax"
     change: ClassVar[str]  # how queries are changed, in words for `kernel_description`
@@ -92,7 +92,7 @@ class SoftmaxWithTemperature(QueryScale):
 class SSMax(Options):
     name = "ssmax"
     full_formula = "softmax((s ln n + b) z)"
-    learned = "s (and b) per layer and head"
+    learned_parameters = "s (and b) per layer and head"
     source = "Nakanishi 2025, arXiv 2501.19399, Eq. 2"
     known = (
         "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points downstream "
@@ -203,7 +203,7 @@ class LogNNormalizer(ScaleFromBase):
 class SqrtLogN(Options):
     name = "sqrt_log_n"
     full_formula = "softmax(c sqrt(2 ln n) z)"
-    learned = "c per layer and head"
+    learned_parameters = "c per layer and head"
     source = "Gaussian logits (extreme values)"
     known = "largest weight of Gaussian logits, c = 1: .46, .39, .35 at n = 64, 1,024, 16,384"
     n: str = key("visible", N_HELP)
@@ -288,7 +288,7 @@ class Cosine(Options):
     name = "cosine"
     scales_with_q = False
     full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
-    learned = "g per layer and head"
+    learned_parameters = "g per layer and head"
     source = "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859"
     known = "GAU trained at 512, at 4,096, with g = 4 ln n: 64.7 % against 24.2 % of plain RoPE, on repeated text (kexue.fm 9859)"
     log_n: bool = key(False, "multiply the gain by ln n (Su, kexue.fm 9859)")
@@ -331,7 +331,7 @@ def unit_vectors(x: Tensor) -> Tensor:
 class PN(Options):
     name = "p_n"
     full_formula = "softmax((s p_n + b) z)"
-    learned = "s, b per layer and head; p_n for each n to m, shared by all (beyond, the last)"
+    learned_parameters = "s, b per layer and head; p_n for each n to m, shared by all (beyond, the last)"
     source = "Nakanishi 2025, arXiv 2501.19399, sec. 2.1"
     known = "p_n is well fitted by a1 ln n + a2 at 162 M and 1,024 tokens (same paper)"
 
@@ -358,7 +358,7 @@ class QASSMax(Options):
     name = "qassmax"
     scales_with_q = False
     full_formula = "softmax(z), q times B(ln n) (1 + tanh G(q))"
-    learned = "MLPs B (1 to H x D) and G (D to D) per layer, 64 hidden, GELU"
+    learned_parameters = "MLPs B (1 to H x D) and G (D to D) per layer, 64 hidden, GELU"
     source = "TabICLv2's code"
     known = "holds 100 % where SSMax fails, at 15k negatives; adopted by TabPFN-3 (TabICLv2; secondary)"
     n: str = key("visible", N_HELP)

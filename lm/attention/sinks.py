@@ -71,7 +71,7 @@ class Softmax1Normalizer(SinkBase):
 class Sink(Options):
     name = "sink"
     full_formula = "e^z / (e^b + sum e^z)"
-    learned = "b per layer and head"
+    learned_parameters = "b per layer and head"
     source = "gpt-oss's code"
     known = "softmax times sigmoid(lse - b)"
     sums_to_one = False

@@ -81,7 +81,7 @@ def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
 class ASEntmax(Options):
     name = "asentmax"
     full_formula = "1.5-entmax((1 + b (ln n)^g) z), b = softplus(w_b.x), g = 2 tanh(w_g.x), x the layer's input"
-    learned = "w_b, w_g (width C) per layer and head"
+    learned_parameters = "w_b, w_g (width C) per layer and head"
     source = "arXiv 2506.16640"
     known = "multi-query recall to 65k from training at 64; loss better at 8 times the length (abstract)"
     n: str = key("visible", N_HELP)

@@ -107,7 +107,7 @@ def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -
     return (Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1)
 
 
-def lengths_of(factors: list[float], data: DataConfig) -> list[int]:
+def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
     """Sequence lengths in predicted tokens, ascending and without duplicates: each of `factors` times the training length."""
     return sorted({round(factor * data.seq_len) for factor in factors})
 
@@ -233,7 +233,7 @@ class RecallConfig(EvaluationConfig):
         return f"recall/{task} {length}" + (f" {setting}" if len(self.inference) > 1 else "")
 
     def metrics(self, data: DataConfig) -> list[str]:
-        names, lengths = task_names([to_plain(task) for task in self.asked_tasks(data)]), lengths_of(self.length_factors, data)
+        names, lengths = task_names([to_plain(task) for task in self.asked_tasks(data)]), lengths_from_factors(self.length_factors, data)
         return [self.metric(name, length, setting.label) for setting in self.inference for name in names for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -288,7 +288,7 @@ class NeedleConfig(EvaluationConfig):
         return f"needle/{'control' if control else 'exact'} {length} {setting}"
 
     def metrics(self, data: DataConfig) -> list[str]:
-        lengths, controls = lengths_of(self.length_factors, data), (False, True) if self.depths else (True,)
+        lengths, controls = lengths_from_factors(self.length_factors, data), (False, True) if self.depths else (True,)
         return [self.metric(control, length, setting.label) for setting in self.inference for control in controls for length in lengths]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:

@@ -245,7 +245,7 @@ class FlipFlop(Task):
         return self.symbols + 4
 
     def entropy(self, length: int) -> float:
-        """Entropy of instructions and symbols; the first and last instruction and the symbols after reads are determined and add none."""
+        """Entropy of instructions and symbols; the first and last instruction, and symbols after reads, are determined and add nothing."""
         probability = (1 - self.ignored) / 2  # probability of a write, and of a read
         instruction_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
         return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (instruction_entropy + (1 - probability) * log(self.symbols))

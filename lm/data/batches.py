@@ -310,7 +310,7 @@ class TextStream:
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return sequences as `Stream.read` does. A slot of `seq_len` tokens holds the same text whatever the sequences' `length`."""
+        """Return sequences as `Stream.read` does, and None: all tokens are targets. A slot holds the same text for every `length`."""
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         return self.split.circular_windows(starts.ravel(), length, self.first_token, self.n_tokens), None
 

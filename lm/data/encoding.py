@@ -140,7 +140,9 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     Long documents are encoded in pieces if this leaves their tokens unchanged (`cuts_between_words`), so memory holds few pieces at a time.
     """
     encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
-    document_pieces = (_in_pieces(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents)
+    document_pieces = (
+        _split_document(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents
+    )
     queue: deque[Future[EncodedBatch]] = deque()
     thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
     if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
@@ -162,7 +164,7 @@ def default_workers(n_bytes: int) -> int:
     return max(1, min(usable_cores(), n_bytes // MIN_BYTES_PER_THREAD))
 
 
-def _in_pieces(document: Document) -> Iterator[Document]:
+def _split_document(document: Document) -> Iterator[Document]:
     end = 0
     for text in pieces(document.content):
         begin, end = end, end + len(text)

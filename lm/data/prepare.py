@@ -9,7 +9,7 @@ from lm.config.tree import Config
 from lm.data import tokenizer
 from lm.data.build import build
 from lm.data.sources import identity, labels, reader
-from lm.data.store import FORMAT, Store, fingerprint, manifests
+from lm.data.store import STORE_FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import locked, plain_sha256
 from lm.plugins import PLUGINS
@@ -38,7 +38,7 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 
 
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
-    spec = _store_spec(data)
+    spec = _store_identity(data)
     target = _store_folder(data, spec)
     try:
         if not target.exists():
@@ -54,7 +54,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                     remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
                     raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
                 if not target.exists():  # another process may have built the store meanwhile
-                    if roots_waited_for and _store_spec(data) != spec:
+                    if roots_waited_for and _store_identity(data) != spec:
                         sources = ", ".join(labels(data))
                         raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
                     _announce(data, target, spec, progress)
@@ -77,7 +77,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
 
 def open_prepared(data: DataConfig) -> Store:
     """Open the token store of a configuration. Raises DataError if the store was not prepared."""
-    folder = _store_folder(data, _store_spec(data))
+    folder = _store_folder(data, _store_identity(data))
     if not folder.exists():
         raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
     return Store.open(folder)
@@ -102,7 +102,7 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
     """Open the store in `data.root` that has this fingerprint, whether or not its sources still exist; None if there is no such store."""
     for path, manifest in manifests(data.folder):
         with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
-            if manifest["format"] == FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
+            if manifest["format"] == STORE_FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
                 return Store.open(path.parent)
     return None
 
@@ -156,13 +156,13 @@ def check_sequences(store: Store, config: Config, fixing_model: str = "") -> Non
 # ---------------------------------------------------------------- the store of a configuration
 
 
-def _store_spec(data: DataConfig) -> dict[str, Plain]:
+def _store_identity(data: DataConfig) -> dict[str, Plain]:
     """Return everything that determines the store's content, as plain data; the weights of a mixture of sources are not included."""
     if data.symbolic:
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
-        return {"format": FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
+        return {"format": STORE_FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
     return {
-        "format": FORMAT,
+        "format": STORE_FORMAT,
         "source": [identity(weighted.source, data.folder) for weighted in data.sources],
         "tokenizer": tokenizer.identity(data.tokenizer),
         "val_fraction": data.val_fraction,

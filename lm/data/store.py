@@ -33,10 +33,10 @@ from lm.schema import Plain
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 5
+STORE_FORMAT = 5
 MANIFEST, TOKENIZER, TOKEN_BYTES = "manifest.json", "tokenizer.json", "token_bytes.npy"
 SPLITS = ("train", "val")
-FULL_CHECK_BYTES = 2**28  # files of a store up to this size are always hashed: a slow core takes less than a second
+MAX_FULL_CHECK_BYTES = 2**28  # files of a store up to this size are always hashed: a slow core takes less than a second
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Store:
             files = manifest["files"]
             if set(files) != _file_names(manifest):
                 raise ValueError("files")
-            is_large = sum(file["bytes"] for file in files.values()) > FULL_CHECK_BYTES
+            is_large = sum(file["bytes"] for file in files.values()) > MAX_FULL_CHECK_BYTES
             (_check_large_store if is_large else _check_files)(path, files)
             size, end_of_text, token_bytes = manifest["vocab_size"], manifest["end_of_text"]["id"], np.load(path / TOKEN_BYTES)
             splits = [_open_split(path, name, manifest) for name in SPLITS]
@@ -203,8 +203,8 @@ def _read_manifest(folder: Path) -> dict[str, Plain]:
         raise DataError(f"{folder}: not a token store (it has no {MANIFEST})")
     try:
         content = read_json(path)
-        if content.get("format") != FORMAT:
-            raise RunError(f"{path}: is not a token store of format {FORMAT}")
+        if content.get("format") != STORE_FORMAT:
+            raise RunError(f"{path}: is not a token store of format {STORE_FORMAT}")
         return unsealed(content, path)
     except RunError as error:
         raise _damaged_error(folder, error) from None

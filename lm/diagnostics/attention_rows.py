@@ -155,9 +155,10 @@ class AttentionRows:
     def shuffled(self, order: Tensor) -> "AttentionRows":
         """The rows with each query's scores in another order among the keys that it sees, normalized again.
 
-        The order is the same for all heads. The weights then follow from the distribution of the scores alone, wherever keys stand.
+        The order is the same for all heads. A control: weights then depend on which scores there are, but not on which key has which score.
 
-        order: (T, S) numbers. The i-th visible key of the sequence gives its score to the visible key with the i-th smallest number.
+        order: (T queries, S keys), numbers. The i-th visible key of the sequence gives its score to the visible key with the i-th smallest
+            number.
         """
         origins = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in the sequence's order
         destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
@@ -220,7 +221,7 @@ class QuerySums:
     size: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
     sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
     # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined. If `head_values` is
-    # None, `Family.derive` alone uses the sums.
+    # None, `StatisticFamily.derive` alone uses the sums.
     head_values: Callable[[np.ndarray], np.ndarray] | None = None
     in_reports: bool = False  # as in `Statistic`
 
@@ -239,7 +240,7 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class DerivedNumbers:
-    """Numbers computed from several statistics (`Family.derive`): `values` is one number, (1,), or one for each point of `axis`.
+    """Numbers computed from several statistics (`StatisticFamily.derive`): `values` is one number, (1,), or one for each point of `axis`.
 
     label: words that distinguish several results with the same `name`.
     """
@@ -253,10 +254,10 @@ class DerivedNumbers:
 
 
 @dataclass(frozen=True)
-class Family:
+class StatisticFamily:
     """Statistics that belong together, which `eval.diagnostics.statistics` names by one word."""
 
-    per_query: tuple[Statistic, ...] = ()
+    query_statistics: tuple[Statistic, ...] = ()
     accumulated: tuple[QuerySums, ...] = ()
     derive: Callable[[Values], list[DerivedNumbers]] = lambda values: []
 
@@ -271,12 +272,12 @@ class Measures:
     queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
     """
 
-    def __init__(self, families: tuple[Family, ...], layers: int, heads: int, queries: Sequence[int], length: int):
+    def __init__(self, families: tuple[StatisticFamily, ...], layers: int, heads: int, queries: Sequence[int], length: int):
         self.families, self.heads, self.queries, self.length = families, heads, queries, length
-        self.per_query = [statistic for family in families for statistic in family.per_query]
+        self.query_statistics = [statistic for family in families for statistic in family.query_statistics]
         self.accumulated = [sums for family in families for sums in family.accumulated]
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
-        self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.per_query)]
+        self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
         # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
         self.shapes = [
             (len(self.names), layers, heads, len(queries)),
@@ -321,7 +322,7 @@ class Measures:
         row_values[0, layer][:, row_indices] = rows.n.cpu().expand(self.heads, -1)
         row_values[1, layer][:, row_indices] = (~rows.is_finite).float().cpu()
         row_values[2, layer][:, row_indices] = (rows.is_finite & ~is_defined).float().cpu()
-        for index, statistic in enumerate(self.per_query, 3):
+        for index, statistic in enumerate(self.query_statistics, 3):
             if (value := statistic.measure(rows)) is not None:
                 row_values[index, layer][:, row_indices] = value.float().where(is_defined, torch.nan).cpu()
         for total, accumulator in zip(sums, self.accumulated, strict=True):

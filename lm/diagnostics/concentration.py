@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import AttentionRows, Family, Statistic
+from lm.diagnostics.attention_rows import AttentionRows, Statistic, StatisticFamily
 from lm.diagnostics.sparsity import sparsity
 
 WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight`
@@ -49,7 +49,7 @@ def log_sum(rows: AttentionRows) -> Tensor | None:
     return None if sums is None else sums[0]
 
 
-def family(top_k: list[int], nearest: list[int]) -> Family:
+def family(top_k: list[int], nearest: list[int]) -> StatisticFamily:
     """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
 
     def largest_weight(n_keys: int) -> Statistic:
@@ -87,4 +87,4 @@ def family(top_k: list[int], nearest: list[int]) -> Family:
         Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]
-    return Family((*by_row, *row_totals, *(statistic.without_first for statistic in by_row)))
+    return StatisticFamily((*by_row, *row_totals, *(statistic.without_first for statistic in by_row)))

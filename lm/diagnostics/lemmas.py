@@ -75,14 +75,17 @@ def _unit_vectors(v: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the lemmas
 
 
-def log_n_times_largest(rows: AttentionRows) -> Tensor | None:
+def log_of_n_times_largest(rows: AttentionRows) -> Tensor | None:
     """ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
-def log_n_times_smallest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
+def log_of_n_times_smallest(rows: AttentionRows) -> Tensor | None:
+    """ln (n x smallest weight) of each row of n keys, at least -`log_c2(rows)` by Lemma 1 (arXiv 2508.17821).
+
+    None of a normalizer to which the lemma does not apply.
+    """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 

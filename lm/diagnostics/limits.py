@@ -36,9 +36,9 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     AttentionRows,
     DerivedNumbers,
-    Family,
     QuerySums,
     Statistic,
+    StatisticFamily,
     Values,
     mean,
     visible_keys,
@@ -60,8 +60,8 @@ class TopKeys:
     separable: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
     lower: Tensor  # lower envelope of `separable`, between 0 and 1
     upper: Tensor  # upper envelope of `separable`, between 0 and 1
-    within: Tensor  # (G, R, S) bool: the keys among the N that lie within r of s
-    chosen: Tensor  # (G, R, S) bool: the N keys
+    near_mask: Tensor  # (G, R, S) bool: the keys among the N that lie within r of s
+    top_mask: Tensor  # (G, R, S) bool: the N keys
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
 
     weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E), the keys' vectors.
     """
-    order = _largest_first(weights, visible, counts)
+    order = _keys_by_weight(weights, visible, counts)
     n, length = visible.sum(-1), x.norm(dim=-1)
     farthest, nearest = _extreme_distances(x, order, counts)
     total, not_negative = weights.sum(-1), (weights >= 0).all(-1)
@@ -106,7 +106,7 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
 
 def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """`TopKeys.distance` alone, (G, R), for the G numbers N in `counts` and R queries."""
-    return _distances(weights, visible, x, _largest_first(weights, visible, counts), counts)
+    return _distances(weights, visible, x, _keys_by_weight(weights, visible, counts), counts)
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
@@ -141,8 +141,11 @@ def counts_up_to(largest: int) -> list[int]:
     return counts
 
 
-def _largest_first(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
-    """Indices, (R, largest N) int64, of the keys of each of R queries, from the largest |weight| on; invisible keys come last."""
+def _keys_by_weight(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
+    """For each of R queries the indices of its N keys of largest |weight|, in descending order, N the largest of `counts`: (R, N) int64.
+
+    Invisible keys come last.
+    """
     return weights.abs().masked_fill(~visible, -1.0).topk(min(counts[-1], weights.size(1)), -1).indices
 
 
@@ -277,7 +280,7 @@ class Theorems:
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 top = top_keys(weights, visible, x, counts)
-                masks.append((top.within, top.chosen))
+                masks.append((top.near_mask, top.top_mask))
                 return torch.stack((top.separable, top.lower, top.upper, top.distance / top.bound))
 
             masks: list[tuple[Tensor, Tensor]] = []
@@ -411,7 +414,7 @@ LENGTH_CURVE_KEYS = 5  # number N of keys in the curves over the number of visib
 PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N between .70 and .85
 
 
-def family(config: LimitsConfig, every: int) -> Family:
+def family(config: LimitsConfig, every: int) -> StatisticFamily:
     """The statistics of the paper's lemmas and theorems; Lemma 2 and the theorems use one query in `every` described queries."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
 
@@ -439,11 +442,11 @@ def family(config: LimitsConfig, every: int) -> Family:
 
         return QuerySums(name, "", size, chosen_sums)
 
-    return Family(
+    return StatisticFamily(
         (
             Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),  # 1 for equal weights
-            Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_n_times_largest),
-            Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_n_times_smallest),
+            Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_of_n_times_largest),
+            Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_of_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
             Statistic("norm of the Jacobian", "", at_chosen_queries(norm), in_reports=True, has_exponent=True),
             Statistic("bound on the norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_ceiling)),
@@ -468,7 +471,10 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
 
 
 def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Yield d~ (see the module) of top keys and of random keys, by N in the last octave, and by octave at N = `LENGTH_CURVE_KEYS`."""
+    """Yield d~, a distance that the module's docstring defines, of the N keys of largest weight and of N random keys.
+
+    First by N, for queries that see the most keys (the last octave of visible keys); then by octave for N = `LENGTH_CURVE_KEYS`.
+    """
     counts = many_key_counts(values.length)
     distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):

@@ -139,24 +139,24 @@ def _shifted_scale(block: AttentionBlock, rows: AttentionRows, length: int) -> T
 
 
 def median_weights(scores: Retrieval, length: int) -> np.ndarray:
-    """The median over questions of the weight on the needle, (R,), at each of the R `prediction_lengths(length)`."""
-    return np.array([np.median(scores.weight(new_length - length)) for new_length in prediction_lengths(length)])
+    """The median over questions of the weight on the needle, (R,), at each of the R `candidate_lengths(length)`."""
+    return np.array([np.median(scores.weight(new_length - length)) for new_length in candidate_lengths(length)])
 
 
-def prediction_lengths(length: int) -> np.ndarray:
-    """The lengths that a prediction searches, (R,) tokens: `STEPS_AN_OCTAVE` in each of `OCTAVES` octaves from `length` on."""
+def candidate_lengths(length: int) -> np.ndarray:
+    """Lengths among which the length of failure is sought, (R,) tokens: `STEPS_AN_OCTAVE` in each of `OCTAVES` doublings of `length`."""
     return length * 2 ** (np.arange(OCTAVES * STEPS_AN_OCTAVE + 1) / STEPS_AN_OCTAVE)
 
 
 def half_length(weights: np.ndarray, length: int, threshold: float = 0.5) -> float:
     """The least length, tokens, at which the median weight on the needle (`median_weights`) is below `threshold`, else infinite.
 
-    Between the lengths of `prediction_lengths` the log odds of the weight are taken as linear in the logarithm of the length.
+    Between the lengths of `candidate_lengths` the log odds of the weight are taken as linear in the logarithm of the length.
     """
     indices = np.flatnonzero(weights < threshold)
     if not len(indices):
         return math.inf
-    lengths, index = prediction_lengths(length), int(indices[0])
+    lengths, index = candidate_lengths(length), int(indices[0])
     if index == 0:
         return float(length)
     log_odds = np.log(np.maximum(1 / weights[index - 1 : index + 1] - 1, 1e-300))

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.diagnostics.attention_rows import AttentionRows, Family, QuerySums, Statistic
+from lm.diagnostics.attention_rows import AttentionRows, QuerySums, Statistic, StatisticFamily
 
 LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
 
@@ -224,7 +224,7 @@ def difference(rows: AttentionRows) -> Tensor | None:
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
-def family() -> Family:
+def family() -> StatisticFamily:
     """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that positions explain."""
     by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),
@@ -239,4 +239,4 @@ def family() -> Family:
         QuerySums(f"variance explained by {source}", "", lambda length: (2 * length,), sums, variance_explained, in_reports=True)
         for source, sums in VARIANCE_SOURCES.items()
     ]
-    return Family((*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance))
+    return StatisticFamily((*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance))

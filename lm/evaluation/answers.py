@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.config.eval_config import NeedleConfig, lengths_of
+from lm.config.eval_config import NeedleConfig, lengths_from_factors
 from lm.config.task_config import Needle, Task, task_names
 from lm.config.training_config import AdamW
 from lm.config.tree import Config
@@ -131,7 +131,7 @@ class AnswerMeasurement(Measurement):
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
         except TaskError as error:
             reason = f"{task.name} in sequences of {length:,}: {error}"
-            raise ConfigError([Problem(f"eval.{self.kind}.{key}", attrgetter(key)(self.asked), reason, remedy)]) from None
+            raise ConfigError([Problem(f"eval.{self.kind}.{key}", attrgetter(key)(self.eval_config), reason, remedy)]) from None
 
     def precision(self, device: Device) -> str:
         return "32"  # answers are measured in fp32, whatever the precision of training
@@ -139,7 +139,7 @@ class AnswerMeasurement(Measurement):
     @cached_property
     def lengths(self) -> list[int]:
         """The sequence lengths that are measured, in predicted tokens, ascending."""
-        return lengths_of(self.asked.length_factors, self.config.data)
+        return lengths_from_factors(self.eval_config.length_factors, self.config.data)
 
     def length_series(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
         """A series over `lengths`, a sample per length; higher is better for fractions, else lower. `fields`: other fields of `Series`."""
@@ -178,31 +178,31 @@ class Recall(AnswerMeasurement):
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the task."""
         super().__init__(config, store)
-        self.tasks = self.asked.asked_tasks(config.data)
+        self.tasks = self.eval_config.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
         for task, length in product(self.tasks, self.lengths):
-            self.check_room(task, length, "length_factors", self.asked.sequences)
+            self.check_room(task, length, "length_factors", self.eval_config.sequences)
 
     @property
     def options(self) -> dict[str, Plain]:
         tasks: list[Plain] = [to_plain(task) for task in self.tasks]
-        return self.with_settings(seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.asked.sequences)
+        return self.with_settings(seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences)
 
     @property
     def work(self) -> int:
-        return len(self.tasks) * len(self.lengths) * self.asked.sequences * len(self.asked.inference)
+        return len(self.tasks) * len(self.lengths) * self.eval_config.sequences * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         named_tasks = list(zip(self.tasks, task_names([to_plain(task) for task in self.tasks]), strict=True))
         series: list[Series] = []
-        for setting, (task, name) in product(applicable_settings(decoder, self.asked.inference), named_tasks):
+        for setting, (task, name) in product(applicable_settings(decoder, self.eval_config.inference), named_tasks):
             series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
     def _task_series(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
         samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # one a length
         for length in self.lengths:
-            examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.asked.sequences)]
+            examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.eval_config.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
             question_sequence = answers.sequence[answers.token_index == 0]
             samples["whole"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.hits)))
@@ -211,7 +211,7 @@ class Recall(AnswerMeasurement):
             samples["loss"].append(sequence_sample(sha256, answers.sequence, answers.nll))
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
-        log_names = tuple(self.asked.metric(name, length, setting) for length in self.lengths)
+        log_names = tuple(self.eval_config.metric(name, length, setting) for length in self.lengths)
         series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=log_names, **fields)]
         if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else a roll-out has the same accuracy
             series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
@@ -387,8 +387,8 @@ class NeedleMeasurement(AnswerMeasurement):
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)
         self.haystack = Text(store)
-        task = Needle(needles=self.asked.needles, distractors=self.asked.distractors)
-        self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in self.asked.depths}
+        task = Needle(needles=self.eval_config.needles, distractors=self.eval_config.distractors)
+        self.tasks = {f"depth {100 * depth:g}%": replace(task, depth=depth) for depth in self.eval_config.depths}
         self.tasks["no needle"] = replace(task, absent=True)
         lengths, reasons = self.lengths, {}
         for length in lengths:
@@ -399,12 +399,12 @@ class NeedleMeasurement(AnswerMeasurement):
             except TaskError:  # `check_room` raises it as a ConfigError
                 continue
         self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
-        self.heads_length = round((self.asked.heads_at or 0) * config.data.seq_len)
+        self.heads_length = round((self.eval_config.heads_at or 0) * config.data.seq_len)
         for length in self.lengths:
-            self.check_room(task, length, "length_factors", self.asked.trials)
-        if self.asked.heads_at:
+            self.check_room(task, length, "length_factors", self.eval_config.trials)
+        if self.eval_config.heads_at:
             self.check_room(task, self.heads_length, "heads_at")
-        if self.asked.finetune.steps:
+        if self.eval_config.finetune.steps:
             self.check_room(task, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
@@ -412,23 +412,23 @@ class NeedleMeasurement(AnswerMeasurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **self.asked_plain}
+        return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **self.plain_eval_config}
 
     @property
     def work(self) -> int:
-        return len(self.tasks) * len(self.lengths) * self.asked.trials * len(self.asked.inference)
+        return len(self.tasks) * len(self.lengths) * self.eval_config.trials * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        steps = self.asked.finetune.steps
+        steps = self.eval_config.finetune.steps
         base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
-        for inference in applicable_settings(decoder, self.asked.inference):
+        for inference in applicable_settings(decoder, self.eval_config.inference):
             model, setting_label = (
                 for_inference(base, inference),
                 f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label,
             )
             series += self._answer_series(model, inference.label, setting_label, device, progress)
-            heads_series += self._head_series(model, setting_label, device) if self.asked.heads_at else []
+            heads_series += self._head_series(model, setting_label, device) if self.eval_config.heads_at else []
         return series + heads_series
 
     def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
@@ -436,7 +436,7 @@ class NeedleMeasurement(AnswerMeasurement):
         copies: list[Decoder] = []
 
         def finetune() -> Tensor:
-            copies.append(finetuned_copy(decoder, self.asked, self.config.data.seq_len, self.haystack, device))
+            copies.append(finetuned_copy(decoder, self.eval_config, self.config.data.seq_len, self.haystack, device))
             return torch.zeros(1)
 
         with eval_mode(decoder):
@@ -447,20 +447,23 @@ class NeedleMeasurement(AnswerMeasurement):
         return copies[0]
 
     def precision(self, device: Device) -> str:
-        training_precision = device.precision if self.asked.finetune.steps else "32"
+        training_precision = device.precision if self.eval_config.finetune.steps else "32"
         return super().precision(device) + (f", fine-tuned in {training_precision}" if training_precision != "32" else "")
 
     def _chance(self, task: Needle) -> float | None:
         """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or the only number."""
         candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
-        return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.asked.trials)]))
+        return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)]))
 
     def _answer_series(self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance) -> list[Series]:
         """Series of accuracy for reports, over all depths and in the control without needle; then series by task and metric of `SCORED`."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
-        common_fields = {"options": {"needles": self.asked.needles, "distractors": self.asked.distractors}, "setting": setting_label}
+        common_fields = {
+            "options": {"needles": self.eval_config.needles, "distractors": self.eval_config.distractors},
+            "setting": setting_label,
+        }
         series: list[Series] = []
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
@@ -469,7 +472,7 @@ class NeedleMeasurement(AnswerMeasurement):
             series.append(
                 self.accuracy(
                     pools, self._chance(self.tasks[names[0]]), control=control, what="needle, control without it" if control else "needle",
-                    logged=tuple(self.asked.metric(control, length, label) for length in self.lengths), **common_fields,
+                    logged=tuple(self.eval_config.metric(control, length, label) for length in self.lengths), **common_fields,
                 )
             )  # fmt: skip
         for name, task in self.tasks.items():
@@ -483,7 +486,7 @@ class NeedleMeasurement(AnswerMeasurement):
         return series
 
     def _scores(self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore) -> "_Scores":
-        questions = trials(task, length, self.asked.trials, self.haystack)
+        questions = trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
             return score(decoder, [questions[index] for index in indices], length, self.haystack)
@@ -493,14 +496,16 @@ class NeedleMeasurement(AnswerMeasurement):
 
     def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
         """A sample of each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the same question."""
-        sha256 = hashlib.sha256(json.dumps([to_plain(self.asked.finetune), *(scores.sha256 for scores in depths)]).encode()).hexdigest()
+        sha256 = hashlib.sha256(
+            json.dumps([to_plain(self.eval_config.finetune), *(scores.sha256 for scores in depths)]).encode()
+        ).hexdigest()
         fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
         return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
 
     def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
         """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and correct first digits."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
-        scores = self._scores(decoder, Needle(needles=1, distractors=self.asked.distractors, depth=HEADS_DEPTH), length, device)
+        scores = self._scores(decoder, Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length, device)
 
         def measure(indices: list[int]) -> Tensor:
             return torch.stack([head_scores(decoder, scores.trials[index], length) for index in indices])

@@ -24,7 +24,8 @@ HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCo
 def diagnostics(series: Sequence[Series]) -> Picture | None:
     """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there is nothing to show.
 
-    A metric derived from several statistics (`Family.derive`) has a row with a panel for each model. The last rows are `sparsity_panels`.
+    A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The last rows are those of
+    `sparsity_panels`.
     """
     entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
     curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]

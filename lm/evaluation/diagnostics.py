@@ -26,10 +26,10 @@ from lm.diagnostics.attention_rows import (
     NO_WEIGHT,
     NOT_FINITE,
     DerivedNumbers,
-    Family,
     Measures,
     QuerySums,
     Statistic,
+    StatisticFamily,
     Values,
     exponent,
     half_octaves,
@@ -38,7 +38,7 @@ from lm.diagnostics.attention_rows import (
     shuffling_numbers,
     visible_keys,
 )
-from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, half_length, median_weights, prediction_lengths, retrieving_head
+from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, candidate_lengths, half_length, median_weights, retrieving_head
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
@@ -58,7 +58,7 @@ from lm.schema import Plain, to_plain
 KIND = "diagnostics"
 RECALL_SEQUENCES, SHOWN_OCTAVES = 64, 16  # of `retrieval_series`: sequences with questions, and octaves of sequence length
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
-FAMILIES: dict[str, Callable[[DiagnosticsConfig], Family]] = {  # by their names in `eval.diagnostics.statistics`
+FAMILIES: dict[str, Callable[[DiagnosticsConfig], StatisticFamily]] = {  # by their names in `eval.diagnostics.statistics`
     "concentration": lambda options: concentration.family(options.top_k, options.nearest),
     "sparsity": lambda options: sparsity.family(),
     "limits": lambda options: limits.family(options.limits, max(1, options.queries // options.limits.queries)),
@@ -67,7 +67,7 @@ UNDEFINED_FRACTIONS = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Sta
 _LENGTH_KEY = "eval.diagnostics.length_factor"
 
 
-def families(options: DiagnosticsConfig) -> tuple[Family, ...]:
+def families(options: DiagnosticsConfig) -> tuple[StatisticFamily, ...]:
     return tuple(FAMILIES[name](options) for name in options.statistics)
 
 
@@ -148,11 +148,11 @@ class Diagnostics(Measurement):
     def __init__(self, config: Config, store: Store | None, held_out: HeldOut | None = None):
         """Set the sequences to read: `held_out`, else `diagnostic_sequences` of the store."""
         super().__init__(config, store)
-        self.held_out = held_out or diagnostic_sequences(store, config, self.asked)
+        self.held_out = held_out or diagnostic_sequences(store, config, self.eval_config)
 
     @property
     def options(self) -> dict[str, Plain]:
-        length, options = self.held_out.length, self.asked_plain
+        length, options = self.held_out.length, self.plain_eval_config
         facts = {"sequences": len(self.held_out.sequences), "sequences_asked": options["sequences"], "length": length}
         facts |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, options["queries"])}
         facts["documents"] = self.config.data.documents
@@ -160,7 +160,7 @@ class Diagnostics(Measurement):
 
     @property
     def work(self) -> int:
-        return len(self.held_out.sequences) * len(self.asked.inference)
+        return len(self.held_out.sequences) * len(self.eval_config.inference)
 
     def precision(self, device: Device) -> str:
         return "32"
@@ -174,9 +174,9 @@ class Diagnostics(Measurement):
         return (picture := diagnostics(series)) and picture.png
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        fingerprint = "" if self.asked.text else self.fingerprint  # no window of a text is held back to select runs
-        series = describe(decoder, self.held_out, self.asked, device, self.config.seed, fingerprint, progress)
-        return series + retrieval_series(decoder, self.config, self.asked)
+        fingerprint = "" if self.eval_config.text else self.fingerprint  # no window of a text is held back to select runs
+        series = describe(decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress)
+        return series + retrieval_series(decoder, self.config, self.eval_config)
 
 
 def describe(
@@ -254,7 +254,7 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
         if length < failure_length < math.inf:
             series.append(Series(KIND, "predicted 50% length of retrieval", "tokens", "none", length, np.array([failure_length]), **fields))
         octaves = slice(0, SHOWN_OCTAVES * STEPS_AN_OCTAVE + 1, STEPS_AN_OCTAVE)
-        fields |= {"axis": lengths_axis(prediction_lengths(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
+        fields |= {"axis": lengths_axis(candidate_lengths(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
         series.append(Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields))
     return series
 
@@ -280,7 +280,9 @@ class _ModelSeries:
     def overall_means(self) -> Iterator[Series]:
         """Series of each statistic's mean over queries, heads and layers, with intervals over documents. Further series give the mean
         over heads of b in fits statistic ~ n^b, where n is the number of visible keys."""
-        for statistic, setting, values in self._model_values([*self.measures.per_query, *UNDEFINED_FRACTIONS, *self.measures.accumulated]):
+        for statistic, setting, values in self._model_values(
+            [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.accumulated]
+        ):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
             samples, statistic_values = (), values.by_head.get(statistic.name)
             if statistic_values is None:
@@ -294,13 +296,13 @@ class _ModelSeries:
 
     def curves(self) -> Iterator[Series]:
         """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
-        for statistic, setting, values in self._model_values(self.measures.per_query if self.bins else []):
+        for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
     def derived_series(self) -> Iterator[Series]:
-        """Series that families of statistics compute from several statistics (`Family.derive`)."""
+        """Series that families of statistics compute from several statistics (`StatisticFamily.derive`)."""
         for family in self.measures.families:
             for setting, values in self.models.items():
                 for entry in family.derive(values):
@@ -308,7 +310,9 @@ class _ModelSeries:
 
     def head_means(self) -> Iterator[Series]:
         """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of its fit ~ (visible keys)^b."""
-        for statistic, setting, values in self._model_values([*self.measures.per_query, *self.measures.accumulated, *UNDEFINED_FRACTIONS]):
+        for statistic, setting, values in self._model_values(
+            [*self.measures.query_statistics, *self.measures.accumulated, *UNDEFINED_FRACTIONS]
+        ):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
             yield from self._head_series(statistic, setting, by_head)
@@ -318,7 +322,7 @@ class _ModelSeries:
 
     def head_means_by_keys(self) -> Iterator[Series]:
         """Series of each statistic's means over sequences and queries, by layer, head and number of visible keys."""
-        for statistic, setting, values in self._model_values(self.measures.per_query):
+        for statistic, setting, values in self._model_values(self.measures.query_statistics):
             for low, high in self.bins:
                 by_head = self._mean_within(statistic, values, (low, high), (0, 3))
                 yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
@@ -326,7 +330,9 @@ class _ModelSeries:
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that see
         n <= `train_length` keys. The arrays b and R^2 have the shape (layers, H)."""
-        for statistic, setting, values in self._model_values(statistic for statistic in self.measures.per_query if statistic.has_exponent):
+        for statistic, setting, values in self._model_values(
+            statistic for statistic in self.measures.query_statistics if statistic.has_exponent
+        ):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, r_squared = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():

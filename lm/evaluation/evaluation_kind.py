@@ -46,18 +46,18 @@ class Measurement(ABC):
         self.fingerprint = store.fingerprint if store else ""  # fingerprint of the data of its sequences; empty: no store
 
     @property
-    def asked(self) -> Timing:
+    def eval_config(self) -> Timing:
         """The evaluation's options in the configuration, under `eval`, including those that set when it runs during training."""
         return self.config.eval.kinds[self.kind]
 
     @property
-    def asked_plain(self) -> dict[str, Plain]:
+    def plain_eval_config(self) -> dict[str, Plain]:
         """The evaluation's options in the configuration, without those that set when it runs during training and how long it may take."""
-        return {name: value for name, value in to_plain(self.asked).items() if name not in TIMING_KEYS}
+        return {name: value for name, value in to_plain(self.eval_config).items() if name not in TIMING_KEYS}
 
     def with_settings(self, **fields: Plain) -> dict[str, Plain]:
         """Options of an evaluation under several inference settings: the training length, `fields`, and the settings."""
-        settings: list[Plain] = [to_plain(setting) for setting in self.asked.inference]
+        settings: list[Plain] = [to_plain(setting) for setting in self.eval_config.inference]
         return {"seq_len": self.config.data.seq_len, **fields, "inference": settings}
 
     @property
@@ -93,9 +93,9 @@ class Measurement(ABC):
     @property
     def code(self) -> dict[str, str]:
         """Digests of the code that the result depends on: lm, and plugin packages that define normalizers, tasks or the evaluation."""
-        tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.asked, "tasks", ())]
+        tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.eval_config, "tasks", ())]
         task_names = [task.name for task in tasks if not isinstance(task, str)]  # downstream tasks are strings, which name no code
-        names = [*self.config.normalizer_names, *task_names, getattr(self.asked, "name", "")]
+        names = [*self.config.normalizer_names, *task_names, getattr(self.eval_config, "name", "")]
         return {"lm": measuring_code(), **PLUGINS.code(names)}
 
     def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
@@ -120,8 +120,8 @@ class Measurement(ABC):
         """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
         model = function_options(self.config.model)
         key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
-        if ":" in getattr(self.asked, "name", ""):  # a plugin, whose `options` may lack keys that decide its result
-            key_parts += [self.asked_plain, self.config.eval.sequences]
+        if ":" in getattr(self.eval_config, "name", ""):  # a plugin, whose `options` may lack keys that decide its result
+            key_parts += [self.plain_eval_config, self.config.eval.sequences]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:

@@ -298,11 +298,11 @@ class Downstream(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: no such task."""
         super().__init__(config, store)
-        self.names, self.manager = _find_tasks(self.asked)
+        self.names, self.manager = _find_tasks(self.eval_config)
 
     @property
     def options(self) -> dict[str, Plain]:
-        options = {"seq_len": self.config.data.seq_len, **self.asked_plain, "lm_eval": importlib.metadata.version("lm_eval")}
+        options = {"seq_len": self.config.data.seq_len, **self.plain_eval_config, "lm_eval": importlib.metadata.version("lm_eval")}
         end_tokens = self.config.data.tokenizer.end_tokens
         return options | ({"end_tokens": [*end_tokens]} if end_tokens else {})
 
@@ -311,15 +311,17 @@ class Downstream(Measurement):
         return len(self.names)
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        return not self.asked.include_path and super().cacheable(series)  # the user's task files may read files that are not known here
+        return not self.eval_config.include_path and super().cacheable(
+            series
+        )  # the user's task files may read files that are not known here
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
         with eval_mode(decoder), _restored_random_state():
-            model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.asked.max_length, device)
+            model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.eval_config.max_length, device)
             results: dict[str, Plain] = {}
             # all ranks stop together if one has no time left
-            all_reduce_sum(device, lambda: results.update(_evaluate(model, self.names, self.manager, self.asked)) or torch.zeros(1))
+            all_reduce_sum(device, lambda: results.update(_evaluate(model, self.names, self.manager, self.eval_config)) or torch.zeros(1))
         progress(len(self.names))
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 

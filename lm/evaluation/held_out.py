@@ -65,7 +65,7 @@ class HeldOut:
         return np.arange(len(self.sequences)) if self.documents is None else self.documents
 
     @property
-    def counts(self) -> np.ndarray:
+    def target_mask(self) -> np.ndarray:
         """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else all predictions."""
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
@@ -78,11 +78,11 @@ class HeldOut:
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of `values`, (N, length), over predictions in `counts` of sequences `selection`, and a sample of sequences' means."""
-        values, counts = values[selection], self.counts[selection]
-        sequence_means = values.mean(1, dtype=np.float64, where=counts)[:, None]
-        sample = Sample(self.sha256, sequence_means, counts.sum(1), self.document_labels[selection])
-        return float(values.mean(dtype=np.float64, where=counts)), sample
+        """The mean of `values`, (N, length), over `target_mask` of the sequences `selection`, and a sample of sequences' means."""
+        values, target_mask = values[selection], self.target_mask[selection]
+        sequence_means = values.mean(1, dtype=np.float64, where=target_mask)[:, None]
+        sample = Sample(self.sha256, sequence_means, target_mask.sum(1), self.document_labels[selection])
+        return float(values.mean(dtype=np.float64, where=target_mask)), sample
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
@@ -201,7 +201,7 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
     """The sum of -log2 p of the predicted tokens of the sequences `selection`, divided by the number of UTF-8 bytes of these tokens."""
-    n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.counts[selection]).sum(dtype=np.float64)
+    n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.target_mask[selection]).sum(dtype=np.float64)
     return float(nll[selection].sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
@@ -266,7 +266,7 @@ class Validation(Measurement):
         return mask | (not mask.any())
 
     @property
-    def asked(self) -> Timing:
+    def eval_config(self) -> Timing:
         return Timing(every=self.config.validation_every, at=[1.0])
 
     @property
@@ -310,10 +310,10 @@ class Texts(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises DataError: a text can't be read; ConfigError: a text is shorter than a sequence."""
         super().__init__(config, store)
-        self.stores = {name: self._prepared_store(name, source) for name, source in self.asked.of.items()}
+        self.stores = {name: self._prepared_store(name, source) for name, source in self.eval_config.of.items()}
         self.held_out: dict[str, HeldOut] = {}
         for name, text in self.stores.items():
-            self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.asked.sequences)
+            self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.eval_config.sequences)
             if not len(self.held_out[name].sequences):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
                 raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")])
@@ -349,11 +349,12 @@ class Texts(Measurement):
             series += [
                 self.series(
                     "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(sequences.sample(sequence_means),),
-                    data_fingerprint=fingerprint if splits else "", interval="documents", logged=(self.asked.metric(name),), shown=display,
+                    data_fingerprint=fingerprint if splits else "", interval="documents", shown=display,
+                    logged=(self.eval_config.metric(name),),
                 ),
                 self.series(
                     "bits per byte", "", "lower", bits_per_byte(nll, sequences), what=name,
-                    logged=(self.asked.metric(name, "bits_per_byte"),), shown=display,
+                    logged=(self.eval_config.metric(name, "bits_per_byte"),), shown=display,
                 ),
             ]  # fmt: skip
         return series
@@ -374,7 +375,7 @@ class LongContext(Measurement):
 
     @property
     def work(self) -> int:
-        return len(self.held_out.sequences) * len(self.asked.inference)
+        return len(self.held_out.sequences) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         sequences, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
@@ -384,12 +385,12 @@ class LongContext(Measurement):
             f"{count:,} of {length:,} tokens",
             "loss by position, mean over sequences",
         )
-        for setting in applicable_settings(decoder, self.asked.inference):
+        for setting in applicable_settings(decoder, self.eval_config.inference):
             nll = nll_by_token(for_inference(decoder, setting), sequences, device, progress)
             series += [
                 self.series(
                     "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len), setting=setting.label, shown=display,
-                    data_fingerprint=self.fingerprint, interval="documents", logged=(self.asked.metric(setting.label),),
+                    data_fingerprint=self.fingerprint, interval="documents", logged=(self.eval_config.metric(setting.label),),
                 ),
                 self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
             ]  # fmt: skip
@@ -405,8 +406,8 @@ class ByLength(Measurement):
     def __init__(self, config: Config, store: Store):
         """Raises ConfigError: the held-out text is shorter than the longest length."""
         super().__init__(config, store)
-        self.lengths, self.longest = sorted(self.asked.lengths), max(self.asked.lengths)
-        self.starts = validation_starts(store.val, self.longest, self.asked.sequences)
+        self.lengths, self.longest = sorted(self.eval_config.lengths), max(self.eval_config.lengths)
+        self.starts = validation_starts(store.val, self.longest, self.eval_config.sequences)
         if not len(self.starts):
             reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
             raise ConfigError([Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")])
@@ -424,7 +425,7 @@ class ByLength(Measurement):
 
     @property
     def work(self) -> int:
-        return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.asked.inference)
+        return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         count, series = len(self.starts), []
@@ -434,7 +435,7 @@ class ByLength(Measurement):
             f"{count:,} of {self.longest:,} tokens",
             "loss by sequence length, mean over the same tokens",
         )
-        for setting in applicable_settings(decoder, self.asked.inference):
+        for setting in applicable_settings(decoder, self.eval_config.inference):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
@@ -442,7 +443,7 @@ class ByLength(Measurement):
                 self.series(
                     "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, axis=lengths_axis(self.lengths),
                     samples=(self.stretches.sample(by_stretch),), data_fingerprint=self.fingerprint, interval="documents",
-                    logged=tuple(self.asked.metric(length, setting.label) for length in self.lengths), shown=display,
+                    logged=tuple(self.eval_config.metric(length, setting.label) for length in self.lengths), shown=display,
                 )
             )  # fmt: skip
         return series

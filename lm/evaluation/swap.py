@@ -13,7 +13,7 @@ from torch import Tensor
 from lm.attention.catalogue import OPTIONS
 from lm.attention.layout import AttentionLayout
 from lm.config.data_config import FullLength
-from lm.config.eval_config import Timing, lengths_of
+from lm.config.eval_config import Timing, lengths_from_factors
 from lm.config.load import merge, overrides_in, parse, to_yaml
 from lm.config.tree import Config
 from lm.data.batches import long_starts, train_sequences
@@ -29,13 +29,13 @@ from lm.model.cross_entropy import token_kl, token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.model.spec import count_parameters
-from lm.model.swapped import fit, score_factors, with_normalizer
+from lm.model.swapped import fit_normalizers, score_factors, with_normalizer
 from lm.plugins import PLUGINS
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
 from lm.runs.loading import TOKENIZER_SHA256, Loaded, load
-from lm.runs.metadata import FORMAT
+from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.runs.record import arm
 from lm.schema import Plain, Unavailable, suggest, to_plain
 
@@ -51,7 +51,7 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
     """
     count = config.eval.long_context.sequences
     sequences = []
-    for length in lengths_of(config.eval.swap_lengths, config.data):
+    for length in lengths_from_factors(config.eval.swap_lengths, config.data):
         if length == config.data.seq_len:
             sequences.append(validation_sequences(store, config))
         elif length > config.data.seq_len and config.model.position.has_last_position:
@@ -79,7 +79,7 @@ class SwapMeasurement(Measurement):
         self.old_decoder, self.held_out = old, swap_sequences(store, config)
 
     @property
-    def asked(self) -> Timing:
+    def eval_config(self) -> Timing:
         return Timing()  # at every swap, not at times in training
 
     @property
@@ -116,7 +116,7 @@ class SwapMeasurement(Measurement):
     def _position_series(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
         """A series of means of `values`, (sequences, length), by position bucket, or of one mean over answer tokens if there are any."""
         if held_out.answers is not None:
-            return self.series(metric, NATS, "lower", values.mean(where=held_out.counts), **fields)
+            return self.series(metric, NATS, "lower", values.mean(where=held_out.target_mask), **fields)
         return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
 
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
@@ -228,13 +228,13 @@ def swap_run(
             full_length = replace(config, data=replace(config.data, lengths=FullLength()))  # the first steps of a curriculum are short
             sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
             batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
-            facts["fit_kl_before"], facts["fit_kl_after"] = fit(old, new, batches)
+            facts["fit_kl_before"], facts["fit_kl_after"] = fit_normalizers(old, new, batches)
         evaluation = measurement.evaluate(new, device, model.stamp["step"], model.stamp["tokens_seen"])
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     factors, warning = _factor_lines(old, new)
     models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameter_lines(new), *factors]
-    asked_lengths = lengths_of(config.eval.swap_lengths, config.data)
+    asked_lengths = lengths_from_factors(config.eval.swap_lengths, config.data)
     if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
         missing_text = ", ".join(f"{length:,}" for length in missing_lengths)
         reason = (
@@ -349,7 +349,13 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
 
 def _write_run(folder: Path, config: Config, model: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
-    metadata = {"format": FORMAT, "config": to_yaml(config), "phase": 0, "best": None, "plugins": PLUGINS.versions(config.normalizer_names)}
+    metadata = {
+        "format": CHECKPOINT_FORMAT,
+        "config": to_yaml(config),
+        "phase": 0,
+        "best": None,
+        "plugins": PLUGINS.versions(config.normalizer_names),
+    }
     path = step_path(folder / CHECKPOINTS, model.metadata["step"])
     save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**model.metadata, **metadata}}, path)
     link_checkpoint(LAST, path)

@@ -27,7 +27,7 @@ from lm.report.html import PAGE
 from lm.report.tables import csv_text, digits, print_tables, table_from_rows
 from lm.runs.folder import RESOLVED_FILE
 from lm.schema import Plain
-from lm.statistics.tuning import rate_words
+from lm.statistics.tuning import rate_text
 from lm.training.mirror import send_report
 
 VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
@@ -80,7 +80,7 @@ def compare_experiments(
     if report_folder and max(names.values()) > 1:
         raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
     # Slots are counted before text is prepared: too few raise ConfigError.
-    job_counts = [1 if report_only or work.engine else work.slots(experiment).jobs for experiment in experiments]
+    job_counts = [1 if report_only or work.engine else work.slots(experiment).n_slots for experiment in experiments]
     open_procedure = partial(start, timer=None if work.engine else work.estimated_times) if is_working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
@@ -214,7 +214,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_rows).encode()
         absent_columns = ("size",) if "" in experiment.sizes else ()
         metric = experiment.choice_metric
-        means = [row | {"rate": rate_words(row["rate"]), metric: digits(row[metric])} for row in tuning_means(procedure)]
+        means = [row | {"rate": rate_text(row["rate"]), metric: digits(row[metric])} for row in tuning_means(procedure)]
         means = [{name: cell for name, cell in row.items() if name not in absent_columns} for row in means]
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
         print_tables(table_from_rows(title, means, dict.fromkeys(("rate", metric), "number")))

@@ -49,7 +49,7 @@ _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS,
 
 
 @contextmanager
-def experiment_lock(experiment: Path) -> Iterator[None]:
+def experiment_lock(experiment_folder: Path) -> Iterator[None]:
     """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
 
     The operating system's lock of the folder ends with the process that holds it, but other machines may not see this lock. The file LOCK
@@ -58,30 +58,30 @@ def experiment_lock(experiment: Path) -> Iterator[None]:
     Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host. The message names
     that process and a remedy.
     """
-    path = experiment / LOCK
+    path = experiment_folder / LOCK
     try:
-        experiment.mkdir(parents=True, exist_ok=True)
+        experiment_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"{experiment}: can't make the folder: {error.strerror}") from None
+        raise RunError(f"{experiment_folder}: can't make the folder: {error.strerror}") from None
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked_folder(experiment, ""))
+            stack.enter_context(locked_folder(experiment_folder, ""))
         except RunError:
-            raise RunError(f"{experiment}: {holder_words(experiment)}") from None
-        stack.callback(_remove_if_empty, experiment)
+            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}") from None
+        stack.callback(_remove_if_empty, experiment_folder)
         holder = _lock_holder(path)
         if holder.get("host") == _host() and process_start(int(holder["pid"])) != holder["born"]:
             path.unlink()
         record = {"host": _host(), "pid": os.getpid(), "born": process_start(os.getpid()), "since": time.strftime("%F %T")}
         if not write_new(path, json_bytes(record)):
-            raise RunError(f"{experiment}: {holder_words(experiment)}")
+            raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}")
         stack.callback(path.unlink, missing_ok=True)
         yield
 
 
-def holder_words(experiment: Path) -> str:
+def holder_words(experiment_folder: Path) -> str:
     """Describe the process that holds the lock of an experiment, and what the user can do."""
-    path = experiment / LOCK
+    path = experiment_folder / LOCK
     holder = _lock_holder(path)
     words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
     remedy = f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
@@ -133,10 +133,10 @@ class Failure:
         return -self.status in _CRASH_SIGNALS
 
 
-def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> Failure:
+def note_failure(experiment_folder: Path, run: Run, status: int, reason: str = "") -> Failure:
     """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run, else `reason`,
     else the last line of the run's log. Write the failure to a file for `read_failure`, unless a signal stopped the run without a crash."""
-    log, file, folder = log_path(experiment, run), log_path(experiment, run, FAILURE_SUFFIX), run.config.run_folder
+    log, file, folder = log_path(experiment_folder, run), log_path(experiment_folder, run, FAILURE_SUFFIX), run.config.run_folder
     step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
@@ -151,9 +151,9 @@ def note_failure(experiment: Path, run: Run, status: int, reason: str = "") -> F
     return failure
 
 
-def read_failure(experiment: Path, run: Run) -> Failure | None:
+def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
     """Return the failure of a run; None if the run has not failed, or was interrupted. Raises RunError: the failure file is damaged."""
-    failure = _failure_in_file(log_path(experiment, run, FAILURE_SUFFIX))
+    failure = _failure_in_file(log_path(experiment_folder, run, FAILURE_SUFFIX))
     return None if failure is None or failure.interrupted else failure
 
 
@@ -187,13 +187,13 @@ _MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued agai
 class Training:
     """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to end."""
 
-    def __init__(self, run: Run, experiment: Path):
-        self.run, self.experiment = run, experiment
+    def __init__(self, run: Run, experiment_folder: Path):
+        self.run, self.experiment_folder = run, experiment_folder
         self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
         """Train or continue the run, if its job record names this job. Returns the exit status, and the seconds that training took."""
-        self._children = Children(self.experiment)
+        self._children = Children(self.experiment_folder)
         return self._children.train(self.run, None) if self._is_recorded_job() else (128 + signal.SIGTERM, 0.0)
 
     def checkpoint(self) -> "DelayedSubmission":
@@ -203,7 +203,7 @@ class Training:
         if self._children:
             self._children.stop()
             self._children.wait()
-        return DelayedSubmission(Training(self.run, self.experiment))
+        return DelayedSubmission(Training(self.run, self.experiment_folder))
 
     def _is_recorded_job(self) -> bool:
         """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm compare` was killed
@@ -211,7 +211,7 @@ class Training:
         from submitit import JobEnvironment
 
         job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
-        while (recorded_id := _job_record(self.experiment, self.run).get("id")) != job_id and time.monotonic() < deadline:
+        while (recorded_id := _job_record(self.experiment_folder, self.run).get("id")) != job_id and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return recorded_id == job_id
 
@@ -229,20 +229,22 @@ class Cluster:
         RunError: submitit or the scheduler is not installed.
     """
 
-    def __init__(self, experiment: Path, options: dict[str, str], engine: Engine):
+    def __init__(self, experiment_folder: Path, options: dict[str, str], engine: Engine):
         os.environ[_SIGNAL_VARIABLE] = "USR1"  # read when submitit is imported
         try:
             import submitit
         except ImportError:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
-        self.experiment, self.engine, self._submitit_errors = experiment.absolute(), engine, submitit.core.utils
+        self.experiment_folder, self.engine, self._submitit_errors = experiment_folder.absolute(), engine, submitit.core.utils
         self._lock, self._stopping = threading.Lock(), threading.Event()
         settings = _DEFAULT_OPTIONS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
         parameters: dict[str, object] = {name if name in _COMMON_OPTIONS else f"{engine}_{name}": value for name, value in settings.items()}
         if engine == "slurm":
             parameters["slurm_setup"] = [f"export {_SIGNAL_VARIABLE}=USR1"]  # for jobs that don't inherit the environment
         try:
-            self._executor = submitit.AutoExecutor(self.experiment / JOBS_FOLDER, engine, **{f"{engine}_max_num_timeout": _MAX_REQUEUES})
+            self._executor = submitit.AutoExecutor(
+                self.experiment_folder / JOBS_FOLDER, engine, **{f"{engine}_max_num_timeout": _MAX_REQUEUES}
+            )
             self._executor.update_parameters(**parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {','.join(map('='.join, options.items()))}: {one_line(error)}") from None
@@ -277,21 +279,21 @@ class Cluster:
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
         """Wait for the end of the job that trains a run; submit the job unless an earlier process has done so. Returns the exit status, and
         the seconds of training since the job's last start. A job that vanished counts as killed, perhaps because it lacked memory."""
-        record = _job_record(self.experiment, run)
+        record = _job_record(self.experiment_folder, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
-            job = self.submit(Training(run, self.experiment))
+            job = self.submit(Training(run, self.experiment_folder))
             record = {
                 "engine": self.scheduler_name,
                 "id": job.job_id,
                 "born": process_start(int(job.job_id)) if self.engine == "local" else "",
             }
-            write_json(log_path(self.experiment, run, JOB_SUFFIX), record)
+            write_json(log_path(self.experiment_folder, run, JOB_SUFFIX), record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
         while self._is_alive(job, record["born"]):
             if self._stopping.wait(POLL_SECONDS):
                 return 128 + signal.SIGTERM, 0.0
-        log_path(self.experiment, run, JOB_SUFFIX).unlink(missing_ok=True)
+        log_path(self.experiment_folder, run, JOB_SUFFIX).unlink(missing_ok=True)
         error = job.exception()
         return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._submitit_errors.FailedJobError) else self.result(job)
 
@@ -315,9 +317,9 @@ def read_options(text: str) -> dict[str, str]:
     return options
 
 
-def _job_record(experiment: Path, run: Run) -> dict[str, Plain]:
+def _job_record(experiment_folder: Path, run: Run) -> dict[str, Plain]:
     """Return a run's job record (scheduler, job ID, start time of a local job); {} without one. Raises RunError: the file is damaged."""
-    path = log_path(experiment, run, JOB_SUFFIX)
+    path = log_path(experiment_folder, run, JOB_SUFFIX)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
         raise RunError(f"{path}: does not say which job trains the run; delete it once that job is gone")
@@ -367,7 +369,7 @@ class Jobs:
         """
         self._check_jobs()
         self.pending = pending = dict[Future, tuple[Run, Devices]]()
-        with interruptible() as signals, ThreadPoolExecutor(self.slots.jobs) as pool:
+        with interruptible() as signals, ThreadPoolExecutor(self.slots.n_slots) as pool:
             try:
                 while True:
                     for run in self._startable_runs({run.config.run_folder for run, _ in pending.values()}):
@@ -437,7 +439,7 @@ class Jobs:
             slot_counts = [self.slots.slots_per_run(known_run.size, known_run.arm) for known_run in runs if not known_run.outcome.ended]
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
-            rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.jobs)}" if durations else ""
+            rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.n_slots)}" if durations else ""
             device_words = f" on {gpu_words(devices)}" if devices else ""
             print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
             return

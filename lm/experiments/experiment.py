@@ -54,12 +54,12 @@ class Arm:
     swap: Swap | None = None  # replaces the normalizer that the weights were trained with; None: no swap
     trained: bool = True  # False: the swapped weights are measured without further training
     # the step of `source` at which the arm branches off, with optimizer state and position in the data; None: no branch
-    step: int | None = None
+    branch_step: int | None = None
 
     @property
     def is_tuned(self) -> bool:
         """Whether the arm gets its own learning rate if the experiment tunes one. Otherwise the arm has the rate of its source arm."""
-        return self.trained and self.step is None
+        return self.trained and self.branch_step is None
 
 
 @dataclass
@@ -266,7 +266,8 @@ class Experiment:
         return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
 
     def config_of(self, size: str, arm: Arm) -> Config:
-        """The configuration of an arm's run with the first seed and `any_rate`, under the name `any`. Raises ConfigError."""
+        """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the first seed, at the
+        learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:

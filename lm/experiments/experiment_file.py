@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.attention.catalogue import OPTIONS
 from lm.config import presets
-from lm.config.eval_config import Quantity, Timing, lengths_of
+from lm.config.eval_config import Quantity, Timing, lengths_from_factors
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
@@ -23,7 +23,7 @@ from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
 from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
 from lm.schema import Plain, Unavailable, build, cross_key_problems, flatten, is_block, key, section, suggest, to_plain
-from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, key_values, rate_words, read_rate
+from lm.statistics.tuning import MIN_TUNING_SEEDS, Rate, key_values, rate_text, read_rate
 from lm.statistics.verdicts import MIN_SEEDS
 
 
@@ -109,7 +109,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     full_arms: dict[str, Arm] = {}
     for arm in arms:
         changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
-        if arm.source in full_arms and (arm.step is not None or not arm.trained):  # its changes are laid over its source's
+        if arm.source in full_arms and (arm.branch_step is not None or not arm.trained):  # its changes are laid over its source's
             changes = merge(merge(full_arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
         full_arms[arm.name] = replace(arm, changes=changes)
     arms = tuple(full_arms.values())
@@ -168,7 +168,7 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
             for path in (path for path in arm_keys if not path.startswith("model.normalizer")):
                 reason = "has no effect on an arm that is not trained"
                 problems.append(Problem(f"{prefix}.{path}", arm_keys[path], reason, "drop it, or train the arm"))
-        arms[name] = Arm(name, changes, source_name or "", swap, bool(trained), step=step)
+        arms[name] = Arm(name, changes, source_name or "", swap, bool(trained), branch_step=step)
     if len(arms) < 2 and not problems:
         problems.append(Problem("arms", list(arms), "needs a baseline and at least one other arm"))
     return tuple(arms.values())
@@ -368,11 +368,11 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
     name_by_identity, configs = {}, {}
     for arm, config in arms:
         baseline = arms[0][1]
-        identity = f"{arm.source} {arm.step} {arm.swap} {arm.trained} {config_hash(config)}"
+        identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.trained} {config_hash(config)}"
         if identity in name_by_identity:
             yield Problem(f"arms.{arm.name}", arm.changes, f"is the same as {name_by_identity[identity]}", "change it, or drop it")
         name_by_identity[identity], configs[arm.name] = arm.name, config
-        if arm.step is not None and arm.source in configs and config.trainer.max_steps:
+        if arm.branch_step is not None and arm.source in configs and config.trainer.max_steps:
             yield from _check_branch(arm, config, configs[arm.source])
         elif arm.source in configs:
             yield from _check_start(arm, config, configs[arm.source])
@@ -394,12 +394,12 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
     interval, steps = source.checkpoint_every, source.trainer.max_steps
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
-    if arm.step not in kept_steps:
+    if arm.branch_step not in kept_steps:
         reason = f"is no step that {arm.source} keeps a checkpoint of ({', '.join(map(str, sorted(kept_steps)))})"
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
-        yield Problem(f"arms.{arm.name}.step", arm.step, reason, remedy)
-    if config.trainer.max_steps <= arm.step:
-        reason, remedy = f"leaves no step after step {arm.step} of {arm.source}", "raise it: it counts all steps from the first"
+        yield Problem(f"arms.{arm.name}.step", arm.branch_step, reason, remedy)
+    if config.trainer.max_steps <= arm.branch_step:
+        reason, remedy = f"leaves no step after step {arm.branch_step} of {arm.source}", "raise it: it counts all steps from the first"
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
     for path, (branch_value, source_value) in differences(to_plain(config, whole=True), to_plain(source, whole=True)).items():
         if effect_of(path).on_resume == "same":
@@ -444,7 +444,7 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
     tasks = [to_plain(task) for task in recall.asked_tasks(data)]
-    lengths = lengths_of(recall.length_factors, data)
+    lengths = lengths_from_factors(recall.length_factors, data)
     return [
         task
         for name, task in zip(task_names(tasks), tasks, strict=True)
@@ -535,5 +535,5 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
         elif differing_rates := sorted(
             rate for rate in arm_seeds.keys() & baseline_seeds.keys() if arm_seeds[rate] != baseline_seeds[rate]
         ):
-            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_words, differing_rates))}"
+            reason = f"has other seeds of {name} than of {baseline} at {', '.join(map(rate_text, differing_rates))}"
             yield Problem("tune.table", table_file, reason, "give all arms the same seeds at a rate")

@@ -243,7 +243,7 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
 
 
 def _arm_hash(arm: Arm, config: Config) -> str:
-    step = () if arm.step is None else (arm.step,)
+    step = () if arm.branch_step is None else (arm.branch_step,)
     return " ".join(map(str, (config_hash(config), *((f"from {arm.source}", arm.swap, arm.trained, *step) if arm.source else ()))))
 
 

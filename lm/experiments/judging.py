@@ -12,7 +12,7 @@ from lm.experiments.experiment import Primary
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, Interval, over_seeds, over_seeds_and_documents
 from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
-from lm.statistics.tuning import Rate, rate_cell, rate_words
+from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
 INTERVALS = ("difference", "factor", "alone")  # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
@@ -74,7 +74,11 @@ class Judgement:
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
-        """Verdicts on all arms but the baseline, by size and arm. With `primary.reach`, the intervals are of ratios of tokens."""
+        """Verdicts on all arms but the baseline, by size and arm.
+
+        With `primary.reach`, a level of the metric, an interval is of a ratio: the arm's training tokens up to that level, divided by the
+        baseline's.
+        """
         primary = self.primary
         if primary.learned is not None:
             results = learned_verdicts({size_arm: self.learned_counts(*size_arm) for size_arm in self.size_arms}, self.looks)
@@ -218,7 +222,7 @@ class Judgement:
         }  # fmt: skip
         if len(runs_by_rate) > 1:
             entry["means_by_rate"] = {
-                rate_words(rate): _mean([run.value for run in rate_runs if run.ended], counts_tokens)
+                rate_text(rate): _mean([run.value for run in rate_runs if run.ended], counts_tokens)
                 for rate, rate_runs in runs_by_rate.items()
             }
         entry |= {"reached": sum(map(math.isfinite, values))} if counts_tokens else {}

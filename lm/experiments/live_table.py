@@ -21,7 +21,7 @@ from lm.experiments.slots import gpu_words
 from lm.report.tables import grid, table_from_rows
 from lm.runs.folder import METRICS, last_logged
 from lm.schema import Plain
-from lm.statistics.tuning import rate_words
+from lm.statistics.tuning import rate_text
 
 REFRESH_SECONDS = 1.0
 MAX_RUNS = 20  # largest number of rows; more runs are shown in groups
@@ -91,7 +91,7 @@ class LiveTable:
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
         values = {name: getattr(first_line.run, name) for name in column_names if name not in absent_columns}
-        row = {name: "" if value is None else rate_words(value) if name == "rate" else str(value) for name, value in values.items()}
+        row = {name: "" if value is None else rate_text(value) if name == "rate" else str(value) for name, value in values.items()}
         steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
         if is_single:
@@ -120,7 +120,7 @@ class LiveTable:
             seconds = [self._seconds(line) for line in unfinished_lines]
             is_known = None not in seconds
             words.append(
-                f"about {duration(sum(seconds) / self.jobs.slots.jobs)} left" if is_known else "how long it takes is not known yet"
+                f"about {duration(sum(seconds) / self.jobs.slots.n_slots)} left" if is_known else "how long it takes is not known yet"
             )
         return "; ".join(words)
 

@@ -23,7 +23,7 @@ from lm.report.pictures import Panel, Picture, Trace
 from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, digits, signed
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
-from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_words
+from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
 
 MAX_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
@@ -101,7 +101,7 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
     if experiment.primary.learned is None:
         summary.add("picture", differences_picture(sizes), f"{prefix}differences")
     else:
-        summary.add("picture", learned_picture(sizes, entries), f"{prefix}learned")
+        summary.add("picture", learned_runs_picture(sizes, entries), f"{prefix}learned")
     summary.add("table", trend_table(procedure, judgement), f"{prefix}trends")
     for results in sizes:
         summary.add("table", seeds_table(results) if results.final else None, f"{prefix}{results.size}{'-' * bool(results.size)}seeds")
@@ -218,7 +218,7 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
         prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choice_value(run)) for run in results.tuning_runs]
         for event, diverged in (("diverged", True), (f"did not reach {experiment.choice_metric.removeprefix('tokens to ')}", False)):
             runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
-            if names := _join_names([f"{run.arm} at {rate_words(run.rate)} seed {run.seed}" for run in runs]):
+            if names := _join_names([f"{run.arm} at {rate_text(run.rate)} seed {run.seed}" for run in runs]):
                 infinite_caveats.append(f"{prefix}tuning runs that {event}: {names}")
         if results.choice.rates is None:
             ended_count = sum(value is not None for _, value in values)
@@ -245,14 +245,14 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
 def _tuning_words(results: SizeResults) -> str | None:
     """Explain how rates were chosen, and name the chosen rates; None without tuning runs, or before rates are chosen."""
     experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
-    if not tuning_runs or not choice.final_rates:
+    if not tuning_runs or not choice.rates_of_final_runs:
         return None
     tune, extension = experiment.tune, f"a best rate at an edge extends the grid, at most {EXTENSIONS} times"
     seeds = ", ".join(map(str, sorted({run.seed for run in tuning_runs})))
-    rates = ", ".join(map(rate_words, sorted({run.rate for run in tuning_runs})))
-    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_words, tune.rates))}; {extension}"
+    rates = ", ".join(map(rate_text, sorted({run.rate for run in tuning_runs})))
+    origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_text, tune.rates))}; {extension}"
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
-    choices = ", ".join(f"{arm} {rate_words(arm_rates[0])}" for arm, arm_rates in choice.final_rates.items())
+    choices = ", ".join(f"{arm} {rate_text(arm_rates[0])}" for arm, arm_rates in choice.rates_of_final_runs.items())
     return (
         f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.choice_metric} "
         f"({experiment.data_words(experiment.choice_metric, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
@@ -301,14 +301,14 @@ def crossed_table(results: SizeResults) -> Table | None:
     def mean(numbers: Collection[float]) -> str | None:
         return digits(float(np.mean([*numbers]))) if numbers else None
 
-    uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.final_rates.items()}
+    uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.rates_of_final_runs.items()}
     for arm, rate in (choice.rates or {}).items() if choice.settled else ():
         if arm in uses_by_rate:
             uses_by_rate[arm][rate] = ", ".join(filter(None, (uses_by_rate[arm].get(rate), "judged")))
     choice_means = [mean([procedure.choice_value(run.outcome) for run in runs]) for runs in finished_runs.values()]
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [arm for arm, _ in finished_runs]),
-        (Column(experiment.tune.heading), [rate_words(rate) for _, rate in finished_runs]),
+        (Column(experiment.tune.heading), [rate_text(rate) for _, rate in finished_runs]),
         (Column("use", kind="words"), [uses_by_rate[arm].get(rate) for arm, rate in finished_runs]),
         (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
         (Column(f"mean {experiment.choice_metric}", experiment.data_words(experiment.choice_metric, "selection")), choice_means),
@@ -355,7 +355,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
 def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
     """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the other tuned keys."""
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
-    chosen_rates = {arm: rates[0] for arm, rates in results.choice.final_rates.items()}
+    chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
     arm_costs = experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(arm.name for arm in experiment.arms):
         values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
@@ -433,9 +433,9 @@ def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
     return Trace(arm_index, label, np.array([x]), y, "interval", low, high)
 
 
-def learned_picture(size_results: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
-    """A picture of the primary metric of every final run, with the level at which a run has learned, and of the fractions of runs that have
-    learned. None before a final run has finished."""
+def learned_runs_picture(size_results: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
+    """A picture of the primary metric of every final run (tuning runs are not final), with the level at which a run has learned, and of the
+    fractions of runs that have learned. None before a final run has finished."""
     primary, x_labels, seed_traces, fraction_traces = size_results[0].experiment.primary, {}, [], []
     for results, (arm_index, arm) in product(size_results, enumerate(size_results[0].arm_names)):
         x, label = float(len(x_labels)), " ".join(filter(None, (arm, results.size)))

@@ -84,7 +84,7 @@ def costs(procedure: Procedure) -> Costs | None:
         return None
     costs_of_arms = {}
     for size, arm in experiment.size_arms:
-        run_cost = cost(experiment.config_of(size, arm), vocab_size, arm.step or 0)
+        run_cost = cost(experiment.config_of(size, arm), vocab_size, arm.branch_step or 0)
         costs_of_arms[size, arm.name] = run_cost if arm.trained else replace(run_cost, tokens=0, flops=0)
     return costs_of_arms
 
@@ -247,7 +247,8 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
     configs = {
         arm.name: replace(
-            experiment.config_of(size, arm), branch_from="" if arm.step is None else str(step_path(experiment.folder, arm.step))
+            experiment.config_of(size, arm),
+            branch_from="" if arm.branch_step is None else str(step_path(experiment.folder, arm.branch_step)),
         )
         for arm in arms
     }
@@ -284,7 +285,7 @@ def _timing_hash(config: Config, slots: Slots) -> str:
     for path, value in settings.items():
         if isinstance(value, float) and path.startswith(("model", "optim", "phases")) and not path.startswith("optim.groups"):
             settings[path] = bool(value)
-    content = [settings, slots.jobs, platform.node(), usable_cores(), *([slots.gpus, slots.slots_per_gpu] if slots.gpus else [])]
+    content = [settings, slots.n_slots, platform.node(), usable_cores(), *([slots.gpus, slots.slots_per_gpu] if slots.gpus else [])]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -361,4 +362,4 @@ def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:
     times = {size_arm: seconds * slots.slots_per_run(*size_arm) for size_arm, seconds in times.items()}
     planned_seconds = sum(seconds * counts[size][arm] for (size, arm), seconds in times.items())
     ended_seconds = sum(times[run.size, run.arm] for run in procedure.known_runs() if run.outcome.ended)
-    return max(0.0, planned_seconds - ended_seconds) / slots.jobs
+    return max(0.0, planned_seconds - ended_seconds) / slots.n_slots

@@ -17,7 +17,7 @@ from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.plugins import package_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
 from lm.schema import Plain, to_plain
-from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, rate_cell, rate_choice, rate_words, tuning_outcome
+from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, rate_cell, rate_choice, rate_text, tuning_outcome
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        rate = "" if self.rate is None else f"at {rate_words(self.rate)}"
+        rate = "" if self.rate is None else f"at {rate_text(self.rate)}"
         return " ".join(filter(None, (self.size, self.arm, rate, f"seed {self.config.seed}")))
 
 
@@ -58,7 +58,7 @@ class Choice:
     runs: dict[str, dict[Rate, list[Run]]]
     # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes first. Without
     # tuning, (None,) for every arm
-    final_rates: dict[str, tuple[Rate | None, ...]]
+    rates_of_final_runs: dict[str, tuple[Rate | None, ...]]
     # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known yet
     rates: dict[str, Rate | None] | None
     settled: bool = True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
@@ -66,7 +66,7 @@ class Choice:
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
         """The arms whose final seeds are trained at several rates, with these rates."""
-        return {arm: rates for arm, rates in self.final_rates.items() if len(rates) > 1}
+        return {arm: rates for arm, rates in self.rates_of_final_runs.items() if len(rates) > 1}
 
 
 class Procedure:
@@ -88,9 +88,11 @@ class Procedure:
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
-            scheduled_kinds = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
+            scheduled_evaluations = tuple(
+                kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step)
+            )
             required_options = self._required_options.get((size, arm.name), {})
-            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled_kinds, required_options)
+            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled_evaluations, required_options)
             if outcome.ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
@@ -111,8 +113,11 @@ class Procedure:
                 words = " ".join([source_folder.name, str(arm.swap), *self._normalizer_options(size, arm, rate)])
                 digest = hashlib.sha256(words.encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{stem}-{digest}")
-            elif source_folder and arm.step is not None:
-                changes |= {"branch_from": str(step_path(source_folder / CHECKPOINTS, arm.step)), "init_from": source_config.init_from}
+            elif source_folder and arm.branch_step is not None:
+                changes |= {
+                    "branch_from": str(step_path(source_folder / CHECKPOINTS, arm.branch_step)),
+                    "init_from": source_config.init_from,
+                }
             elif source_folder:
                 changes["init_from"] = str(source_folder)
             config = self.experiment.config(size, arm, seed, rate, changes)
@@ -151,7 +156,7 @@ class Procedure:
             return self._choices[size]
         runs: dict[str, dict[Rate, list[Run]]] = {}
         rates: dict[str, Rate | None] = {}
-        final_rates: dict[str, tuple[Rate | None, ...]] = {}
+        rates_of_final_runs: dict[str, tuple[Rate | None, ...]] = {}
         if not self.experiment.is_tuned:
             rates = dict.fromkeys((arm.name for arm in self.experiment.arms), None)
             return Choice(runs, dict.fromkeys(rates, (None,)), rates)
@@ -160,16 +165,16 @@ class Procedure:
             depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
             outcome = self._tuning_outcome(size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs)
             if outcome.missing:
-                return Choice(runs, final_rates, None)
+                return Choice(runs, rates_of_final_runs, None)
             candidates = crossed_rates(self.experiment.arms[0].name, outcome.rates)
             best_rates = self._best_rates(size, candidates)
-            final_rates |= candidates
+            rates_of_final_runs |= candidates
             rates |= best_rates or outcome.rates
             for arm in self.experiment.arms:  # an arm without a rate of its own has the rate of its source
                 rates |= {arm.name: rates[arm.source]} if not arm.is_tuned and arm.source in rates else {}
             if best_rates is None:
-                return Choice(runs, final_rates, rates if depth == depths[-1] else None, settled=False)
-        return self._choices.setdefault(size, Choice(runs, final_rates, rates))
+                return Choice(runs, rates_of_final_runs, rates if depth == depths[-1] else None, settled=False)
+        return self._choices.setdefault(size, Choice(runs, rates_of_final_runs, rates))
 
     def _tuning_outcome(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> TuningOutcome:
         """Choose the rates of `arms` by their tuning runs, or by the tuning table. Tuning runs are added to `runs`; while some have not
@@ -263,8 +268,8 @@ class Procedure:
         for size in experiment.sizes:
             choice, seeds, tokens = self.choice(size), {arm.name: [] for arm in experiment.arms}, {}
             for arm, arm_rates in choice.crossed.items():
-                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_words, sorted(arm_rates)))
-                verdict_words = f"; judged at {rate_words(choice.rates[arm])}" if choice.settled and choice.rates else ""
+                name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_text, sorted(arm_rates)))
+                verdict_words = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
                 notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}")
             for run in self.final_runs(size):
                 if run.outcome.state == "finished":
@@ -321,7 +326,7 @@ class Procedure:
         rates = choice.rates or {}
         runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
-            arm_rates = choice.final_rates.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
+            arm_rates = choice.rates_of_final_runs.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
             runs[size, arm.name] = {}
             for rate in arm_rates:
                 runs[size, arm.name][rate] = [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
@@ -366,7 +371,7 @@ class Procedure:
             is_known = choice.rates is not None
             tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
             tuning_rate_count = self._run_count(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
-            rate_count = self._run_count(size, arm, choice.final_rates.get(arm.name, ())) or (
+            rate_count = self._run_count(size, arm, choice.rates_of_final_runs.get(arm.name, ())) or (
                 0 if is_known and arm.name not in choice.rates else 2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)

@@ -30,7 +30,7 @@ class Outcome:
     folder: Path
     last_step: int
     metric: str
-    scheduled_kinds: tuple[str, ...] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
+    scheduled_evaluations: tuple[str, ...] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
     # results of `values` and `tokens_to_reach`, which are kept
@@ -95,7 +95,7 @@ class Outcome:
     def complete(self) -> bool:
         """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
-        return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_kinds)
+        return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_evaluations)
 
     @cached_property
     def failed_evaluations(self) -> dict[str, str]:
@@ -193,12 +193,12 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     sentences = []
     try:
         for name, key in _RUN_FACTS.items():
-            if words := _value_words([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
+            if words := _describe_values([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
         origins = [(arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")]
         for path in dict.fromkeys(origin["path"] for _, origin in origins):
             weights = [(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]
-            if words := _value_words(weights):
+            if words := _describe_values(weights):
                 sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
         dirty_flags = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
         if dirty_count := sum(is_dirty is not False for is_dirty in dirty_flags):
@@ -208,7 +208,7 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
         plugin_names = {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
         for name in sorted(plugin_names):
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
-            if words := _value_words([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
+            if words := _describe_values([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
                 sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
@@ -220,14 +220,14 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:
         digests = [(arm, code[name]) for arm, code in code_digests if name in code]
-        if words := _value_words(digests):
+        if words := _describe_values(digests):
             sentences.append(f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again")
         else:
             changed_count += name in current_digests and any(digest != current_digests[name] for _, digest in digests)
     return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(changed_count)
 
 
-def _value_words(values: list[tuple[str, Plain]]) -> str:
+def _describe_values(values: list[tuple[str, Plain]]) -> str:
     """List differing values, each with the arms whose runs recorded it; empty if all are the same. `values`: pairs of arm and value."""
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:

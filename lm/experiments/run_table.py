@@ -23,7 +23,7 @@ from lm.statistics.tuning import (
     key_values,
     rate_cell,
     rate_choice,
-    rate_words,
+    rate_text,
     read_rate,
 )
 
@@ -105,8 +105,8 @@ def judge_table(
                 raise RunError(f"{source_and_arm}: no line")
             for rate, runs_at_rate in arm_rows.groupby("rate", dropna=False):
                 if missing_seeds := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
-                    rate_text = "" if pd.isna(rate) else f" at {rate_words(rate)}"
-                    raise RunError(f"{source_and_arm}: no seed {', '.join(missing_seeds)}{rate_text}; every arm needs the same seeds")
+                    at_rate = "" if pd.isna(rate) else f" at {rate_text(rate)}"
+                    raise RunError(f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; every arm needs the same seeds")
             arm_selecting_rows = size_selecting_rows[size_selecting_rows["arm"] == arm]
             rate_order, judged_rates = _ordered_and_judged_rates(arm_rows, arm_selecting_rows, primary, f"{source}: {arm}")
             if judged_rates:
@@ -284,22 +284,22 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
     tuning_rows = _tuning_rows(selecting_rows)
     grids = {arm: frozenset(rates) for arm, rates in tuning_rows.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:
-        words = "; ".join(f"{arm} {', '.join(map(rate_words, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
+        words = "; ".join(f"{arm} {', '.join(map(rate_text, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
         raise RunError(f"{source}: arms are tuned over different rates: {words}")
     tuning_runs = tuning_rows[tuning_rows["arm"].isin(grids)]
     if len(unfinished := tuning_runs[tuning_runs["state"] == "unfinished"]):
         arm, rate, seed = unfinished.iloc[0][["arm", "rate", "seed"]]
-        raise RunError(f"{source}: {arm} at {rate_words(read_rate(rate))}, seed {seed}, has not ended: the rate can't be chosen yet")
+        raise RunError(f"{source}: {arm} at {rate_text(read_rate(rate))}, seed {seed}, has not ended: the rate can't be chosen yet")
     seeds_by_rate = tuning_runs.groupby(["arm", "rate"])["seed"].agg(frozenset)
     if seeds_by_rate.nunique() > 1:
         arm, rate = seeds_by_rate.map(len).idxmin()
         missing_seeds = ", ".join(map(str, {*tuning_runs["seed"]} - seeds_by_rate[arm, rate]))
         remedy = "a run that diverged before it was measured takes a line with state diverged"
-        raise RunError(f"{source}: {arm} at {rate_words(read_rate(rate))} has no run of seed {missing_seeds}, others have; {remedy}")
+        raise RunError(f"{source}: {arm} at {rate_text(read_rate(rate))} has no run of seed {missing_seeds}, others have; {remedy}")
     seeds = seeds_by_rate.map(len)
     if (seeds < MIN_TUNING_SEEDS).any():
         arm, rate = seeds.idxmin()
-        raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_words(rate)}; tuning takes {MIN_TUNING_SEEDS}")
+        raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_text(rate)}; tuning takes {MIN_TUNING_SEEDS}")
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
@@ -324,7 +324,7 @@ def _ordered_and_judged_rates(
     if tuned_rate is None:
         return rates, []
     if tuned_rate not in rates:
-        raise RunError(f"{label}: {rate_words(tuned_rate)} is the best rate, but no line at it reports")
+        raise RunError(f"{label}: {rate_text(tuned_rate)} is the best rate, but no line at it reports")
     rate_order = [tuned_rate, *(rate for rate in rates if rate != tuned_rate)]
     final_costs = tuning_costs
     if "stage" in tuning_rows:

@@ -36,7 +36,7 @@ Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; 
 class Slots:
     """Slots in which one `lm compare` trains runs at the same time. A run takes one slot, or one slot on each of its GPUs."""
 
-    jobs: int  # number of slots
+    n_slots: int
     gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
     slots_per_gpu: int = 1  # number of slots on each GPU
     # number of GPUs that a run takes, by size and arm; other runs take none
@@ -50,7 +50,7 @@ class Slots:
         """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while too few slots are
         free."""
         device_lists = list(busy_devices)
-        if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.jobs:
+        if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.n_slots:
             return None
         run_counts, gpu_count = Counter(chain(*device_lists)), self.gpus_per_run.get((size, arm), 0)
         free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__)
@@ -64,7 +64,7 @@ class Slots:
         return run_devices
 
     def __str__(self) -> str:
-        gpu_placement = f"on {gpu_words(self.gpus[: self.jobs])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
+        gpu_placement = f"on {gpu_words(self.gpus[: self.n_slots])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
         return f"{len(self.concurrent_devices())} at a time {gpu_placement if any(self.gpus_per_run.values()) else 'on the CPU'}"
 
 
@@ -98,12 +98,12 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
     return Slots(slot_count, gpus, slots_per_gpu, gpu_counts)
 
 
-def log_path(experiment: Path, run: Run, suffix: str = "log") -> Path:
+def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
     """The file in the experiment's folder that holds a run's output; with another suffix, a file that belongs to the run."""
-    return experiment / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
+    return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
 
 
-def commands(run: Run, experiment: Path) -> list[list[str]]:
+def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
     """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The configuration that training
     reads is written below the folder `experiment`. Each command can be stopped and started again."""
     if run.outcome.ended:
@@ -121,7 +121,7 @@ def commands(run: Run, experiment: Path) -> list[list[str]]:
     outcome = run.outcome
     if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
         # `lm train` makes the evaluations that a kill left out, too
-        file = log_path(experiment, run, "yaml")
+        file = log_path(experiment_folder, run, "yaml")
         write_text(file, to_yaml(config))
         arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
     if not run.trained or not outcome.measured:
@@ -171,8 +171,8 @@ def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, device
 class Children:
     """Trains the runs of an experiment in processes of this machine."""
 
-    def __init__(self, experiment: Path):
-        self.experiment = experiment
+    def __init__(self, experiment_folder: Path):
+        self.experiment_folder = experiment_folder
         self._processes: dict[Path, subprocess.Popen] = {}
         self._stopping = threading.Event()
 
@@ -182,7 +182,7 @@ class Children:
         while is_training(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start left
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
-        for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment):
+        for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment_folder):
             status = self._execute(run, command, devices)
             if status:
                 break
@@ -201,7 +201,7 @@ class Children:
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
     def _execute(self, run: Run, command: list[str], devices: Devices | None) -> int:
-        folder, output = run.config.run_folder, log_path(self.experiment, run)
+        folder, output = run.config.run_folder, log_path(self.experiment_folder, run)
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as log:
             process = start_process([sys.executable, "-m", "lm", *command], log, log, devices)

@@ -17,7 +17,7 @@ from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
 from lm.statistics.learned import factor, has_learned, log_tokens
-from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_words
+from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 
 def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
@@ -27,7 +27,7 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
     entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for entry in (entry for entry in entries if entry["arm"] in arms):
         tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
-        means = {rate_words(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
+        means = {rate_text(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
         finite_means = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
         entry["factors_by_rate" if is_factor else "differences_by_rate"] = {
             rate: math.exp(mean) if is_factor and mean is not None else mean for rate, mean in finite_means.items()
@@ -72,7 +72,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     primary, baseline = judgement.primary, judgement.arms[0]
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
-    columns += column(judgement.rate_heading, [None if entry["rate"] is None else rate_words(entry["rate"]) for entry in entries])
+    columns += column(judgement.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries])
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
     basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.omits_finished_runs else "")))

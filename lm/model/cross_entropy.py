@@ -92,20 +92,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool) -> Tensor:
-    """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`, `low_logits` is
+def _chunk_sums(low_precision_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool) -> Tensor:
+    """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`, `low_precision_logits` is
     overwritten with the gradient of the two sums' total.
 
     This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
     Args:
-        low_logits: logits (n, V), in the dtype of the products.
+        low_precision_logits: logits (n, V), in the dtype of the products.
         y: targets (n, 1).
     """
     target_mask, y = (y != IGNORED).float(), y.clamp(min=0)
-    logits, tanh_logits = low_logits.float(), None
+    logits, tanh_logits = low_precision_logits.float(), None
     if softcap is not None:
-        uses_rough_tanh = low_logits.dtype == torch.bfloat16 and low_logits.device.type == "cpu"
+        uses_rough_tanh = low_precision_logits.dtype == torch.bfloat16 and low_precision_logits.device.type == "cpu"
         tanh_logits = _rough_tanh(logits, softcap) if uses_rough_tanh else (logits / softcap).tanh_()
         logits = tanh_logits * softcap
     p, largest_logit = logits.softmax(-1), logits.amax(-1, keepdim=True)
@@ -121,7 +121,7 @@ def _chunk_sums(low_logits: Tensor, y: Tensor, softcap: float | None, z_loss: fl
     p.scatter_add_(1, y, p.new_full((len(y), 1), -1.0)).mul_(target_mask)  # p becomes the gradient of the logits
     if tanh_logits is not None:
         p = torch.ops.aten.tanh_backward(p, tanh_logits)
-    low_logits.copy_(p)
+    low_precision_logits.copy_(p)
     return terms
 
 

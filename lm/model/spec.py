@@ -72,7 +72,9 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
 
 
 def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
-    """Training FLOPs per token: 6 a matrix entry (embedding look-ups are free), plus 3 seq_len a dimension of each head's keys and values.
+    """Training FLOPs per token: 6 per matrix entry, plus 3 seq_len per dimension of each head's keys and of its values.
+
+    Embedding look-ups are free, and scores that the causal mask hides are not counted.
 
     masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do. That makes 6 N + 12 L H Q T
     for N matrix entries, L layers of H heads of size Q, and T = seq_len.

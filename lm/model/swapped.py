@@ -66,7 +66,7 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
     return factors
 
 
-def fit(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
+def fit_normalizers(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
     """Train the parameters of the normalizers of `new`, and no others, to minimise KL(old || new) of next-token distributions.
 
     Adam starts at the present values and runs in fp32 over `batches`. If the mean KL is not lower afterwards, the present values are

@@ -54,7 +54,7 @@ class Section:
 
     @property
     def example_series(self) -> Series:
-        """The first series of the section, from which callers read what all series of the section share, such as the shape."""
+        """The section's first series. Callers read from it what all of its series share, such as the shape of their values."""
         return next(iter(self.series.values()))
 
     @cached_property

@@ -1,4 +1,5 @@
-"""Pictures of runs: curves while training, sections over their axes, maps of fractions, and metrics logged by layer and head."""
+"""Pictures that compare runs: training curves, evaluated metrics by position, length or head, heat maps by layer and head, and the metrics
+that training logs by layer and head."""
 
 import re
 from collections import Counter, defaultdict

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
-from lm.report.tables import Column, FilledColumn, Table, digits, four_digits, print_tables, printable, show, table_from_rows
+from lm.report.tables import Column, FilledColumn, Table, digits, four_digit_text, print_tables, printable, show, table_from_rows
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
@@ -70,7 +70,7 @@ def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int 
     if not numbers:
         return None
     mean = np.mean(numbers) / unit
-    return four_digits(mean) if decimals is None else f"{mean:.{decimals}f}"
+    return four_digit_text(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
 def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, SeriesName]]) -> list[FilledColumn]:

@@ -79,7 +79,7 @@ def _place_text(series: Series, start: float, stop: float) -> str:
 
 def logged_means(evaluation: Evaluation) -> dict[str, float]:
     """The means of an evaluation that training logs to metrics.jsonl, by metric name."""
-    return {name: value for series in evaluation.series for name, value in series.scores.items()}
+    return {name: value for series in evaluation.series for name, value in series.logged_means.items()}
 
 
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:

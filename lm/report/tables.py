@@ -106,10 +106,10 @@ def digits(value: float | None) -> str | None:
         return None
     if not np.isfinite(value):
         return "not finite"
-    return f"{value:z.4f}" if abs(value) < 100 else four_digits(value)
+    return f"{value:z.4f}" if abs(value) < 100 else four_digit_text(value)
 
 
-def four_digits(value: float) -> str:
+def four_digit_text(value: float) -> str:
     """A value as text with four significant digits, without an exponent if it is large: 16460."""
     text = f"{value:.4g}"
     return f"{float(text):.0f}" if "e+" in text else text
@@ -117,7 +117,7 @@ def four_digits(value: float) -> str:
 
 def signed(value: float) -> str:
     """A difference as text with its sign."""
-    text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digits(value)}"
+    text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digit_text(value)}"
     return "0.0000" if float(text) == 0 else text
 
 

@@ -280,8 +280,8 @@ class Series:
         return bool(np.isfinite(self.means).all() and (self.curve is None or np.isfinite(self.curve).all()))
 
     @property
-    def scores(self) -> dict[str, float]:
-        """The means of the series that training logs to metrics.jsonl, by their names in the log (`logged`)."""
+    def logged_means(self) -> dict[str, float]:
+        """The means of this series that training logs to metrics.jsonl, by their names in the log (`logged`)."""
         means = self.means.tolist() if self.overall_mean is None else [self.overall_mean]
         return dict(zip(self.logged, means, strict=False))
 

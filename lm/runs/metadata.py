@@ -10,7 +10,7 @@ from pathlib import Path
 from lm.errors import RunError, one_line
 from lm.runs.folder import BEST, check_fields, steps_saved
 
-FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
+CHECKPOINT_FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; a checkpoint that can be resumed has more (lm.training.starting).
 METADATA = {
     "step": int,
@@ -74,8 +74,8 @@ def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
     """Return `checkpoint`, the content of the file at `path`. Raises RunError if it is no checkpoint that this version of lm can read."""
     if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
         raise RunError(f"{path}: not a checkpoint of lm")
-    if checkpoint["lm"].get("format") != FORMAT:
-        raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {FORMAT}")
+    if checkpoint["lm"].get("format") != CHECKPOINT_FORMAT:
+        raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {CHECKPOINT_FORMAT}")
     check_fields(checkpoint["lm"], METADATA, path)
     return checkpoint
 

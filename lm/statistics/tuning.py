@@ -31,7 +31,7 @@ def grid_rates(axes: Iterable[Iterable[float]]) -> list[Rate]:
     return [make_rate(values) for values in product(*axes)]
 
 
-def rate_words(rate: Rate | str) -> str:
+def rate_text(rate: Rate | str) -> str:
     """The text of a rate, or of a table cell with a rate (`rate_cell`), for example `0.002`, or `0.002 / 0.1` for two keys."""
     values = _split_cell(rate) if isinstance(rate, str) else key_values(rate)
     return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in values)

@@ -35,8 +35,8 @@ class Comparison:
 
     # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for several learning rates
     # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`combine_over_rates`)
-    by_rates: np.ndarray | Sequence[float]
-    judged_pair: tuple[int, int] = (0, 0)  # indices in `by_rates` of the pair of rates that are judged
+    rate_differences: np.ndarray | Sequence[float]
+    judged_pair: tuple[int, int] = (0, 0)  # indices in `rate_differences` of the pair of rates that are judged
     diverged: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
     # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it is worse than the
     # baseline at one of these rates. None: all rates
@@ -45,46 +45,46 @@ class Comparison:
     # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
     is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
-    n_planned_seeds: int = 0  # number of planned seeds; 0: the seeds in `by_rates`. Until all have ended there is no verdict
+    n_planned_seeds: int = 0  # number of planned seeds; 0: the seeds in `rate_differences`. Until all have ended there is no verdict
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     document_estimate: Estimate | None = None
     unreached_runs: str = ""  # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
 
     @cached_property
-    def at_rates(self) -> np.ndarray:
+    def rate_difference_array(self) -> np.ndarray:
         """The differences as an array, (the arm's rates, the baseline's rates, seeds)."""
-        return np.array(self.by_rates, dtype=float, ndmin=3)
+        return np.array(self.rate_differences, dtype=float, ndmin=3)
 
     @cached_property
     def differences(self) -> np.ndarray:
         """The differences at the rates of `judged_pair`, (seeds,); without seeds whose runs did not reach the level (`unreached_runs`)."""
-        values = self.at_rates[self.judged_pair]
+        values = self.rate_difference_array[self.judged_pair]
         return values[np.isfinite(values)] if self.unreached_runs else values
 
     @cached_property
     def estimates(self) -> Estimate:
         """The mean differences over seeds and their errors, (the arm's rates, the baseline's rates)."""
-        return over_seeds(self.at_rates)
+        return over_seeds(self.rate_difference_array)
 
     def interval(self, family: int = 1) -> Interval:
         """The interval over seeds of the difference between arms at their best rates; `family` such intervals hold together with 95 %."""
         return self.enclosing(self.estimates, family)
 
-    def enclosing(self, by_rates: Estimate, family: int = 1) -> Interval:
+    def enclosing(self, estimates: Estimate, family: int = 1) -> Interval:
         """The same interval as `interval`, but from any estimates, such as estimates over seeds and documents. It contains the interval at
         `judged_pair`. Ends of the interval that depend on a NaN are NaN.
 
-        by_rates: the estimate at each pair of rates, (the arm's rates, the baseline's rates).
+        estimates: the estimate at each pair of rates, (the arm's rates, the baseline's rates).
         """
         if self.higher_is_better:
-            mirror = replace(self, higher_is_better=False).enclosing(replace(by_rates, mean=-by_rates.mean), family)
-            return replace(mirror, mean=float(by_rates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
-        interval = by_rates[self.judged_pair].interval(family)
-        shared_estimate = by_rates[:, : self.n_shared_rates]
+            mirror = replace(self, higher_is_better=False).enclosing(replace(estimates, mean=-estimates.mean), family)
+            return replace(mirror, mean=float(estimates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
+        interval = estimates[self.judged_pair].interval(family)
+        shared_estimate = estimates[:, : self.n_shared_rates]
         all_pairs = self.all_pairs
         arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
-        high = combine_over_rates(by_rates.mean + by_rates.half_width(arm_rates * family), all_pairs)
+        high = combine_over_rates(estimates.mean + estimates.half_width(arm_rates * family), all_pairs)
         low = -combine_over_rates((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, all_pairs)
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
@@ -185,7 +185,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         return untested_verdict("incomplete", progress, progress)
     if seeds < MIN_SEEDS:
         return untested_verdict("incomplete", f"{seeds} seeds in common", f"a verdict takes {MIN_SEEDS} seeds")
-    if not np.isfinite(comparison.by_rates).all():
+    if not np.isfinite(comparison.rate_differences).all():
         reason = "a difference at another of the learning rates, all of which a verdict is on, is not finite"
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
@@ -210,7 +210,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         tie_reason = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
         return verdict("undecided", tie_reason, "all seeds agree, and are too few")
-    rates = ", over all rates that the arms were trained at," if comparison.at_rates[..., 0].size > 1 else ""
+    rates = ", over all rates that the arms were trained at," if comparison.rate_difference_array[..., 0].size > 1 else ""
     finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
@@ -223,7 +223,11 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
     """The numbers of `Verdict.seeds_needed` for a difference of `margin`, by the measured spread and by the ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
-    rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(comparison.at_rates[:, : comparison.n_shared_rates].shape[:2])
+    rates = (
+        1
+        if comparison.all_pairs or comparison.unreached_runs
+        else max(comparison.rate_difference_array[:, : comparison.n_shared_rates].shape[:2])
+    )
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
     return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates) for factor in (1.0, *factors))
 
@@ -256,7 +260,7 @@ def p_exact(comparison: Comparison) -> float | None:
 
     It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above `MAX_SIGN_FLIP_SEEDS` seeds.
     """
-    values = comparison.at_rates
+    values = comparison.rate_difference_array
     if not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
         return None
     return _two_sided_p(comparison, sign_flip(-values), sign_flip(values))

@@ -28,7 +28,7 @@ from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
 from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, steps_saved
-from lm.runs.metadata import FORMAT
+from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.training.module import L, NamedValues, RunContext, TrainModule, copied_to_host, largest_scores, logit_scales, normalizer_parameters
 from lm.training.optimizers import named_state
 from lm.training.starting import Best
@@ -250,7 +250,7 @@ class Evaluations(StepCallback):
         self.max_steps, self.measurements = run.config.trainer.max_steps, measurements
 
     def due(self, step: int) -> list[Measurement]:
-        return [measurement for measurement in self.measurements if measurement.asked.is_due(step, self.max_steps)]
+        return [measurement for measurement in self.measurements if measurement.eval_config.is_due(step, self.max_steps)]
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         for measurement in self.due(step):
@@ -258,7 +258,7 @@ class Evaluations(StepCallback):
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
         """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks must call it."""
-        begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.asked.max_seconds
+        begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.eval_config.max_seconds
         device = self.device(trainer, module).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
@@ -372,7 +372,7 @@ class Checkpoints(StepCallback):
         start, step = module.start, module.global_step
         start.state.elapsed_s = self.clock.seconds()
         metadata = {
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "config": self.yaml,
             "vocab_size": module.decoder.vocab_size,
             "data_fingerprint": module.store.fingerprint,

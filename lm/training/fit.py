@@ -222,7 +222,7 @@ def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path,
     """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
     Evaluations that exceeded their time limit (`max_seconds`), or were made with other options, are not repeated."""
     folder = config.run_folder
-    due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.asked.is_due(step, step)], []
+    due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.eval_config.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
     time_limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
     for kind in [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:

@@ -17,7 +17,7 @@ from lm.config.tree import Config
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.runs.evaluations import Evaluation
 from lm.schema import Plain, to_plain
-from lm.statistics.tuning import rate_words
+from lm.statistics.tuning import rate_text
 
 if TYPE_CHECKING:
     import trackio
@@ -284,7 +284,7 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
 def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
     """The wandb group, job type and tags of a run of an experiment; None or empty for any other run."""
     run = config.experiment
-    labels = {"arm": run.arm, "size": run.size, "seed": config.seed, "rate": None if run.rate is None else rate_words(run.rate)}
+    labels = {"arm": run.arm, "size": run.size, "seed": config.seed, "rate": None if run.rate is None else rate_text(run.rate)}
     return {
         "group": "/".join(filter(None, (run.name, run.size))) or None,
         "job_type": run.stage,

@@ -188,7 +188,8 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
 
     `lm.training.before_training` has checked that the configurations of the two runs differ only where branching allows it.
 
-    Raises ConfigError or RunError where `check_resume` does, and RunError if files of the earlier run don't belong together.
+    Raises ConfigError or RunError where `check_resume` does, and RunError if the earlier run's checkpoint, configuration and log are not
+    of one run.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]

@@ -27,14 +27,14 @@ class Measured(Measurement):
 
     @property
     def options(self):
-        return {"position": self.asked.position}
+        return {"position": self.eval_config.position}
 
     def measure(self, decoder, device, progress):
         held_out = validation_sequences(self.store, self.config)
 
         def spread(part):
             hidden = decoder.hidden(Batch.of(held_out.sequences[part]).to(device.device))
-            return decoder.head(hidden[:, [self.asked.position]]).std(-1)
+            return decoder.head(hidden[:, [self.eval_config.position]]).std(-1)
 
         values = by_sequence([decoder], [held_out.length] * len(held_out.sequences), (1,), device, spread, progress)
         samples = (held_out.sample(values),)  # by sequence: what intervals and verdicts need
