@@ -23,7 +23,7 @@ from lm.evaluation.evaluation_kind import Measurement, measurements
 from lm.evaluation.swap import SwapMeasurement, swap_run
 from lm.files import read_json, write_json
 from lm.model.decoder import Decoder
-from lm.model.swapped import fit, with_normalizer
+from lm.model.swapped import fit_normalizers, with_normalizer
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path
 from lm.runs.loading import load, with_shape_of
@@ -223,7 +223,7 @@ class Workbench:
         old, new = self.loaded.decoder, self.decoder("ssmax")
         open_device(self.config, {})  # sets the number of threads
         starts = np.arange(count) * ((self.store.train.n_tokens - length - 1) // count)
-        before, after = fit(old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(starts, length + 1)])
+        before, after = fit_normalizers(old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(starts, length + 1)])
         return {"fit": self._measured(self._continuity(), new)}, {"before": before, "after": after, "s": scales(new)}
 
     def train(self, name: str) -> Made:

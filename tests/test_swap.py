@@ -428,7 +428,7 @@ def test_a_fit_takes_sequences_of_the_training_length_and_any_normalizer_with_pa
     train(config)
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "lm.evaluation.swap.fit", lambda old, new, batches: shapes.extend(batch.tokens.shape for batch in batches) or (1, 0)
+        "lm.evaluation.swap.fit_normalizers", lambda old, new, batches: shapes.extend(batch.tokens.shape for batch in batches) or (1, 0)
     )
     swap(config.run_folder, tmp_path / "fitted", "ssmax", "fit")
     assert {length for _, length in shapes} == {32}
