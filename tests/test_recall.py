@@ -249,7 +249,7 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     assert json.loads(json.dumps([result.plain() for result in curves])) == [result.plain() for result in second_curves]
     assert [result.axis.values for result in curves] == 8 * [(32, 80)]
     settings = ("keys 8, filler 8, pairs 4", "keys 4, filler 1, pairs 2")
-    logged = [name for result in curves for name in result.scores]
+    logged = [name for result in curves for name in result.logged_means]
     assert logged == [f"recall/mqar ({options}) {length}" for options in settings for length in (32, 80)]
     chances = [level for result in curves for level in result.references.values()]
     assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), "given and own answers, of either task"
