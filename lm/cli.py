@@ -1,4 +1,4 @@
-"""The command line: a Typer app of all commands, which turns errors into one-line messages and exit statuses."""
+"""The command line: a Typer app of all commands, which turns errors into messages and exit statuses."""
 
 import atexit
 import contextlib
@@ -92,7 +92,7 @@ app.add_typer(data, name="data")
 
 
 def main() -> None:
-    """Run the command line. An error meant for the user prints one line and gives a non-zero exit status."""
+    """Run the command line. An error meant for the user prints a message, without a traceback, and gives a non-zero exit status."""
     stop_with_parent()
     atexit.register(gc.freeze)  # else Python ends with a search for reference cycles in all that torch has loaded: half a second
     if isinstance(sys.stdout, io.TextIOWrapper):

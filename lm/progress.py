@@ -28,7 +28,7 @@ class Progress:
     @contextmanager
     def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
         """A context that shows a progress bar, unless `mode` asks for lines or silence. Yields a function f(units, text=...) that adds
-        newly done units, e.g. bytes, and sets the text of a column that shows `text`.
+        newly done units, e.g. bytes, and sets `text`, a field of the bar that one of `columns` may show.
 
         Args:
             total, n_done: number of units in all (None if unknown), and number of units that were done before.

@@ -120,7 +120,8 @@ def variant(table: Mapping[str, type], default: str, help: str, effect: Declared
 
 
 def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_default: bool = False):
-    """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block}; empty by default."""
+    """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block}; empty by default.
+    `omit_default` means what it means in `key`."""
     metadata = {"help": help, "effect": None, "table": table, "many": many, "omit_default": omit_default}
     return field(default_factory=many, metadata=metadata)
 
@@ -186,8 +187,8 @@ class Unavailable(KeyError):
 
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
-    """Return advice on an unknown `word`, for an error message: the most similar name, or else all of `names`. Of a `Table` of classes,
-    installed plugins are among them."""
+    """Return advice on an unknown `word`, for an error message: the most similar of `names`, or else all of them, or, if there are none,
+    how to name a plugin. If `names` is a `Table` of lm.plugins, the installed plugins are among them."""
     names = [*names, *getattr(names, "installed", tuple)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:
@@ -389,8 +390,8 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
 
 
 def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """Return `config` as nested plain data for `build`, with each variant's `name`. Keys made with `omit_default` are left out while
-    they have their default, unless `whole` is true."""
+    """Return `config` as nested plain data for `build`. A block of a dataclass with a `name` that selects it has this `name` as a key. Keys
+    made with `omit_default` are left out while they have their default, unless `whole` is true."""
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}

@@ -137,7 +137,7 @@ def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
 
 
 def read(plain: Mapping[str, Plain]) -> Options | None:
-    """The options from a run folder's plain data; None for a plugin, which is not imported, or if this version of lm finds them invalid."""
+    """Options made of those in a run folder, `plain`. None for plugins, which are not imported, and if this version of lm rejects them."""
     problems: list[Problem] = []
     options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
     return None if problems else options

@@ -27,7 +27,7 @@ AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softma
 
 
 def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
-    """A normalizer whose vectors are their initial values plus noise, and whose matrices are noise alone, the same at each call."""
+    """A normalizer whose parameters are initial values plus noise if they are vectors, noise alone if matrices; the same at each call."""
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -384,7 +384,8 @@ def autocast_errors(options: Options) -> None:
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
-    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients, by name, in autocast as in training: q, k in fp32, v in bf16."""
+    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients x, by name, in autocast as in training: q, k in fp32, v in bf16.
+    A result that is 0 in fp64 is left out."""
     length, results = 256, []
     for is_fp64 in (True, False):
         normalizer = randomized(options, torch.float64 if is_fp64 else torch.float32)

@@ -1,4 +1,4 @@
-"""Causal softmax attention of long sequences, without gradients, by the kernel `causal_softmax.cpp` for CPUs with AVX-512 BF16.
+"""Causal softmax attention of long sequences, without gradients, by the kernel `causal_softmax.cpp` for CPUs with AVX-512 BF16 but no AMX.
 
 On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). lm's kernel is compiled at its first use on a
 machine, in two seconds. Where it can't be compiled or used, PyTorch's kernel computes the same function.

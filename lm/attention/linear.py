@@ -61,12 +61,12 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln g of each head, (H,); 0 without decay."""
+        """ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the option `decay`."""
         heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Products of query and key features, times the decay g^t; `normalize` divides them by their sum or by n."""
+        """Products of query and key features, times g^t for keys t tokens back (`log_decay` is ln g), before `normalize` divides them."""
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
@@ -75,7 +75,8 @@ class LinearNormalizer(DividedNormalizer):
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Decode as `Normalizer.decode`. The state is always one D x E matrix per query head, or D x (E + 1) with the option `n: sum`."""
+        """Decode as `Normalizer.decode`. The state is always one matrix per query head, head size x width of the values.
+        With the option `n: sum` it has one more column."""
         k, v = self.expand_kv_heads(k, v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))

@@ -135,7 +135,7 @@ class Normalizer(ABC, Module):
             return self.define_scores(q.to(wide_dtype), k.to(wide_dtype), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast. Subclasses may override the default, z."""
+        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast: q.k / sqrt(D), unless a subclass overrides this."""
         return logits(q, k)
 
     @abstractmethod

@@ -210,7 +210,8 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """Softmax with factor c sqrt(2 ln n), which grows as the largest of n Gaussian logits. Its initial mean in a training sequence is 1."""
+    """Softmax with the factor c sqrt(2 ln n), c learned per head: sqrt(2 ln n) grows as the largest of n Gaussian logits. At first the
+    factor's mean in a training sequence is 1."""
 
     schema = SqrtLogN
 
@@ -256,7 +257,7 @@ class YaRN(Options):
 
 
 class YaRNNormalizer(ScaleFromBase):
-    """YaRN's temperature alone; RoPE's frequencies are rescaled by an inference setting."""
+    """Softmax with YaRN's factor on logits alone: other options, for training or for inference, rescale RoPE's frequencies."""
 
     schema = YaRN
 
@@ -296,8 +297,8 @@ class Cosine(Options):
 
 
 class CosineNormalizer(QueryScale):
-    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k). At first the factor on cosines has the mean sqrt(D), as with
-    QK-norm (our choice)."""
+    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k), g learned per head. At first the factor on cosines has the
+    mean sqrt(D) for head size D, as with QK-norm (our choice)."""
 
     schema = Cosine
 
@@ -337,7 +338,8 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """Softmax with the learned factor s p_n + b, at first 1 (our choice). Scale and offset of p_n are not unique, as s and b undo both."""
+    """Softmax with the factor s p_n + b, at first 1 (our choice). s, b and p_n, a number for each n up to the training length, are learned.
+    Scale and offset of p_n are not unique, as s and b undo both."""
 
     schema = PN
 

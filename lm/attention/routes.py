@@ -69,8 +69,8 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient, in `dtype`, of weights x values before they are divided by `sums`, and the mean gradient of a query's weights.
 
-    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is in proportion to the weights, and the caller subtracts it from
-    each weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel. So both are computed from the same
+    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is weighted by the weights, and the caller subtracts it from each
+    weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel. So both are computed from the same
     rounded gradient, and the mean from `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
@@ -111,7 +111,7 @@ def fused_softmax(
 
 
 def softmax_route(device: str, length: int) -> str:
-    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words for a run's banner."""
+    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words, for a run to print."""
     is_short = device == "cpu" and length <= SHORT_LENGTH
     return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
 
@@ -121,7 +121,8 @@ class _ShortAttention(torch.autograd.Function):
 
     The backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a CPU, up to some hundred tokens.
 
-    q, k, scores, their maximum and their sum are in fp32 or wider. v and products of weights with v are in v's dtype.
+    In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's dtype. In the
+    backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's dtype.
     """
 
     @staticmethod
@@ -187,7 +188,7 @@ MEMORY_DIVISOR = 16  # a block takes at most 1 / 16 of a GPU's free memory: most
 
 
 def block_weights(device: torch.device) -> int:
-    """The most weights of a block on `device`; on a GPU a power of two, limited by the memory free at the first call in this process."""
+    """The most attention weights of a query block on `device`; on a GPU a power of two, limited by the memory free at the first call."""
     return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 

@@ -29,7 +29,8 @@ AllowPlugin = Annotated[
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Return keys of files, of the model `init_from` and of overrides, merged by `lm.runs.loading.with_shape_of`, which imports torch."""
+    """Merge keys of files, keys that the model at `init_from` determines, such as its shape, and overrides, as the function of this
+    name in `lm.runs.loading` does. That module is imported only now, since it imports torch."""
     with without_garbage_collection():
         from lm.runs.loading import with_shape_of
 

@@ -1,4 +1,4 @@
-"""The functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`: the commands of the same names, for programs and notebooks.
+"""The functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`: the commands `train`, `eval`, `compare` and `judge`, in Python.
 
 They print nothing unless `verbose`, and raise `lm.errors.LMError` where a command would end with an error.
 """
@@ -95,7 +95,7 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
     Args:
         arguments: run folders, or model folders and a configuration of the text to measure them on; then overrides as in `train`.
         checkpoint: `last`, `best` or a step.
-        suite: quick, full, or a YAML file with an `eval` block; empty: the run's own block.
+        suite: `quick` (fewer sequences), `full` (more settings and evaluations) or a YAML file with an `eval` block; empty: the run's own.
         verbose: whether progress is printed.
 
     Returns:

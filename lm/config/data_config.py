@@ -268,8 +268,8 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data, e.g. file hashes, that change if the documents do. lm identifies a token store by this data, the source's options and
-        the plugin's code."""
+        """Plain data, e.g. file hashes, that change if the documents do. By this data, the source's options and the plugin's code lm
+        identifies a token store, the tokenised documents on disk."""
 
     def licence(self) -> str:
         """The licence of the text."""
@@ -289,7 +289,7 @@ class WeightedSource:
 
 @dataclass
 class Mixture:
-    """Several sources in one token store, with one tokenizer; a source's weight is the fraction of training sequences drawn from it."""
+    """Several sources in one token store, with one tokenizer; a source's weight is its fraction of the training sequences of plain text."""
 
     name: ClassVar[str] = "mixture"
     of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")

@@ -74,21 +74,21 @@ class EvaluationConfig(Timing):
             yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """The changes that the suite `name` of `lm eval` makes to this block, as {key: new value}."""
+        """The changes that `lm eval --suite` with this `name` makes to this block, as {key: new value}."""
         if name == "full":
             return self.full_suite(data, model)
         return {key: min(maximum, getattr(self, key)) for key, maximum in self.quick_suite.items()}
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """The changes that the suite `full` makes to this block, as {key: new value}; only changes that the model supports."""
+        """The changes that `lm eval --suite full` makes to this block, as {key: new value}; only changes that the model supports."""
         return {}
 
 
 def size_problems(
     path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last_position: bool, overrun: int = 0
 ) -> Iterator[Problem]:
-    """Yield a problem of the key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and if one of them goes beyond the
-    model's last position.
+    """Yield a problem of the key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and another if one of them goes
+    beyond the model's last position.
 
     longest_factor: length of a sequence, in training lengths; there are `sequences` of them. has_last_position: whether the model has no
     position beyond the training length. overrun: the number of tokens read after the end of a sequence.

@@ -1,7 +1,7 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
-`load` merges files (each may inherit with `base:`) and `key=value` overrides, and raises one `ConfigError` with
-every problem, problems between several keys included. This module never imports torch.
+`load` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError` with
+every problem of keys and values, problems between several keys included. This module never imports torch.
 """
 
 import os
@@ -165,7 +165,8 @@ def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -
     merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys of files and
     overrides, merged with the keys that the model in `init_from` determines, such as its shape.
 
-    Raises ConfigError: all problems, in one message.
+    Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds, or, if it finds none,
+    those of `refuse_unused_temperatures`.
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
@@ -212,7 +213,7 @@ def refuse_unused_temperatures(config: Config) -> None:
 def load_normalizer(name: str, overrides: list[str]) -> Options:
     """Return the options of the normalizer `name`, with `option=value` texts applied; if it is a plugin, import it.
 
-    Raises ConfigError: all problems, in one message.
+    Raises ConfigError as `read_overrides` and `build_named` do.
     """
     with PLUGINS.trusted():
         return build_named(OPTIONS, {"name": name, **read_overrides(overrides)}, "model.normalizer")
@@ -308,7 +309,7 @@ def merge_bases(
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
-    """Parse `key.path=value` texts into nested plain data. Raises ConfigError if a text has another form."""
+    """Parse `key.path=value` texts into nested plain data. Raises ConfigError: a text has another form, or its value is no YAML."""
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
         path, sign, text = override.partition("=")

@@ -61,7 +61,7 @@ class Task(ABC):
 
     @property
     def chance(self) -> Chance | None:
-        """Chance level in test sequences; None if it differs between questions."""
+        """Chance level in test sequences; None if it differs between questions, or if they don't show the right answer among others."""
         return None
 
     @abstractmethod

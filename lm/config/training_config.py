@@ -62,7 +62,8 @@ class Optimizer:
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
         """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of lm's own options.
 
-        groups: torch's groups of named parameters; each has `name`, `weight_decay` and, if `has_eps(name)`, perhaps `eps`.
+        groups: torch's groups of named parameters; each has `name`, `weight_decay` and, if `optim.groups` or `model.transfer`
+        changes it, `eps`.
         """
         raise NotImplementedError
 

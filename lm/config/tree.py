@@ -71,8 +71,8 @@ class Config:
 
     @property
     def first_step(self) -> int | None:
-        """The step at which the run starts; None for a branch from a run folder or from a file such as last.ckpt, whose name doesn't
-        tell the step."""
+        """The step at which the run starts: 0, or the step of the checkpoint `branch_from`; None if this is a run folder, or a file such as
+        last.ckpt, whose name doesn't tell the step."""
         if not self.branch_from:
             return 0
         match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
@@ -90,7 +90,8 @@ class Config:
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward pass: `trainer.micro_batch`, or the largest divisor of `rank_sequences` within 16,384 tokens."""
+        """Sequences in one forward pass: `trainer.micro_batch`, or if that is null the largest divisor of `rank_sequences` that gives at
+        most 16,384 tokens, at least 1."""
         max_sequences = max(1, 16384 // self.data.seq_len)
         divisors = [size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0]
         return self.trainer.micro_batch or divisors[-1]
@@ -137,9 +138,10 @@ class Config:
 
 
 def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
-    """Return a configuration (plain data, as in config.yaml) with null keys of `model` resolved and lists of normalizers shortened.
+    """Return a configuration (plain data, as in config.yaml) in a form in which configurations of one model have equal `model` blocks.
 
-    Two configurations of one model have equal canonical `model` blocks. No plugin is imported; an invalid `model` is returned unchanged.
+    Null keys of `model` get the values that they stand for. A list of normalizers, which repeats over the layers, becomes as short as
+    possible. No plugin is imported; a configuration with an invalid `model` is returned unchanged.
     """
     model = config.get("model")
     if not isinstance(model, dict):
@@ -195,12 +197,14 @@ def effect_of(path: str) -> Effect:
 
 
 def is_learned(path: str) -> bool:
-    """Whether the key at `path` affects the weights that a run learns; runs that differ in such a key belong to different arms."""
+    """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a key belong to
+    different arms."""
     return effect_of(path).affects in LEARNED_EFFECTS
 
 
 def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
-    """Paths of the keys of `schema` that have an effect in `command`; the path of a block stands for all keys of the block."""
+    """Paths of the keys of `schema` that have an effect in `command`; the path of a block stands for all keys of the block.
+    `path` is what the paths begin with, e.g. `eval.`."""
     paths = []
     for spec in fields(schema):
         key_path = f"{path}{spec.name}"
@@ -218,7 +222,7 @@ def recorded_per_start() -> tuple[str, ...]:
 
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:
-    """Return {dotted path within `model`: value} of the options that determine which function a model's weights compute. The values are in
-    canonical form."""
+    """Return {dotted path within `model`: value} of the options that determine which function a model's weights compute. The values are
+    those that `canonical` gives."""
     plain = canonical({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}

@@ -1,7 +1,7 @@
 """Makes the batches that a run reads. The global batch of step t is a pure function of the store, the configuration, the seed and t.
 
 World size, workers, micro-batch and restarts do not change the batch, so a run that resumes needs no data state but t.
-The sequence length of step t, and the source or task of each sequence, are pure functions of t, too (lm/config/data_config.py).
+The sequence length (lm/config/data_config.py) and each sequence's source or task are functions of store, configuration, seed and t, too.
 A batch consists of slots, numbered over all steps of a run. A slot has `seq_len` tokens: one sequence or several shorter ones.
 """
 
@@ -110,7 +110,8 @@ class Lengths(ABC):
         return _fractions(Counter(map(self, range(steps))))
 
     def note(self) -> str:
-        """Say which fraction of the tokens an epoch leaves out, or return "" if an epoch leaves out less than one sequence."""
+        """Say which fraction of the tokens an epoch leaves out. All classes but `DocumentPieces` return "", as their epochs leave out less
+        than one sequence."""
         return ""
 
 
@@ -417,7 +418,8 @@ def train_sequences(store: Store, config: Config, slots_per_step: int | None = N
 class MicroBatches(Dataset[Batch]):
     """A dataset of the micro-batches that process `rank` of `world` processes trains on, cut from its slots of every global batch.
 
-    Item k is micro-batch k % accumulation of step k // accumulation; a micro-batch has `micro_batch` slots of `seq_len` tokens.
+    A micro-batch has `micro_batch` slots of `seq_len` tokens, and a process trains on `accumulation` micro-batches per step. Item k is
+    micro-batch k % accumulation of step k // accumulation.
     """
 
     def __init__(self, sequences: TrainSequences, rank: int, world: int, micro_batch: int):

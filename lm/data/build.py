@@ -127,7 +127,7 @@ TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents: sizes, hashes and assignment to splits. Documents have the order of `_readings`."""
+    """The result of the first pass over all documents: sizes, hashes and assignment to splits, in the order in which documents are read."""
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
@@ -263,7 +263,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write a store of symbol tasks, except the manifest. Returns the manifest's entries, including answers' unigram cross-entropy."""
+    """Write all files, except the manifest, of a store without text, for tasks over symbols. Returns the manifest's entries, in
+    which `unigram_cross_entropy` is of the tasks' answers alone."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -327,7 +328,8 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
     Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own validation split
     is held out whole; training documents that are also in such a split are left out as copies. Other copies are left out only with
-    `data.deduplicate`. If `data.val_fraction` is 1 (for text on which models are evaluated, not trained), all documents are held out.
+    `data.deduplicate`. If `data.val_fraction` is 1 (for text on which models are evaluated, not trained), all but copies are held out.
+    Raises DataError if there is no document, or none to hold out or to train on.
     """
     hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:

@@ -20,12 +20,13 @@ from lm.schema import Plain, to_plain
 def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
     """Open the token store of a configuration; if it does not exist, build it first, or finish an interrupted preparation.
 
-    The folder is `data.root/LABEL-KEY`; KEY is a hash of everything that determines the content: sources, tokenizer, filters and format.
+    The folder is `data.root/LABEL-KEY`. LABEL names the sources or tasks; KEY is a hash of everything that determines the content: sources
+    or tasks, tokenizer, filters and format.
     The folder appears complete or not at all; processes that need the store at the same time wait for the process that builds it.
 
     Args:
         progress: print progress (stderr) and a summary (stdout).
-        store_fingerprint: if a store in `data.root` has this fingerprint, it is opened, whether or not its sources still exist.
+        store_fingerprint: a store in `data.root` with this `Store.fingerprint` is opened, whether or not its sources still exist.
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
@@ -76,7 +77,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
 
 
 def open_prepared(data: DataConfig) -> Store:
-    """Open the token store of a configuration. Raises DataError if the store was not prepared."""
+    """Open the token store of a configuration. Raises DataError if it was not prepared or is damaged, or a source can't be read."""
     folder = _store_folder(data, _store_identity(data))
     if not folder.exists():
         raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
@@ -99,7 +100,7 @@ def vocabulary(data: DataConfig) -> int | None:
 
 
 def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | None:
-    """Open the store in `data.root` that has this fingerprint, whether or not its sources still exist; None if there is no such store."""
+    """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist; None if there is none."""
     for path, manifest in manifests(data.folder):
         with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             if manifest["format"] == STORE_FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
@@ -108,7 +109,8 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
 
 
 def summary(store: Store) -> str:
-    """Describe a store in one line: size, omissions, bytes per token, held-out fraction and licence of text; names and symbols of tasks."""
+    """Describe a store in one line: size, omissions, bytes per token, held-out fraction and licence. For a store without text, the
+    line has the names of the tasks and the number of symbols instead."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
         tasks = ", ".join(source.label for source in train.sources)

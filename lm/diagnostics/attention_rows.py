@@ -66,7 +66,7 @@ class AttentionRows:
 
     @classmethod
     def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
-        """The rows of a block of queries of one sequence; `later`: the number of queries after the block."""
+        """The rows of a block of queries of one sequence; `later`: the number of queries in the sequence's later blocks."""
         visible = _query_by_key(block.normalizer.visible(block.layout))
         after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         return cls(
@@ -211,7 +211,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums for each head over the queries of a sequence that are `is_defined`, such as sums of weights by key position.
+    """Sums for each head over rows of a sequence that are defined (`AttentionRows.is_defined`), such as sums of weights by key position.
 
     P: the shape of one head's sums, such as (2 x length,).
     """
@@ -313,7 +313,7 @@ class Measures:
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _write_statistics(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `MIN_KEYS` or more keys into `parts`, arrays of `shapes`; `start`: index of the first query."""
+        """Write statistics of rows with `MIN_KEYS` or more keys into `parts`, of `shapes`; `start`: the first row's index in `queries`."""
         indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return

@@ -21,7 +21,8 @@ def effective_keys(rows: AttentionRows) -> Tensor:
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
-    """Entropy -sum a ln a, nats; None for normalizers whose weights do not sum to one, NaN for rows with a negative weight."""
+    """Entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a. None for normalizers whose weights do not sum to one, NaN
+    for rows with a negative weight."""
     if not rows.normalizer.options.rows_sum_to_one:
         return None
     p = rows.weights / rows.abs_sum.unsqueeze(-1)

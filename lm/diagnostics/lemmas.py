@@ -30,7 +30,7 @@ ITERATIONS = 30  # power iterations
 @torch.inference_mode(False)
 @torch.enable_grad()
 def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = ITERATIONS) -> Tensor:
-    """The largest singular value of each row's Jacobian J, (...), by power iteration on J^T J.
+    """The largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on J^T J.
 
     The result is at most the true value. In rows with nearly all weight on one key, fp32 rounding errors are up to a third of the value.
 
@@ -82,10 +82,7 @@ def log_of_n_times_largest(rows: AttentionRows) -> Tensor | None:
 
 
 def log_of_n_times_smallest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x smallest weight) of each row of n keys, at least -`log_c2(rows)` by Lemma 1 (arXiv 2508.17821).
-
-    None of a normalizer to which the lemma does not apply.
-    """
+    """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 

@@ -256,7 +256,8 @@ class Theorems:
     config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of d~ (see the module) by N and octave, for top keys and random keys (`DISTANCES`); None without queries."""
+        """Sums over queries of d~ (see the module) for the N keys of largest weight and N random keys (`DISTANCES`), and counts of queries:
+        (H, octaves of visible keys, 2, distances, numbers N). None without queries."""
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts = [count for count in many_key_counts(length) if count <= max_keys / 4]
@@ -273,7 +274,8 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of the quantities `SEPARABLE` of N top keys, by N and octave; the last two quantities are for whole layers."""
+        """Sums over queries of quantities of N keys of largest weight (`SEPARABLE`), and counts of queries: (H, octaves of visible keys,
+        2, quantities, numbers N). The last two quantities are for whole layers; the result is None without queries."""
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts, heads = few_key_counts(length), len(octave_rows.weights)
@@ -294,10 +296,11 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Changes of weights (`DIFFERENCES`) at the last query, by temperature and step, in fp64 (spectral norms in fp32).
+        """Rates at which the last query's weights change with its logits (`DIFFERENCES`), by temperature and step of the finite difference.
 
-        The result is None if `rows` do not hold the last query, or its number of keys is outside the last octave.
-        Logits are scores times sqrt(D), D the head size, because arXiv 2508.17821 divides q.k by T. So T = sqrt(D) is the model as it is.
+        The rates are computed in fp64, spectral norms in fp32. The result is None if `rows` do not hold the last query, or its number of
+        keys is outside the last octave of visible keys. Logits are scores times sqrt(D), D the head size, because arXiv 2508.17821 divides
+        q.k by T. So T = sqrt(D) is the model as it is.
         """
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
@@ -415,7 +418,7 @@ PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N betwee
 
 
 def family(config: LimitsConfig, every: int) -> StatisticFamily:
-    """The statistics of the paper's lemmas and theorems; Lemma 2 and the theorems use one query in `every` described queries."""
+    """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems take one query in `every`, others all."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
@@ -485,9 +488,10 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Yield the tests' D by N in the last octave, and by octave the critical N as a fraction of the visible keys.
+    """Yield D of Kolmogorov-Smirnov tests by N in the last octave of visible keys, and by octave the critical N / number of visible keys.
 
-    The critical N is the least N at which tests show no difference between d~ of the N keys of largest weight and of N random keys.
+    The tests compare d~ (see the module) of the N keys of largest weight and of N random keys. The critical N is the least N at which they
+    show no difference.
     """
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
@@ -504,7 +508,8 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
 
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
-    """Two samples of heads' mean d~ in one octave, (size, numbers N) each, for the largest weights and for `DISTANCES[expectation]`."""
+    """Two samples of heads' mean d~ (see the module) in one octave of visible keys, (size, numbers N) each: for the largest weights, then
+    for `DISTANCES[expectation]`."""
     total, counts = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     sample_pair = []
     for quantity in (0, expectation):
@@ -515,7 +520,8 @@ def _distance_samples(config: LimitsConfig, values: Values, octave: int, expecta
 
 
 def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Yield the quantities `SEPARABLE` by N, means over heads in the last octave of visible keys, and N_s / N at N = `PLATEAU_KEYS`."""
+    """Yield the quantities `SEPARABLE` by N, means over heads in the last octave of visible keys, N_s / N (`TopKeys.separable`) at
+    N = `PLATEAU_KEYS`, and the fraction of keys that at least one of H independent heads would separate."""
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
@@ -533,7 +539,7 @@ def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[Derived
 
 
 def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
-    """Yield finite differences and the Jacobian's spectral norm by temperature, each for the head of the largest mean, as in the paper."""
+    """Yield rates of change of weights (`DIFFERENCES`) by temperature, each for the head of the largest mean, as in arXiv 2508.17821."""
     shape = len(config.temperatures), len(config.steps)
     by_head = means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)

@@ -76,8 +76,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
 
     The formula holds for weights e^score / (sum of e^score) on all keys up to the query, if they do not depend on distance. A key is
     filler if its token's id and the id of the token before it are in `filler`. With `any_map` heads with other weights are searched, too,
-    if queries see all keys before them. If such weights are not e^score times a factor of the query, the slope is taken as 0. A key's score
-    is then the log of its fraction of the query's weight.
+    if queries see all keys before them. The slope is taken as 0 if such weights are not e^score times a factor of the query, or have
+    a window or a decay as in ALiBi. A key's score is then the log of its fraction of the query's weight.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -107,8 +107,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
 
 
 def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool) -> tuple[np.ndarray, ...]:
-    """Arrays for questions of a sequence of L tokens: the needle's score (Q, H), scores of other keys (Q, H, L), a mask of filler (Q, L),
-    n (Q,), then slope, weight on the needle, N_eff and entropy, (Q, H) each."""
+    """Arrays for Q questions of a sequence of L tokens: `Retrieval`'s needle (Q, H), other_scores (Q, H, L), is_filler (Q, L), n (Q,) and
+    slope (Q, H), then the weight on the needle, effective keys 1 / (sum of squared weights) and the entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
     weights = rows.weights if is_exp_map else (rows.magnitudes / rows.abs_sum.unsqueeze(-1)).nan_to_num()

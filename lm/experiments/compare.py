@@ -46,7 +46,7 @@ class TrainingOptions:
     options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
-        """Return the slots that train an experiment's runs (`Slots`). Raises ConfigError: a run needs more GPUs or slots than there are."""
+        """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there are."""
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
 
     def estimated_times(self, procedure: Procedure) -> Times:
@@ -133,8 +133,8 @@ def _start_in_job(path: Path, overrides: list[str], work: TrainingOptions) -> No
 
 
 def _train_runs(procedure: Procedure, work: TrainingOptions, times: Times) -> Procedure:
-    """Train the runs of an experiment. If a comparison is undecided, also train the runs with `more_seeds` (the second look). Returns the
-    `Procedure` with the seeds of the last look. Raises RunsFailed."""
+    """Train the runs of an experiment. If a comparison is then undecided, also train runs with the seeds `more_seeds` of the experiment.
+    Returns the `Procedure` with all seeds that were trained. Raises RunsFailed."""
     experiment = procedure.experiment
     jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
     with live_table(jobs, times):

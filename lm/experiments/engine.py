@@ -192,7 +192,7 @@ class Training:
         self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
-        """Train or continue the run, if its job record names this job. Returns the exit status, and the seconds that training took."""
+        """Train or continue the run, if its job record (`_job_record`) names this job. Returns exit status and seconds of training."""
         self._children = Children(self.experiment_folder)
         return self._children.train(self.run, None) if self._is_recorded_job() else (128 + signal.SIGTERM, 0.0)
 
@@ -217,10 +217,10 @@ class Training:
 
 
 class Cluster:
-    """Trains runs in jobs that submitit sends to a scheduler. Jobs outlive this process; `lm compare` finds them by their job records.
+    """Trains runs in jobs that submitit sends to a scheduler. Jobs outlive this process; `lm compare` finds them by files (`_job_record`).
 
     Args:
-        experiment: the experiment's folder, which all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the jobs.
+        experiment_folder: a folder that all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the jobs.
         options: options of each job: options of submitit (timeout_min, gpus_per_node, cpus_per_task, mem_gb) or sbatch, such as partition.
         engine: the scheduler; with `local`, the jobs are processes of this machine.
 
@@ -277,8 +277,9 @@ class Cluster:
             raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Wait for the end of the job that trains a run; submit the job unless an earlier process has done so. Returns the exit status, and
-        the seconds of training since the job's last start. A job that vanished counts as killed, perhaps because it lacked memory."""
+        """Wait for the end of the job that trains a run; submit a job unless one is queued or running. Returns the exit status, and the
+        seconds of training since the job's last start. A job that vanished counts as killed, perhaps because it lacked memory. After
+        `stop`, the status is 128 + SIGTERM. Raises RunError: the scheduler refuses the job, or the job failed."""
         record = _job_record(self.experiment_folder, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
@@ -318,7 +319,8 @@ def read_options(text: str) -> dict[str, str]:
 
 
 def _job_record(experiment_folder: Path, run: Run) -> dict[str, Plain]:
-    """Return a run's job record (scheduler, job ID, start time of a local job); {} without one. Raises RunError: the file is damaged."""
+    """Read the file that names the job that trains a run: its scheduler (key `engine`), its ID, and (`born`) the start time of a local
+    job. {} without such a file. Raises RunError: the file is damaged."""
     path = log_path(experiment_folder, run, JOB_SUFFIX)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
@@ -365,7 +367,7 @@ class Jobs:
         Raises:
             RunsFailed: some runs failed; it is raised when no other run can be started.
             Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived. Runs of this machine have saved a checkpoint; a scheduler's jobs go on.
-            RunError: a job of another scheduler trains one of the runs, or a trained run lacks the primary metric.
+            RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the primary metric.
         """
         self._check_jobs()
         self.pending = pending = dict[Future, tuple[Run, Devices]]()
@@ -459,7 +461,7 @@ class Jobs:
 
     def _result_words(self, run: Run, outcome: Outcome) -> str:
         """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared. Both are measured
-        on the held-out documents that choose rates, or on all questions. Return `finished` if no document is left to choose rates."""
+        on the held-out documents that choose rates; for an accuracy, on all questions. Return `finished` if no such document is left."""
         experiment = self.procedure.experiment
         quantity_name = experiment.primary.quantity_name
         try:

@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether the arm gets its own learning rate if the experiment tunes one. Otherwise the arm has the rate of its source arm."""
+        """Whether the arm gets its own learning rate if the experiment tunes one. If not, it has the rate of the arm it starts from."""
         return self.trained and self.branch_step is None
 
 
@@ -153,7 +153,7 @@ class TuningRun:
 
 @dataclass(frozen=True)
 class Departure:
-    """A difference between an experiment and its recorded plan."""
+    """A difference between an experiment and its plan, as recorded in its folder before a run to be judged was measured."""
 
     words: str  # the difference in words
     exploratory: bool = True  # whether the difference makes verdicts exploratory; if not, it is only noted
@@ -191,7 +191,7 @@ class Experiment:
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
-        """The seeds of the final runs, of the first look and the second."""
+        """The seeds of the runs that are judged: `seeds`, and `more_seeds`, which are trained if `seeds` leave a comparison undecided."""
         return tuple(dict.fromkeys((*self.seeds, *self.more_seeds)))
 
     @property
@@ -210,7 +210,8 @@ class Experiment:
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity_name
 
     def data_words(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a quantity is measured on: all questions, or the held-out text that chooses rates or reports results."""
+        """Name the data that a quantity is measured on: all questions if it is the primary metric and an accuracy. Else it is the held-out
+        text that chooses rates (`selection`) or reports results (`report`)."""
         return "all questions" if quantity == self.primary.quantity_name and self._asks_questions else f"{part} text"
 
     @cached_property
@@ -253,7 +254,7 @@ class Experiment:
 
     @property
     def first_config(self) -> Config:
-        """The configuration of the baseline's run in the first size, with the first seed and `any_rate`, under the name `any`."""
+        """An example of the baseline's configuration, in the first size, as `config_of` gives it."""
         return self.config_of(next(iter(self.sizes)), self.arms[0])
 
     @property
@@ -328,7 +329,7 @@ def omitted_keys() -> dict[str, Plain]:
 
 
 def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
-    """The settings of a run that are not at their defaults, as `KEY=VALUE; KEY=VALUE`, without seed, precision and tuned keys.
+    """Settings of model, data and training that are not at their defaults, as `KEY=VALUE; ...`, without seeds, precision and tuned keys.
 
     source_name: the arm whose weights the run starts from, named in place of their path; empty: random weights.
     """

@@ -53,7 +53,8 @@ def read_experiment(file: Path, overrides: list[str]) -> Experiment:
 
     overrides: `key=value` texts, which change the base configuration of all arms.
 
-    Raises ConfigError: the file or an arm's configuration is wrong; one message lists all problems.
+    Raises ConfigError: the file or an arm's configuration is wrong; one message lists the problems.
+    Raises DataError: `trainer.tokens_per_parameter` is set, and the size of the vocabulary is not known yet.
     """
     file = presets.find(file, "experiments")
     try:
@@ -203,8 +204,8 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
 
 
 def read_blocks(path: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the configuration keys that each arm or size changes, by the name of the arm or size; {} if it has null. `path`: the key in
-    the file, `arms` or `sizes`. `value`: the content of this key."""
+    """Return the configuration keys that each arm or size changes, by its name; an arm or size without changes (null) has {}. `path`: the
+    key in the file, `arms` or `sizes`. `value`: the content of this key. Problems with it are added to `problems`."""
     if not isinstance(value, dict):
         problems.append(Problem(path, value, "must be a map from names to what they change"))
         return {}
@@ -364,7 +365,7 @@ def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config])
 
 
 def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Iterator[Problem]:
-    """Check that no two arms of a size are the same, that all read the same data, and that all are measured on the same sequences."""
+    """Check that the arms of a size differ, read the same data, are measured on the same sequences, and fit the arms they start from."""
     name_by_identity, configs = {}, {}
     for arm, config in arms:
         baseline = arms[0][1]
@@ -389,8 +390,8 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that an arm's source keeps the checkpoint at which the arm branches off, and that steps remain after this checkpoint. Arm and
-    source may differ only in settings that may change during a run."""
+    """Check an arm that continues another arm's run (`source`) from a step. The source must keep a checkpoint of this step, and steps must
+    remain after it. The two may differ only in settings that may change during a run."""
     interval, steps = source.checkpoint_every, source.trainer.max_steps
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
@@ -453,7 +454,8 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
-    """Check that the evaluations of a run log the primary metric under its name, often enough for `primary.reach`. Raises ConfigError."""
+    """Check that a run's evaluations log the primary metric by sequence, and that the other keys of `primary` fit this metric. With
+    `primary.reach`, a level of the metric, it must be measured more than once, and all arms must be trained. Raises ConfigError."""
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     kind, steps = kind_of_metric(metric), config.trainer.max_steps
     if kind not in kinds:
@@ -512,7 +514,7 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds. At a rate, all arms
-    must have the same seeds, and none of the seeds may be a final seed."""
+    must have the same seeds. None of the seeds may be in `experiment.all_seeds`, with which runs are judged."""
     table_file = experiment.tune.table
     if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")

@@ -39,8 +39,8 @@ _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
 
-    Seeds of the second look are included if the first look was undecided. If the file leaves precision, compilation or threads open, the
-    settings of the first start hold. Before a first start these settings are resolved for this machine.
+    The seeds `more_seeds` of the file are included if runs with its `seeds` have left a comparison undecided. If the file leaves precision,
+    compilation or threads open, the settings of the first start hold. Before a first start they are resolved for this machine.
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
@@ -141,8 +141,8 @@ def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | 
 
 def other_runs_note(procedure: Procedure) -> str:
     """Describe the ended runs in an experiment's folder whose configuration is not the present one of their arm, apart from rate and seed;
-    empty without such runs. The note gives the number of these runs, the differing keys, and the command that continues the runs. Arms with
-    a source arm are left out, as runs of the source show the difference."""
+    empty without such runs. The note gives the number of these runs, the differing keys, and the command that continues the runs. Arms that
+    start from another arm's weights are left out, as that arm's runs show the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     arms = {arm.name: arm for arm in experiment.arms if not arm.source}
     tuned_values = dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
@@ -225,7 +225,8 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The present plan: time, primary metric, options of its evaluation, tuning, looks at the data, and a hash of each arm by size."""
+    """The present plan: time, primary metric, options of its evaluation, tuning, how often the data may be judged, and a hash of each arm
+    by size. With `more_seeds`, it also has the seeds that are judged first."""
     configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms}
     arms = {size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -248,7 +249,7 @@ def _arm_hash(arm: Arm, config: Config) -> str:
 
 
 def is_measured(experiment: Experiment) -> bool:
-    """Whether a final run, of any configuration, was measured in the experiment's folder."""
+    """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any configuration."""
     paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
     return any(any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths)
 
@@ -265,7 +266,7 @@ def _baseline(arms: dict[str, dict[str, str]]) -> str:
 
 
 def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tuple[Departure, ...]:
-    """List the changes since the recorded plan; empty before a final run was measured.
+    """List how an experiment departs from its recorded plan (`plan_of`); empty before a run to be judged was measured.
 
     settings: the content of RESOLVED_FILE; None: there is no such file.
 

@@ -141,7 +141,8 @@ class Judgement:
         )  # fmt: skip
 
     def learned_counts(self, size: str, arm: str) -> LearnedCounts:
-        """Count the runs of an arm and of the baseline that have learned so far, at each pair of an arm's and a baseline's rate."""
+        """Count the runs of an arm and of the baseline that have learned (reached `primary.learned`), at each pair of an arm's and a
+        baseline's rate. A seed counts once all its runs have ended."""
         rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None or not {arm, baseline} <= rates.keys():
             return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
@@ -169,7 +170,8 @@ class Judgement:
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
     def _not_learned_words(self, size: str, arm: str) -> str:
-        """Name the finished runs of an arm and the baseline that did not learn, to end a verdict's reason; empty if all learned."""
+        """Name the finished runs of an arm and the baseline that did not learn: their loss ends above the unigram cross-entropy. The
+        words end a verdict's reason, and are empty without such runs."""
         runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
@@ -188,9 +190,10 @@ class Judgement:
     def entries(self) -> list[dict[str, Plain]]:
         """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference and intervals.
 
-        Means are over the seeds that all arms have finished. An arm with several rates also has a mean at each rate. A difference has an
-        interval over seeds for the family, one `alone`, and one over seeds and documents. With `primary.reach`, means are geometric means
-        of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with finite tokens, and factors replace differences.
+        Means are over the seeds of `common_seeds`. An arm with several rates also has a mean at each rate, over ended runs, null if one
+        diverged. A difference has an interval over seeds that holds together with all others, one that holds by itself (`alone`), and one
+        over seeds and documents. With `primary.reach`, means are geometric means of tokens, null if a run had 0 or infinite tokens.
+        `reached` counts the runs with finite tokens, and factors replace differences.
         With `primary.learned`, an entry has the number of `learned` runs among the `ended` runs, and the interval of the fraction of
         learned runs.
         """
@@ -211,7 +214,7 @@ class Judgement:
         )
 
     def _entry(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
-        """Return the entry of `lines` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
+        """Return the entry of `entries` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
         primary, runs = self.primary, self.judged_runs(size, arm)
         counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
@@ -242,7 +245,8 @@ class Judgement:
 
     def power(self, seed_count: int) -> Iterator[str]:
         """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
-        probability depends on the standard deviation of the measured differences or, without these, on the expected `primary.spread`."""
+        probability depends on the standard deviation of the measured differences or, without these, on the expected `primary.spread`. With
+        fewer than MIN_SEEDS seeds a sentence says that there is no verdict. With `primary.learned` there are no sentences."""
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return

@@ -41,7 +41,7 @@ CROSSED_RATES_NOTE = (
 
 
 class SizeResults:
-    """The results of a size: its tuning runs, final runs and verdicts.
+    """The results of one of an experiment's `sizes`: its tuning runs, its final runs, which are judged, and the verdicts.
 
     Attributes:
         verdicts: the verdict on each arm but the baseline, by name.

@@ -177,8 +177,8 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
     """Estimate the seconds that a run of each size and arm takes. Returns the seconds, and their source in words.
 
     Times of finished runs of this experiment are used first. If no trained run has finished, arms of the first size are timed by pilots,
-    which are processes that train each arm for a few steps. Pilots run for at most `budget` seconds, as many at a time as in training. The
-    file PILOT keeps the times. Times of all other sizes and arms are scaled by FLOPs.
+    which are processes that train each arm for a few steps. As many pilots run at a time as runs in training,
+    until `budget` seconds after the last one has begun. The file PILOT keeps the times. Times of other sizes and arms are scaled by FLOPs.
 
     Raises:
         ConfigError: the pilot refuses the configuration of an arm.
@@ -240,9 +240,9 @@ def _last_start(run: Run) -> tuple[int, float] | None:
 
 
 def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) -> tuple[Times, str]:
-    """The seconds of a run of each timed arm in the first size, and the source of the times in words. Arms without a time in the file PILOT
-    are timed within `budget` seconds. Arms of equal `_timing_hash` are timed once. Arms whose normalizers or FLOPs differ from those of all
-    arms before them come first."""
+    """The seconds of a run of each timed arm in the first size, and the source of the times in words. Of the arms without a time in the
+    file PILOT, at most MAX_PILOTS are timed, within `budget` seconds. Arms of equal `_timing_hash` are timed once. Arms whose normalizers
+    or FLOPs differ from those of all arms before them come first."""
     experiment = procedure.experiment
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
     configs = {
@@ -342,8 +342,8 @@ def _time_configurations(
 
 
 def _wait_for_pilots(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots have ended, at most until `budget` seconds after the last one began to time. While one has not begun, wait at
-    most until 2 * `budget` seconds after `start_time`."""
+    """Wait until all pilots, the processes that time runs, have ended, at most until `budget` seconds after the last one began to time.
+    While one has not begun, wait at most until 2 * `budget` seconds after `start_time`."""
     while any(process.poll() is None for process in pilots):
         first_times = [lines[0]["begun"] for folder in folders if (lines := _printed_lines(folder))]
         if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):

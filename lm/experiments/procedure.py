@@ -65,7 +65,7 @@ class Choice:
 
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
-        """The arms whose final seeds are trained at several rates, with these rates."""
+        """The rates of each arm whose final runs (the runs that are judged) are trained at several rates."""
         return {arm: rates for arm, rates in self.rates_of_final_runs.items() if len(rates) > 1}
 
 
@@ -150,7 +150,7 @@ class Procedure:
     def choice(self, size: str) -> Choice:
         """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are cached.
 
-        An arm with a source arm is tuned after its source, as its runs start from the source's runs at the source's judged rate.
+        An arm that starts from another arm's weights is tuned after that arm, as its runs start from that arm's runs at its judged rate.
         """
         if size in self._choices:
             return self._choices[size]
@@ -433,8 +433,8 @@ def check_comparable(runs: list[Run], metric: str) -> None:
 
 
 def next_look(procedure: Procedure) -> Procedure:
-    """Return the procedure with the seeds of the second look, if all runs of the first look have ended and left a comparison undecided;
-    else return `procedure` unchanged."""
+    """Return the procedure with the experiment's `more_seeds` added, if all its runs have ended and left a comparison undecided. Return
+    `procedure` itself if not, or if there are no `more_seeds` to add."""
     experiment = procedure.experiment
     if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known_runs()):
         return procedure

@@ -34,7 +34,7 @@ Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; 
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots in which one `lm compare` trains runs at the same time. A run takes one slot, or one slot on each of its GPUs."""
+    """Places in which one `lm compare` trains runs at the same time. A run on the CPU takes one slot, a run on GPUs one slot on each."""
 
     n_slots: int
     gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
@@ -105,7 +105,7 @@ def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
 
 def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
     """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The configuration that training
-    reads is written below the folder `experiment`. Each command can be stopped and started again."""
+    reads is written below `experiment_folder`. Each command can be stopped and started again."""
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
@@ -140,7 +140,7 @@ class Stopped(RunError):
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
     """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, except signals that are already handled or ignored. Yields the
-    list of received signals."""
+    list of received signals. Only the main thread can be interrupted; in others the list stays empty."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -21,8 +21,8 @@ from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 
 def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
-    """The entries of `Judgement.entries`, to which each other arm's mean difference to the baseline in tuning runs is added, by rate.
-    `judgement`: the verdicts, if they are known already."""
+    """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference (with `primary.reach`, factor) to
+    the baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are known already."""
     judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
     entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for entry in (entry for entry in entries if entry["arm"] in arms):
@@ -39,7 +39,7 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before rates are chosen, or
     if the arm is not tuned. A run's value is the primary metric on the documents that choose rates. With `primary.learned` it is 1 if the
     run has learned, else 0; with `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an infinite
-    value, because it diverged or never reached `primary.reach`. Seeds at which both runs have infinite values are left out."""
+    value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two infinite values are left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:

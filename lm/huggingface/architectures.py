@@ -46,7 +46,8 @@ class Architecture(ABC):
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The spec that a config.json's `fields` give, with default special tokens. Raises RunError for a missing, unknown or bad field."""
+        """The spec that a config.json's `fields` give; `end_of_text` and `end_tokens` keep lm's defaults. Raises RunError for a missing,
+        unknown or bad field."""
         allowed = (*([name] for name in self.classes), [])
         fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
@@ -220,7 +221,8 @@ class Qwen3(Qwen2):
 
 
 def _read_windows(fields: Fields) -> Options:
-    """Return the options of lm's normalizer, softmax, over a sliding window in the layers for which config.json has one."""
+    """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one. Raises RunError for a
+    bad field."""
     has_windows, n_layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MAX_LAYERS)
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window

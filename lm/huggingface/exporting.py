@@ -277,8 +277,8 @@ def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
 
 
 def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """Return {name: value} of a normalizer's options, of its constants from the training length, and of `parameters`, which has the
-    shape of each parameter by name."""
+    """Return {name: value} of a normalizer's options and of constants of its formula, such as the training length, with {parameter's name:
+    its shape} as `parameters`."""
     shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 

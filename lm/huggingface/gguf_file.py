@@ -1,4 +1,4 @@
-"""Read a GGUF file as a model of transformers, with metadata as fields, tensors by their names in transformers, and the tokenizer.
+"""Read a GGUF file as a model of transformers: metadata as config.json's fields, tensors by transformers' names, and the tokenizer.
 
 The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names in GGUF files are from the tables of the package
 gguf, which llama.cpp's converter uses.
@@ -124,7 +124,8 @@ class GGUF:
         shapes: shapes of the tensors, by transformers' names.
         types: the number of tensors of each type, e.g. {"Q4_1": 210}.
 
-    Raises RunError: not a GGUF file, a truncated file, another architecture, or metadata that can't be used (the error names the key).
+    Raises RunError: not a GGUF file, a truncated file, another architecture, metadata that can't be used (the error names the key), or no
+    package gguf to read the file.
     """
 
     def __init__(self, path: Path):
@@ -200,7 +201,7 @@ class GGUF:
         return {**defaults, **config, **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {})}
 
     def _llama3_scaling(self) -> dict[str, Plain]:
-        """Return `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCY_DIVISORS`, which is then dropped.
+        """Return config.json's field `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCY_DIVISORS`; drop the tensor.
 
         Raises RunError if no rescaling as in Llama 3.1 to 3.3 has this tensor's divisors.
         """

@@ -1,4 +1,4 @@
-"""`lm import` writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder."""
+"""`lm import` writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder, which lm loads like a run."""
 
 import json
 import math
@@ -146,13 +146,14 @@ def import_model(
 
     Args:
         source: a folder in the format of transformers (safetensors, also in shards), a GGUF file, or a name on the hub.
-        length: training length in tokens; None: `max_position_embeddings`.
+        length: training length in tokens; None: the number of positions in its configuration, e.g. `max_position_embeddings`.
         revision: commit, tag or branch of a model on the hub.
         tokenizer: a tokenizer.json or a tokenizer's folder; None: the model's own.
         end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
 
     Raises:
-        RunError: `source` is no model, or a model that can't be used (the error names the field or tensor); nothing is written.
+        RunError: `source` is no model or can't be used (the error names the field or tensor), or `target` exists; nothing is written.
+        DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
         ConfigError: `length` is above `LONGEST` or differs from the number of learned positions; an argument does not apply to `source`.
     """
     check_new(target)
@@ -195,7 +196,7 @@ def import_model(
 
 
 def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -> PretrainedModel:
-    """Open the model that `source` names, without reading its weights. Raises RunError and ConfigError as `import_model` does."""
+    """Open the model that `source` names, without reading its weights. Raises errors as `import_model` does."""
     path, origin = Path(source), {"source": source}
     if revision and path.exists():
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
@@ -226,7 +227,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
 def _start_token(model: PretrainedModel) -> str:
     """Return the token that starts a document: <|endoftext|> if it is a special token, else the model's BOS, else its EOS.
 
-    Raises RunError: none of these tokens is known.
+    Raises RunError: none of these tokens is known, or the tokenizer can't be parsed.
     """
     path = model.tokenizer_path
     try:

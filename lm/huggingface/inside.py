@@ -64,7 +64,7 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     train_length: tokens in a training sequence; None: the length that the model was saved with, else `max_position_embeddings`.
 
     Raises ValueError: no normalizer of lm is named, the model's code takes no attention function, the model has the parameters already, or
-    it was saved with another normalizer.
+    it was saved with another normalizer. Raises RunError or DataError if saved parameters can't be read.
     """
     config = model.config
     attention_function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
@@ -96,7 +96,8 @@ def _train_length(config: PreTrainedConfig) -> int:
 
 
 def _read_saved_parameters(model: PreTrainedModel) -> None:
-    """Set the normalizers' parameters from the model's saved weights. Raises ValueError: a parameter is missing or of another shape."""
+    """Set the normalizers' parameters from the model's saved weights. Raises ValueError if a parameter is missing or of another shape,
+    and RunError or DataError if the weights can't be read."""
     folder = Path(name := model.config._name_or_path)
     tensors = Shards(folder if folder.is_dir() else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS))
     for name, parameter in model.named_parameters():
@@ -119,7 +120,8 @@ def _attend(
     normalizer: Named, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value (B, K, S, D)."""
+    """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value (B, K, S, D). Raises
+    ValueError for attention that lm does not compute, such as dropout of weights, and for missing parameters or unfit positions."""
     if refused_arguments := [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]:
         raise ValueError(f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it")
     causal = kwargs.get("is_causal")
@@ -147,7 +149,8 @@ def _attend(
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """Return the layout of queries and keys from the mask, which shows padding and packing, or from `position_ids` if there is no mask."""
+    """Return the layout of queries and keys from the mask, which shows padding and packing, or from `position_ids` if there is no mask.
+    Raises ValueError: the mask is not causal over whole documents."""
     n_queries, n_keys = query.size(2), key.size(2)
     if mask is None:
         is_packed = position_ids is not None and n_queries == n_keys and bool((position_ids[:, 1:] == 0).any())

@@ -1,8 +1,8 @@
 """The decoder of lm, a framework that compares attention normalizers, for transformers: load it with `trust_remote_code=True`.
 
 `lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's names.
-n, the number of keys that a query counts, comes from `position_ids`, which are 0 at each document's start. So padding and packing don't
-change n.
+n, the number of keys that a query counts, is fixed or comes from `position_ids`, which are 0 at each document's start. So padding and
+packing don't change n.
 
 Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a head's values, C width
 of the model, V size of the vocabulary.
@@ -29,11 +29,12 @@ class LmConfig(PreTrainedConfig):
 
     Args:
         block: `attention` (attention, then an MLP) or `gau` (gated attention unit, whose gate and values are `intermediate_size` wide).
-        normalizers: options of each layer's normalizer, `name` and others, and `parameters`, the shapes of its parameters by name.
+        normalizers: for each layer a dict of its normalizer's `name` and options, and {parameter's name: its shape} as `parameters`.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
         rope_amplitude: factor on cos and sin.
         rope_layers: whether each layer rotates queries and keys; None: all do.
         learned_positions: whether each position below `max_position_embeddings` has a learned vector.
+        value_residual: what layers mix into values: `first_layer`, values of the first layer; `embedding`, a learned vector per token.
     """
 
     model_type = "lm_decoder"
@@ -535,7 +536,8 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token."""
+        """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token. `logits_to_keep`
+        above 0 keeps the logits of that many last positions alone, a tensor those of the positions that it lists."""
         output = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept_positions])

@@ -64,11 +64,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Draw matrices from N(0, init_std^2), and set biases to 0; in normalizers draw only `hidden` matrices, from N(0, 1 / inputs).
+        """Draw matrices from N(0, init_std^2), and set biases to 0. In normalizers draw only matrices named `hidden.weight`, from
+        N(0, 1 / inputs).
 
         Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value embeddings
         init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. `model.transfer` multiplies init_std by each matrix's `initial_scale`,
-        and sets the last norm's gain to base width / width. normalizers_only: draw only the normalizers' `hidden` matrices.
+        and sets the last norm's gain to base width / width. normalizers_only: draw only the normalizers' `hidden.weight`.
         """
         for name, parameter in self.named_parameters():
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")

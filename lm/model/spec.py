@@ -40,7 +40,8 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: invalid data, or a plugin not allowed."""
+        """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: the data are invalid, or name a
+        normalizer from outside lm whose import is not allowed or fails."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = [Problem(name, None, "is missing") for name in sorted(names - plain.keys())] if isinstance(plain, Mapping) else []
         spec = build(cls, plain, "", problems)

@@ -27,7 +27,7 @@ FIT_EPOCHS, FIT_LR = 8, 0.02
 def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
-    The new normalizer's parameters have the values that its `init_from` sets, else initial values for the old decoder's training length.
+    `Normalizer.init_from` sets the new normalizers' parameters from the old ones, or leaves the initial values for the old training length.
 
     normalizer: the new normalizer's options (`lm.attention.options`).
 
@@ -52,7 +52,8 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
 def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
     """The factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU, for documents of each length.
 
-    The factor is NaN in layers whose scores are no multiple of q.k / sqrt(D) (`Normalizer.scale_by_position`).
+    Each of H heads has queries q and keys k of size D. The factor is NaN in layers whose scores are no multiple of q.k / sqrt(D)
+    (`Normalizer.scale_by_position`).
     """
     normalizers = decoder.normalizers()
     heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device

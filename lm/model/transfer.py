@@ -23,8 +23,9 @@ INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the project
 
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
-    """Tensors whose total norm is a decoder's or block's gradient norm, computed as if 1/m and 1/l were factors in the forward pass.
-    Each is a gradient, or a gradient's norm times 1/m or 1/l. Parameters without a gradient are left out."""
+    """Tensors whose total norm is a decoder's or block's gradient norm, as if the factors 1/m and 1/l were in the forward pass. m and l are
+    the model's width and depth divided by the base model's. Each tensor is a gradient, or a gradient's norm times 1/m or 1/l. Parameters
+    without a gradient are left out."""
     width, depth = config.size_multipliers
 
     def gradient_or_norm(name: str, gradient: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors on the base model's learning rate and epsilon for one parameter.
+    """Factors for one parameter on the learning rate, which was tuned on the base model, and on the optimizer's epsilon.
 
     The factor on the epsilon is the factor by which the parameter's gradient differs from the base model's.
     """

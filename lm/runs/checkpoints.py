@@ -193,7 +193,8 @@ def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
 
 
 def _entry_digests(checkpoint: dict[str, object]) -> dict[str, str]:
-    """The sha256 of the tensors in each entry of `TENSOR_ENTRIES`; evaluations record the sha256 of `state_dict` as `weights_sha256`."""
+    """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer`, by these names, where it has these entries.
+    Evaluations record the first as `weights_sha256`."""
     return {entry: weights_sha256(dict(_named_tensors(checkpoint[entry]))) for entry in TENSOR_ENTRIES if entry in checkpoint}
 
 

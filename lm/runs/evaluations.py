@@ -135,7 +135,7 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One metric of one evaluation under one inference setting. It has a column for each point or bin of its axis, such as positions.
+    """One metric of one evaluation under one inference setting, such as rescaled RoPE. It has a column for each point or bin of its axis.
 
     Without `samples` only means are known, so that it has no intervals or differences. One sample holds all columns. Where each point was
     measured on different sequences, there is instead one sample for each column, in the order of the axis.
@@ -201,7 +201,8 @@ class Series:
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None without values."""
+        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None if there are
+        no such values."""
         columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
@@ -450,7 +451,8 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """A copy with `Series.reporting` of each series. A metric whose mean stays over all held-out text gets a name that says so."""
+        """A copy whose series keep only held-out documents that report results (`Series.reporting`). A metric whose mean stays over
+        all held-out text gets a name that says so."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [

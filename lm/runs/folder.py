@@ -68,7 +68,7 @@ def require_run(folder: Path, *files: str) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The resolved configuration of the run in `folder`. Raises RunError if it is no run folder, or config.yaml is incomplete."""
+    """The configuration in a run's config.yaml. Raises RunError if `folder` is no run folder, or the file is not readable or cut short."""
     require_run(folder, CONFIG)
     path = folder / CONFIG
     try:
@@ -179,7 +179,7 @@ def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> floa
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
-    """The highest PEAK_MEMORY in the log lines, bytes, evaluations during training included; None if it was not logged."""
+    """The highest `peak_memory_bytes` in the log lines, evaluations during training included; None if it was not logged."""
     return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
 
 

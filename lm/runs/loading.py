@@ -77,8 +77,8 @@ ConfigKeys = dict[str, Plain]  # keys of a configuration
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
     """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a run's configuration.
 
-    Shape and tokenizer are taken only from a model folder without a training run, or from a swap of such a model. The model's normalizer
-    is the default if neither `file_keys` nor `overrides` name a normalizer or phases.
+    Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a swap of it. The
+    model's normalizer is the default if neither `file_keys` nor `overrides` name a normalizer or phases of training.
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
@@ -88,7 +88,8 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
 
 
 def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
-    """The two dicts of `_inherited_keys` if `folder` holds a model without a training run, or a swap of such a model; else empty dicts."""
+    """The normalizer's keys, and the keys of shape and tokenizer (`_inherited_keys`), if `folder` holds a model without a training run or a
+    swap of such a model; else two empty dicts."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
@@ -109,7 +110,7 @@ def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, tokenizer_key
     """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its shape, its tokenizer,
     and its length if positions are learned.
 
-    If the model has `end_tokens`, its start token is added to them, as it also ends the preceding document in the run's text.
+    If the model has tokens that end a document (`end_tokens`), its start token is added to them, as it ends the document before.
     """
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
@@ -258,10 +259,10 @@ def _build_decoder(
 
 
 def _read_tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
-    """Read the tokenizer in `file`; None if the model has none. `sha256`: hash of the tokenizer file used in training, None if not known.
+    """Read the tokenizer in `file`; None if `file` is missing and `sha256`, the hash of the file used in training, is not known (None).
 
     Raises:
-        RunError: `file` is missing or differs from the tokenizer file used in training.
+        RunError: `sha256` is given, and `file` is missing or has another hash.
         DataError: the tokenizer can't be used.
     """
     if not file.is_file():

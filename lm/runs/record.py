@@ -42,7 +42,7 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """A run's value of setting `name`, or, if starts differ in it, a text such as `32, from step 500 bf16-mixed`; None if not recorded."""
+    """A run's value of setting `name`; None if not recorded. If `starts` differ, it is a text such as `32, from step 500 bf16-mixed`."""
     changes: list[tuple[int, Plain]] = []
     for start in starts(environment):
         if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
@@ -54,7 +54,7 @@ def start_setting(environment: dict[str, Plain], name: str) -> Plain:
 
 
 def differing_settings(environment: dict[str, Plain]) -> list[str]:
-    """A text for each setting that differs between the starts of a run, such as `precision 32, from step 500 bf16-mixed`."""
+    """A text for each setting that differs between a run's launch and its resumptions, such as `precision 32, from step 500 bf16-mixed`."""
     entries = starts(environment)
     names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
     differing_names = [name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1]
@@ -62,10 +62,11 @@ def differing_settings(environment: dict[str, Plain]) -> list[str]:
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
-    """The settings that decide what a run learns, except its seed, as dotted keys in canonical form. Runs with equal settings are one arm.
+    """The settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are one arm.
 
-    Precision, compilation and the schedule's length have the values that each start used. Initial weights (`init_from`) and the run that
-    this run branches from (`branch_from`) are identified by their arm, not by their path.
+    Equal models have equal settings (`lm.config.tree.canonical`). Precision, compilation, `optim.on_nonfinite` and the number of steps have
+    the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from (`branch_from`) are
+    identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
     settings = {key: start_setting(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
@@ -204,12 +205,12 @@ class RunRecord:
         return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:
-        """The value of setting `name`, such as `precision`, in the run's starts, as a text where starts differ; None if not recorded."""
+        """The value of setting `name`, such as `precision`; None if not recorded. If resumptions changed it, a text has all values."""
         return start_setting(self.environment, name)
 
     @property
     def commits(self) -> str | None:
-        """A text that lists the git commit of each start, and which had uncommitted changes; None if no start recorded its commit."""
+        """A text that lists the commits of the run's launch and resumptions, and marks uncommitted changes; None if none is recorded."""
         entries = [start for start in starts(self.environment) if start.get("git_commit")]
         labels = dict.fromkeys(
             f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}" for start in entries
@@ -288,7 +289,8 @@ def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
 
 
 def _environment_gaps(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """Messages on facts that environment.json lacks, and on settings that differ between starts. Raises RunError for a malformed file."""
+    """Messages on facts that environment.json lacks, and on settings that differ between the run's launch and its resumptions.
+    Raises RunError for a malformed file."""
     try:
         entries, differences = starts(environment), differing_settings(environment)
         arm_definition(config, environment), seeds(config, environment)

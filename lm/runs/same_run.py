@@ -140,7 +140,7 @@ def check_config(file: Path, config: Config, training_config: Config, metadata: 
 
 
 def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Check that a run's config.yaml, given as `text`, agrees with the configuration in its checkpoint (`check_config`). Raises RunError.
+    """Check that a run's config.yaml, given as `text`, agrees with that in its checkpoint (`check_config`); raises RunError if not.
 
     Nothing is checked if the checkpoint's configuration can't be read, because an older version wrote it, or because it names code outside
     lm, which reports do not import.

@@ -246,7 +246,8 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 def wilson(successes: float, trials: float) -> Interval:
     """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
 
-    `successes` may be fractional where a trial is a mean, such as over a needle's depths; the interval is as wide as for trials of 0 or 1.
+    `successes` may be fractional where a trial is a mean, such as over the depths at which one needle is hidden in a text. The interval is
+    as wide as for trials of 0 or 1.
     `trials` may be fractional where trials depend on each other (`effective_trials`).
     """
     if not trials:

@@ -55,8 +55,8 @@ def cells_by_partial_cell(
     """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY_VALUE` that it stands for.
 
     A run that lacks a tuned key has `ANY_VALUE` as that key's value. Its cell stands for all `cells` with the same values of its keys. It
-    also stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses if losses are equal. The lists omit
-    keys for which `grid` has no value. Returns {} if no cell has `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
+    also stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses if losses are equal. Listed cells
+    omit keys without a value in `grid`. Returns {} if no cell has `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
     """
     cell_values, grid_values = ({cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
     if not any(ANY_VALUE in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
@@ -136,7 +136,7 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
-    """The rates at which each arm is trained with the final seeds: its own rate, then the baseline's; for the baseline, all arms' rates.
+    """The rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the baseline, all arms' rates.
 
     As tuning seeds are few, a rate chosen for an arm is tried with the baseline, too, and vice versa, before a verdict names a difference.
 

@@ -174,7 +174,7 @@ def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> l
 def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
     """Text with each task's name and weight; if sequences must repeat, also the numbers of drawn and of distinct sequences.
 
-    With text in the mixture it ends with the fraction of targets that are answers. This fraction is estimated from the first sequences of
+    If the run trains on text, too, it ends with the fraction of targets that are answers to tasks, estimated from the first sequences of
     each task at the first length. fractions: fraction of the run's tokens at each sequence length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens

@@ -101,7 +101,7 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
-    """Problems if a normalizer's options (except initial values), or its constants at this training length, differ in `source_model`."""
+    """Problems if a normalizer's options (except initial values), or its constants (`Normalizer.constants`), differ in `source_model`."""
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
@@ -127,8 +127,8 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded)
 
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Check that each phase has trained parameters, and so has each parameter group that the optimizer needs or `optim.groups` sets. Raises
-    ConfigError otherwise."""
+    """Check that parameters are trained in each phase (each choice of normalizers), in the group that the optimizer needs, and in each
+    group that `optim.groups` sets. Raises ConfigError otherwise."""
     layer_shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):

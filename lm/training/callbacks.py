@@ -228,7 +228,8 @@ class Metrics(StepCallback):
         self.progress.advance(step, loss, speed)
 
     def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[NamedValues]:
-        """Yield the normalizers' parameters and, if configured, logit scales and largest attention scores on the step's first sequences."""
+        """Yield the normalizers' parameters and, if `log.dynamics` names them, `logit_scales` and, on the step's first sequences,
+        `largest_scores`."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
@@ -287,10 +288,11 @@ class Evaluations(StepCallback):
 
 
 class Validate(Evaluations):
-    """Measures the loss at the training length, every `eval.every` steps and at the end."""
+    """Measures the loss at the training length, every `Config.validation_every` steps and at the end."""
 
     def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
-        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so far."""
+        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so far on
+        its sequences."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
@@ -388,7 +390,7 @@ class Checkpoints(StepCallback):
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Delete `step-N.ckpt` files except the newest, the last regular checkpoints, and checkpoints at phase ends; `best.ckpt` stays."""
+        """Delete each `step-N.ckpt` but the newest, the last regular ones (`is_regular`), and those of phase ends; `best.ckpt` stays."""
         paths = steps_saved(self.folder)
         regular_paths = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}

@@ -220,7 +220,7 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 
 def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
     """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
-    Evaluations that exceeded their time limit (`max_seconds`), or were made with other options, are not repeated."""
+    Evaluations that exceeded a time limit (`max_seconds`) that has not changed, or were made with other options, are not repeated."""
     folder = config.run_folder
     due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.eval_config.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]

@@ -137,7 +137,7 @@ MAX_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
 def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
-    """Skip the update of step `step` (1-based), whose loss or gradient is not finite (`optim.on_nonfinite: skip`), or stop the run.
+    """Skip the update of step `step` (1-based), whose loss or gradient is not finite, or stop the run. `policy`: `optim.on_nonfinite`.
 
     Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
@@ -191,7 +191,7 @@ class Step:
 
 
 class TrainModule(L.LightningModule):
-    """Trains a `Decoder` on the sequences of a token store.
+    """Trains a `Decoder` on a run's sequences of text and tasks, in one phase of the run.
 
     The loss of a step is the mean loss over all its targets, however the step is split into micro-batches and ranks.
     Data fingerprint, seed and step determine batches and dropout, so a checkpoint stores no position in the data and no random state.

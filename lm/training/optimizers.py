@@ -25,12 +25,13 @@ BATCH_ELEMENTS = 2**24  # entries of the matrices that are orthogonalised togeth
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Optimizer with Muon for the group `matrices` (each projection in a fused matrix by itself), `torch.optim.AdamW` for all other groups.
+    """Optimizer that updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
 
-    A projection gets the update of `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike
-    torch's class, which multiplies one matrix at a time, this class orthogonalises projections of one shape together, for speed.
-    Batches of them have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes for each entry of a batch.
-    The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
+    Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of `torch.optim.Muon`, bit by
+    bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike torch's class, which multiplies one matrix at a time, this class
+    orthogonalises projections of one shape together, for speed. Batches of them have about `BATCH_ELEMENTS` entries, or one larger matrix;
+    a step needs 12 to 22 bytes for each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other
+    parameters have AdamW's state.
 
     Args: as for every builder in `BUILDERS`; Muon's options include AdamW's.
     """
@@ -125,7 +126,7 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
     `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose parameters have
     different factors is split into groups of the same `name`. A step's weight decay takes the same fraction of a weight as it
-    does in the base model.
+    does in the base model, for which the learning rate was chosen.
     """
     scalings_by_name = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
     parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
@@ -155,7 +156,8 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Make the configured optimizer for the trained parameters; its learning rates are set later, by `set_learning_rates`."""
+    """Make the configured optimizer for the trained parameters; its learning rates are set later, by `set_learning_rates`.
+    Raises TypeError or ValueError if code from outside lm makes no optimizer, or one of other parameters."""
     options, groups = optim.optimizer, parameter_groups(decoder, optim)
     parameter_ids = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
     builder = BUILDERS.get(options.name)
@@ -176,7 +178,7 @@ def freeze(decoder: Decoder, train_only: str | None) -> None:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
-    """Give each group its learning rate for optimizer step `step` (0-based).
+    """Give each group its learning rate for optimizer step `step` (0-based). The normalizers' rate has the warm-up of `phase`, too.
 
     The rates depend on the step alone, so that a schedule has no state to restore.
     """

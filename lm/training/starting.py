@@ -88,7 +88,7 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase of a run. `optimizer` and `replaced_decoder` are cleared after use, to free their memory."""
+    """The start of a phase, a part of a run with its own normalizers. `optimizer` and `replaced_decoder` are cleared after use."""
 
     step: int  # optimizer steps done
     phase: int
@@ -188,8 +188,8 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
 
     `lm.training.before_training` has checked that the configurations of the two runs differ only where branching allows it.
 
-    Raises ConfigError or RunError where `check_resume` does, and RunError if the earlier run's checkpoint, configuration and log are not
-    of one run.
+    Raises ConfigError or RunError where `check_resume` does, and RunError if checkpoint or environment.json of the earlier run are missing,
+    damaged, or of different runs.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
