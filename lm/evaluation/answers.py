@@ -121,7 +121,8 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
 
 
 class AnswerMeasurement(Measurement):
-    """Base class of measurements, in fp32, of answers to questions, at each length of `length_factors` and under each inference setting."""
+    """Base class of measurements of answers to questions, in fp32, under each inference setting and at each of several sequence lengths
+    (the option `length_factors`, in training lengths)."""
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
@@ -142,7 +143,8 @@ class AnswerMeasurement(Measurement):
         return lengths_from_factors(self.eval_config.length_factors, self.config.data)
 
     def length_series(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths`, a sample per length; higher is better for fractions, else lower. `fields`: other fields of `Series`."""
+        """A series over `lengths` with the weighted mean of each of `samples`, one per length. Higher is better for fractions, lower for
+        other units. `fields`: other fields of `Series`."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
@@ -162,7 +164,8 @@ class AnswerMeasurement(Measurement):
 
 
 def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray) -> Sample:
-    """A sample of sequences' means of `values`, (N,), weighted by their number. `sequence_index`, (N,): sequence of each value, from 0."""
+    """A sample of each sequence's mean of its `values`, (N,), weighted by the number of these. `sequence_index`, (N,), is the sequence of
+    each value, from 0."""
     counts = np.bincount(sequence_index)
     return Sample(sha256, (np.bincount(sequence_index, values) / counts)[:, None], counts, np.arange(len(counts)))
 
@@ -253,7 +256,7 @@ SCORED = (  # metric and unit of each column of `score`
 
 
 def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
-    """Scores of questions whose prompts have one length, (questions, len(SCORED)) fp32, with a column for each metric of `SCORED`.
+    """Scores of questions whose prompts have one length: (questions, metrics) fp32, with a column for each metric that `SCORED` lists.
 
     Each prompt is read once; it is the beginning of a sequence of `length` tokens.
     """
@@ -330,8 +333,9 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
     """A copy of the decoder, fine-tuned on the loss of answers in training sequences with needles, of `seq_len` tokens.
 
     AdamW has betas 0.9 and 0.999 and no weight decay; gradients are clipped to norm 1. The learning rate rises in the first third of the
-    steps, is constant in the second, and falls to 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` the configured
-    rate is for the base model, and is scaled to this model as in training. `decoder` is not changed. Every rank does the same work.
+    steps, is constant in the second, and falls towards 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` the
+    configured rate is that of a base model of another size, and is scaled to this model as in training. `decoder` is not changed. Every
+    rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
@@ -456,7 +460,8 @@ class NeedleMeasurement(AnswerMeasurement):
         return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)]))
 
     def _answer_series(self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance) -> list[Series]:
-        """Series of accuracy for reports, over all depths and in the control without needle; then series by task and metric of `SCORED`."""
+        """Accuracy series for reports, over all depths and for the control without needle; then a series for each metric that `SCORED`
+        lists, at each depth and for the control."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }

@@ -41,14 +41,14 @@ class Maps:
     effective: np.ndarray  # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
-        """Pairs (layer, head), ascending, of the `count` heads with the lowest fraction of effective keys; all heads if there are fewer."""
+        """Pairs (layer, head), ascending, of the `count` most concentrated heads (lowest `effective`); of all heads if there are fewer."""
         order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
         return sorted(divmod(index, self.effective.shape[1]) for index in order.tolist())
 
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
-    """Maps of a decoder's attention on `tokens` (L,), with up to `cells` cells a side. Memory holds weights of some queries of one layer.
+    """Maps of a decoder's attention on `tokens` (L,), with up to `cells` cells per side. Memory holds weights of some queries of one layer.
 
     A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight, such as a sink.
     """
@@ -158,7 +158,7 @@ def show_attention(
         text: a UTF-8 file, or the text itself.
         layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are over `MAX_HEADS`.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
-        overrides: `key=value` of eval.diagnostics.inference and trainer.
+        overrides: changes `key=value` of eval.diagnostics.inference and of keys of trainer.
         table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
 
     Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.

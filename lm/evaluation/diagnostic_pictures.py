@@ -1,4 +1,4 @@
-"""The picture of diagnostics: statistics by the number of visible keys, with maps of heads, and heads' sparsity S against closed forms."""
+"""The picture of diagnostics: statistics by the number of visible keys, maps of heads, and sparsity of heads' weights against theory."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,8 +24,8 @@ HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCo
 def diagnostics(series: Sequence[Series]) -> Picture | None:
     """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there is nothing to show.
 
-    A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The last rows are those of
-    `sparsity_panels`.
+    A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The panels of
+    `sparsity_panels` come last.
     """
     entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
     curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
@@ -95,7 +95,7 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
 
 
 def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """Panels of each head's sparsity S = E|a| / sqrt(E[a^2]) of its weights a, with closed forms of S.
+    """Rows of panels of each head's sparsity S = E|a| / sqrt(E[a^2]), E the mean over keys of its weights a, with closed forms of S.
 
     One row is for all keys, one leaves first tokens out. The x axis of the first column, for weights e^score, is the scores' standard
     deviation. In the second, for other weights, it is the scores' mean divided by their standard deviation. In the third, for all weights,
@@ -120,7 +120,8 @@ def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: Fra
 
 
 def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
-    """Each head's means over all queries, by inference setting, then metric; `ending` is '' or, without first tokens, `NO_FIRST`."""
+    """Each head's means over all queries of the metrics that `sparsity_panels` draws, by model and setting, then metric. `ending`: '' for
+    metrics of all keys, `NO_FIRST` for metrics without first tokens."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {BEYOND_CONDENSATION: BEYOND_CONDENSATION}
     for entry in series:
@@ -138,7 +139,8 @@ def _theory_trace(label: str, x: torch.Tensor | tuple[float, float], y: torch.Te
 
 
 def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of the x axis (the scores' standard deviation), curves of S of weights e^score, and lines at `condensation_scale`."""
+    """Label and range of the x axis (scores' standard deviation), curves of the sparsity S (`sparsity_panels`) of weights e^score, and
+    lines at `condensation_scale`, where S leaves its closed form."""
     std = torch.linspace(0, 1.1 * x_max, CURVE_POINTS, dtype=torch.float64)
     curves = [_theory_trace("closed form, e^score", std, exp_sparsity(std), 0)]
     for dashes, n in enumerate(keys, 1):
@@ -149,7 +151,8 @@ def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
 
 
 def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of the x axis (scores' mean over their standard deviation), and closed forms of S for weights other than e^score."""
+    """Label and range of the x axis (scores' mean over their standard deviation), and closed forms of the sparsity S (`sparsity_panels`)
+    for weights other than e^score."""
     ratio, unit_std = torch.linspace(-4, 4, CURVE_POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
         "relu(score)^2": relu2_sparsity(ratio, unit_std),
@@ -162,7 +165,7 @@ def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
 
 
 def _identity_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of the x axis (the closed form of S, for weights of any kind), and the line on which measured S equals this form."""
+    """Label and range of the x axis (the closed form of the sparsity S, `sparsity_panels`), and the line on which measured S equals it."""
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory_trace("equal", (0, 1), (0, 1), 0)]
 
 

@@ -211,7 +211,8 @@ def describe(
 def statistics_of(
     decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
 ) -> tuple[Measures, np.ndarray]:
-    """`Measures`, and each sequence's statistics of the model, untrained model, and model with shuffled scores: (N, 3, values) fp32.
+    """Return what is measured (`Measures`), and its values in each of N sequences for the model, the untrained model, and the model with
+    shuffled scores: (N, 3, values) fp32.
 
     Sequences are split over the ranks of `device`; every rank returns the statistics of all sequences. All ranks call it.
     """
@@ -236,8 +237,9 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
     key asked for is largest. The first is the length from which on this head's median weight on that key is below 1/2; the second is
     this median weight by sequence length.
 
-    The prediction was not tested on models with RoPE or learned positions, of other tasks, or of recall with `joined`; they have no series.
-    The first series is left out if the weight is below 1/2 at the training length already, or stays above 1/2 at every length.
+    The prediction was not tested on models with RoPE or learned positions, of other tasks, or of recall whose pairs are one symbol
+    (`MQAR.joined`); they have no series. A setting has no series if no layer suits `retrieving_head`, or a query sees no filler. Its first
+    series is left out if the weight is below 1/2 at the training length already, or at no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
@@ -278,8 +280,8 @@ class _ModelSeries:
                 yield from ((statistic, setting, values) for setting, values in self.models.items())
 
     def overall_means(self) -> Iterator[Series]:
-        """Series of each statistic's mean over queries, heads and layers, with intervals over documents. Further series give the mean
-        over heads of b in fits statistic ~ n^b, where n is the number of visible keys."""
+        """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a value for each query.
+        Further series give the mean over heads and layers of b in fits statistic ~ n^b, where n is the number of visible keys."""
         for statistic, setting, values in self._model_values(
             [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.accumulated]
         ):
@@ -309,7 +311,8 @@ class _ModelSeries:
                     yield self._series(entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry))
 
     def head_means(self) -> Iterator[Series]:
-        """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of its fit ~ (visible keys)^b."""
+        """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit statistic ~ n^b.
+        Here n is the number of visible keys."""
         for statistic, setting, values in self._model_values(
             [*self.measures.query_statistics, *self.measures.accumulated, *UNDEFINED_FRACTIONS]
         ):

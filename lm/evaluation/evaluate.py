@@ -37,7 +37,7 @@ def evaluate_runs(
     Args:
         folders: run folders; or model folders together with configurations (YAML files) of the text to measure them on.
         checkpoint: `last`, `best` or a step; for a single run also a path.
-        suite: a name of `SUITES` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
+        suite: `quick`, `full` or a YAML file with the section `eval`; empty: `eval` as in the run's configuration.
         overrides: changes `key=value` of keys that `lm eval` reads, made after the suite's.
 
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
@@ -63,7 +63,8 @@ def evaluate_runs(
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
-    """Changes that a suite makes to a configuration. Raises ConfigError: no such suite, or a suite file with more than an `eval` block."""
+    """Changes that the suite `name` (as in `evaluate_runs`) makes to a configuration. Raises ConfigError: no such suite, or a suite file
+    with more than an `eval` block."""
     if not name or name in SUITES:
         models = [config.model_in(phase) for phase in range(len(config.plan))]  # the checkpoint may be of any phase
         model = next((model for model in models if not model.scales_with_q), models[0])
@@ -130,7 +131,8 @@ def open_store(config: Config, model: Loaded) -> Store:
 
 
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
-    """The device to measure on, in the precision that `config` sets, else in that of training, from `environment` (environment.json)."""
+    """The device to measure on, in the precision that `config` sets, else in that of training, from `environment` (environment.json).
+    Also sets torch's number of CPU threads."""
     config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # one device, however many the run was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)
@@ -145,10 +147,10 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def text_config(model: Loaded, files: list[Path]) -> Config:
-    """A configuration with the model's shape, tokenizer and training length, and otherwise the data and `eval` of `files`.
+    """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of `files`.
 
-    The configuration is not checked against the model's limits, such as learned positions: overrides may still change it, and `parse`
-    then checks the result.
+    Of their `trainer` it has the keys that `lm eval` reads, of their `data` no tasks. It is not checked against the model's limits, such as
+    learned positions: overrides may still change it, and `parse` then checks the result.
 
     Raises ConfigError: a configuration is wrong, or has no text; RunError: the model has no tokenizer.
     """

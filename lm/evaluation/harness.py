@@ -50,7 +50,7 @@ TokenWindow = tuple[list[int], int]  # token ids, and how many of them, at the e
 
 
 class HarnessLM(LM):
-    """A trained model as the harness sees one: `simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
+    """A trained model as lm-evaluation-harness (lm-eval) takes one: `lm_eval.simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
 
     Every text starts a document, so the end-of-text token comes before it. A text that is longer than `max_length` loses tokens
     on the left. Batches hold sequences of one length, without padding, so that n (docs/n.md) counts each sequence's own tokens.
@@ -86,7 +86,7 @@ class HarnessLM(LM):
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of the context, with the end-of-text token first, and of the continuation; together they spell both texts.
 
-        White space at the end of the context goes to the continuation, as everywhere in the harness. If the tokens of the
+        White space at the end of the context goes to the continuation, as everywhere in lm-eval. If the tokens of the
         whole text don't start with the tokens of the context, the continuation is encoded by itself.
         """
         stem = context.rstrip()
@@ -114,7 +114,7 @@ class HarnessLM(LM):
         return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(windows, disable_tqdm)])
 
     def _keep_answers(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
-        """Add the answers to the harness's cache, and return them."""
+        """Add the answers to lm-eval's cache, and return them."""
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
@@ -123,7 +123,7 @@ class HarnessLM(LM):
         """Windows of at most `max_length` + 1 tokens in which each token of `continuation` is predicted once.
 
         There is one window, cut on the left, if it can hold the continuation. Else the continuation is cut into consecutive windows, as in
-        the harness, and the last window begins so early that it has `max_length` inputs.
+        lm-eval, and the last window begins so early that it has `max_length` inputs.
         """
         if len(continuation) <= self.max_length:
             return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
@@ -242,9 +242,9 @@ class _TextRequest:
 
 
 def _find_tasks(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
-    """Names of the tasks that match `options.tasks`, and the harness's task manager. Raises ConfigError: no such folder or task.
+    """Names of the tasks that match `options.tasks`, and lm-eval's task manager. Raises ConfigError: no such folder or task.
 
-    Reading the harness's own 14,000 tasks takes a quarter of a minute; they are not read if `include_path` has all named tasks.
+    Reading lm-eval's own 14,000 tasks takes a quarter of a minute; they are not read if `options.include_path` has all named tasks.
     """
     from lm_eval.tasks import TaskManager
 
@@ -270,7 +270,7 @@ def _find_tasks(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
 
 
 def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", options: DownstreamConfig) -> dict[str, Plain]:
-    """The harness's results for the tasks `names`, with the results of each document.
+    """Results of lm-eval for the tasks `names`, with the results of each document.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
     """
@@ -291,7 +291,7 @@ def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", option
 
 
 class Downstream(Measurement):
-    """Tasks of the harness as an evaluation: a series for each metric of a task, with values by document if the metric is their mean."""
+    """Tasks of lm-eval as an evaluation: a series for each metric of a task, with values by document if the metric is their mean."""
 
     kind = "downstream"
 
@@ -326,7 +326,7 @@ class Downstream(Measurement):
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 
     def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
-        """Series of a task's metrics in the harness's results; reports also show how many of its requests were too long for the model."""
+        """Series of a task's metrics in lm-eval's results; reports also show how many of its requests were too long for the model."""
         notes = {"requests lost tokens on the left": model.n_cut[task], "may write fewer tokens than they ask for": model.n_shortened[task]}
         request_notes = "".join(f", {count:,} {phrase}" for phrase, count in notes.items() if count)
         for key, mean in results["results"][task].items():
@@ -353,7 +353,7 @@ class Downstream(Measurement):
 
 @contextmanager
 def _restored_random_state() -> Iterator[None]:
-    """A context that restores the random states of Python, numpy and torch, which the harness seeds."""
+    """A context that restores the random states of Python, numpy and torch, which lm-eval seeds."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (the harness seeds this one)
     try:
         with preserved_random_state():

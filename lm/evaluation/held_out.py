@@ -1,4 +1,4 @@
-"""Held-out sequences, values of each (in batches split over ranks), and losses at the training length, by position and by length."""
+"""Held-out sequences, measured values of each sequence, and evaluations of loss at the training length, by position and by length."""
 
 import hashlib
 import math
@@ -120,7 +120,8 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
 
 
 def long_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.long_context.sequences` sequences, each within one held-out document. Raises ConfigError: none is long enough."""
+    """Up to `eval.long_context.sequences` sequences, each within one held-out document; `length_factor: auto` halves their length until two
+    documents are longer. Raises ConfigError: no document is long enough."""
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = round(options.longest_factor * seq_len)
     if options.length_factor == "auto":
@@ -206,7 +207,7 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndar
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
-    """Edges of position buckets, from 0 to `length`: four buckets an octave, with edges at `seq_len` x 2^i for whole numbers i."""
+    """Edges of position buckets, from 0 to `length`: four buckets per octave, with edges at `seq_len` x 2^i for whole numbers i."""
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
     edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))

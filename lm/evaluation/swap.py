@@ -43,8 +43,8 @@ DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are comp
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences for each length of `eval.swap_lengths`, ascending. At the training length they are validation sequences; at
-    other lengths windows within documents, or test sequences of tasks over symbols.
+    """Held-out sequences for each of `eval.swap_lengths` (in training lengths), ascending. At the training length they are validation
+    sequences; at other lengths windows within documents, or test sequences of tasks over symbols.
 
     Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training length are left
     out if positions are learned.
@@ -68,8 +68,8 @@ class SwapMeasurement(Measurement):
     """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to RoPE.
 
     Each length has series by position of the loss before and after (nats per token) and of KL(before || after) of next-token
-    distributions (nats). It also has a series of each layer's attention drift. The change of loss and the KL have series by length, with
-    intervals over documents.
+    distributions (nats). For tasks over symbols these are means over answer tokens. Each length also has a series of each layer's
+    `attention_drift`. The change of loss and the KL have series by length, with intervals over documents.
     """
 
     kind = "swap"
@@ -198,8 +198,8 @@ def swap_run(
         source: a run folder, a checkpoint or an export.
         checkpoint: the checkpoint of a run folder: `last`, `best` or a step.
         normalizer: name of the new normalizer.
-        init: initial values of the new parameters: `match`, `unit`, `fit` or a number; None: as in `overrides`, or the default.
-        overrides: `key=value` of the new normalizer's options and of evaluation.
+        init: initial values of the new parameters: `match`, `unit`, `fit` (docs/swapping.md) or a number; None: by `overrides` or default.
+        overrides: changes `key=value` of the new normalizer's options and of evaluation.
         files: configurations of the text to measure on, for a model without a training run.
 
     Raises LMError: nothing to load, normalizers that can't be swapped, other data than the model was trained on, `destination` not empty.
@@ -258,7 +258,8 @@ def swap_run(
 
 
 def _parameter_lines(decoder: Decoder) -> list[str]:
-    """Lines to print, one for each normalizer parameter with one value per head: its mean over layers and heads, and its range."""
+    """Lines to print, one for each normalizer parameter with one value per head: its mean over layers and heads, and its range. Without
+    such parameters there is one empty line."""
     values: dict[str, list[float]] = {}
     for normalizer in decoder.normalizers():
         for name, parameter in normalizer.named_parameters():
@@ -308,7 +309,8 @@ def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
 
 
 def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
-    """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but those of `model`."""
+    """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but those of `model`.
+    Raises RunError: the model is in a run folder, whose own text a swap is measured on."""
     if (model.folder / CONFIG).is_file():
         raise RunError(f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}

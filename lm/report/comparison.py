@@ -181,7 +181,8 @@ def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]
 
 
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
-    """Group runs into arms and compare the arms with the baseline arm; `baseline` is its label, else a run's name, else its normalizer.
+    """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, else the name of one of its runs,
+    else its normalizer's name; None: the first arm.
 
     Raises RunError: there are no runs, or `baseline` matches no arm or several arms.
     """
@@ -314,7 +315,8 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
 
 
 def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
-    """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, only of sequences measured there."""
+    """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, a label of `Series.places`, only of
+    sequences measured there."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
     return {(series.data_fingerprint, sample.sha256) for series, series_samples in samples for sample in series_samples}
@@ -362,7 +364,7 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 
 
 def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesName) -> Difference:
-    """The difference of `arm` to `base` in series `name`, at the last place measured in both arms, else in either arm."""
+    """The difference of `arm` to `base` in series `name`, at the last point or range measured in both arms, else in either arm."""
     series_by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples} for runs in (arm, base)]
     arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in series_by_seeds)
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
@@ -381,7 +383,8 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
 
 
 def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
-    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units` of arm and baseline are by seeds."""
+    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units`: values of the arm, then of the
+    baseline, by the runs' seeds."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
     for label, units_by_seeds in zip(labels, (arm_units, base_units), strict=True):
         if not units_by_seeds:

@@ -242,7 +242,8 @@ def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[f
 
 
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
-    """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins sqrt(start * stop)."""
+    """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins sqrt(start * stop).
+    Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
     shared_x = reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list]) if series_list else np.empty(0)
     if not series_list or not series_list[0].bins:
         return {x: (x, x) for x in shared_x.tolist()}
@@ -283,7 +284,8 @@ def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace
 
 
 def heat_maps(comparison: RunComparison) -> list[Picture]:
-    """Pictures of heat maps of fractions, such as accuracy by needle depth and length; each map shows an arm's mean over seeds."""
+    """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth and length. Each map
+    shows an arm's mean over seeds."""
     series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
     pairs = ((arm, series) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for series in evaluation.series)
     for arm, series in pairs:
@@ -331,7 +333,8 @@ def quantity_title(quantity: str) -> str:
 
 
 def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
-    """Pictures of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with the quantities of `log.dynamics`.
+    """Pictures, by name, of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with those that the key
+    `log.dynamics` lists (logit scale, largest score, gradient norm).
 
     Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a colour. Gradient
     norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are merged to `MAX_POINTS` or fewer.

@@ -103,7 +103,7 @@ def _interval_unit(unit: str, noise_source: str) -> str:
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of the differences to the baseline that have an interval, with a column of differences for each `Interval.noise_source`."""
+    """A table of the differences to the baseline that have an interval, with a column for each source of noise that intervals cover."""
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.name.metric) for difference in differences]
@@ -153,7 +153,7 @@ def _differs_in_seeds(comparison: RunComparison) -> bool:
 
 
 def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
-    """A table of the mean costs of a run, one row an arm. `concurrent_runs`: all runs that may have been under way at the same time."""
+    """A table of the mean costs of a run, one row per arm. `concurrent_runs`: all runs that may have been under way at the same time."""
     training_spans = {run.folder: _training_span(run) for run in concurrent_runs}
     uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
     memory_unit = "GiB, whole process" if all(uses_cpu) else "GiB, whole process on a CPU" if any(uses_cpu) else "GiB, tensors on the GPU"

@@ -1,4 +1,4 @@
-"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with one number a row or object."""
+"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with a row or object for each number."""
 
 import math
 from collections import Counter

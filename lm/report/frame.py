@@ -1,4 +1,4 @@
-"""The long table of every number that runs have measured: a pandas data frame with one row a number."""
+"""The long table of every number that runs have measured: a pandas data frame with one row per number."""
 
 import math
 import os
@@ -24,7 +24,7 @@ RowBlock = dict[str, object]  # a block of rows of the frame, by column: an arra
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
-    """The numbers that runs have measured, as a data frame with one row a number (`COLUMNS`).
+    """The numbers that runs have measured, as a data frame with one row per number (`COLUMNS`).
 
     A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until - x`, too.
 
@@ -95,7 +95,7 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    """Return [folder] for a run folder, else the run folders below `folder`. Raises RunError if there are none."""
+    """Return [folder] for a run folder, else the run folders below it except those in `swapped`. Raises RunError: there are none."""
     if (folder / CONFIG).is_file():
         return [folder]
     parents = (path.parent for path in folder.glob(f"**/{CONFIG}"))

@@ -201,7 +201,7 @@ class Picture:
 
     @cached_property
     def csv(self) -> str:
-        """The picture's numbers as CSV text, one line a point or map cell: panel, label, kind, x, y and the ends of the interval."""
+        """The picture's numbers as CSV text, one line per point or map cell: panel, label, kind, x, y and the ends of the interval."""
         columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
         for panel in filter(None, self.panels):
             if isinstance(panel, Map):

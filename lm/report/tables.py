@@ -139,7 +139,7 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """CSV text of all tables: a line for each cell that is no label, with its row's labels, its value, and its interval."""
+    """CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value, and its interval."""
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
