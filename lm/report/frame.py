@@ -11,7 +11,7 @@ import pandas as pd
 from lm.errors import RunError
 from lm.files import expand_home
 from lm.report.comparison import arm_label
-from lm.runs.evaluations import Evaluation, Series, evaluation_files, load_evaluation, selection_mask
+from lm.runs.evaluations import Evaluation, Series, evaluation_files, load_evaluation, selection_mask, series_names
 from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, divergence, read_run
 
@@ -37,8 +37,9 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
         unfinished or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of the tuned key, or
         optim.lr if no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
 
-        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task, inference setting, unit of the value, and
-        the better direction. `x` is the point on the axis or the start of a bin, and `until` the end of a bin.
+        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task (with its options where the evaluation has
+        another task of that name), inference setting, unit of the value, and the better direction. `x` is the point on the axis or the
+        start of a bin, and `until` the end of a bin.
 
         Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`. `group` is the document.
         `part` is `selects` for held-out documents that choose learning rates and checkpoints, and `reports` for all others. A number of
@@ -67,8 +68,12 @@ def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
 def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[RowBlock]:
     """Yield the rows of an evaluation: blocks for each of its series. `run_values`: the run's columns, which all of these rows share."""
     shared_columns = run_values | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
+    namesakes: dict[tuple[str, str, str], list[Series]] = {}
     for series in evaluation.series:
-        yield from (shared_columns | block for block in _series_blocks(series))
+        namesakes.setdefault((series.metric, series.what, series.setting), []).append(series)
+    for series in evaluation.series:
+        task = series_names(namesakes[series.metric, series.what, series.setting])[series]
+        yield from (shared_columns | {"task": task} | block for block in _series_blocks(series))
 
 
 def _series_blocks(series: Series) -> Iterator[RowBlock]:
@@ -76,7 +81,7 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
 
     A unit is a sequence, document or trial. A series without samples gives one block, which holds its means.
     """
-    series_values = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")} | {"task": series.what}
+    series_values = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")}
     axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
     starts, ends = (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
     if not series.samples:
