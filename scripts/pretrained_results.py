@@ -27,7 +27,6 @@ WORDS = {
 
 
 FIRST = 128  # position from which on losses are shown
-RISE = 0.5  # nats above the loss within the context: what counts as no longer reading
 
 
 def shown(interval: Interval | None, digits: int = 3) -> str:
@@ -280,8 +279,6 @@ class Results:
 def remarks(results: Results, context: int) -> list[str]:
     """What came out, in sentences, as far as it was measured."""
     sentences = (
-        _loss_beyond_context(results, context),
-        _needles_found(results),
         _match_by_length(results, context),
         _shape_or_scale(results),
         _best_constant(results),
@@ -289,30 +286,6 @@ def remarks(results: Results, context: int) -> list[str]:
         _all_trained(results),
     )
     return [sentence for sentence in sentences if sentence]
-
-
-def _loss_beyond_context(results: Results, context: int) -> str | None:
-    rows = results.positions(context // 8)
-    if not rows:
-        return None
-    loss_within = next(row["loss"] for row in rows if row["high"] == context)
-    worse = [row for row in rows if row["low"] >= context and row["loss"] > loss_within + RISE]
-    if not worse:
-        return f"Up to {rows[-1]['high']:,} tokens the loss stays within {RISE} nats of that in the last octave of the context."
-    first, last = worse[0]["low"], worse[-1]
-    return (
-        f"Up to {first:,} tokens ({first / context:.1f} contexts) the loss stays within {RISE} nats of that in the context's last octave. "
-        f"From {last['low']:,} to {last['high']:,} tokens it is {last['loss'] - loss_within:.1f} nats above."
-    )
-
-
-def _needles_found(results: Results) -> str | None:
-    rows = results.needles(part for part in results.parts if part.startswith("needles"))
-    phrases = []
-    for row in rows:
-        exact, count = np.sum([cell for label, cell in row["cells"].items() if label != "no needle"], axis=0)
-        phrases.append(f"{exact} of {count} at {row['length']:,}")
-    return f"Needles found, by tokens: {', '.join(phrases)}." if phrases else None
 
 
 def _match_by_length(results: Results, context: int) -> str | None:
