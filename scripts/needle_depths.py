@@ -74,7 +74,7 @@ class NeedleDepths:
     def tables(self) -> dict[str, str]:
         """The table in Markdown: accuracy at the first depth, in per cent, heads' attention to the number, and the verdicts."""
         length = f"{self.lengths[-1]:,}"
-        lines = [["layers 2, 3", *(f"{length}, {setting}" for setting in self.settings), "layer 2 attends", "layer 3 attends"]]
+        lines = [["layers 2, 3", *(f"{length}, {setting}" for setting in self.settings), "attention, layer 2", "attention, layer 3"]]
         lines[0].append(f"minus {self.labels[self.baseline].partition(' at ')[0]}, as trained")
         for arm, label in self.labels.items():
             cells = [spread(100 * self.accuracies[arm, setting, self.depths[0], self.lengths[-1]], 0) for setting in self.settings]

@@ -104,7 +104,7 @@ def section(bench: Workbench, results: Results) -> str:
         fitted=results.parts["swap_fit"],
         scale_rows=results.scale_rows(),
         arms=results.arms(context, int(sizes.train * context)),
-        remarks=remarks(results, context),
+        remarks=remarks(results),
     )
 
 

@@ -276,28 +276,15 @@ class Results:
         return int(answers.sum()), len(answers)
 
 
-def remarks(results: Results, context: int) -> list[str]:
+def remarks(results: Results) -> list[str]:
     """What came out, in sentences, as far as it was measured."""
     sentences = (
-        _match_by_length(results, context),
         _shape_or_scale(results),
         _best_constant(results),
         _s_trained(results),
         _all_trained(results),
     )
     return [sentence for sentence in sentences if sentence]
-
-
-def _match_by_length(results: Results, context: int) -> str | None:
-    row = next((row for row in results.swaps(context) if row["words"] == SWAPPED["ssmax"]), None)
-    if row is None:
-        return None
-    means = [math.lgamma(length + 1) / length for length in (*results.swap_lengths, context)]  # of ln n
-    phrases = [
-        f"{change.mean:+.2f} nats at {length:,} tokens (mean factor {mean / means[-1]:.2f})"
-        for length, change, mean in zip(results.swap_lengths, row["changes"], means[:-1], strict=True)
-    ]
-    return f"SSMax by `match` has a mean factor of 1 on the logits over {context:,} tokens. Shorter sequences: {', '.join(phrases)}."
 
 
 def _shape_or_scale(results: Results) -> str | None:

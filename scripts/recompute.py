@@ -15,6 +15,7 @@ from pathlib import Path
 import predictors
 from committed_results import DESCRIBED, RESULTS, ROOT, markdown
 from loss_results import EXTENDED, Losses
+from needle_depths import NeedleDepths
 from recall_results import Recall
 
 LABELS = {
@@ -103,6 +104,7 @@ LAYERS = {
 }
 BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
 NEEDLE_OTHERS = {arm: EVERY[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {"late": "SSMax after 75 %"}
+NEEDLE_DEPTHS = {arm: BESIDE_TEXT[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n", "after_half")}
 NEEDLE_PUT_IN = {
     **FIXED_AT_256,
     "ssmax_fixed, n=fixed:1024": "trained at n = 256 and tested at 1,024",
@@ -215,6 +217,7 @@ SHOWN = (
         "needle-far", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (65536,), 0.25, tuned=True, picture=True, task="needle", ranked=True
     ),
     Recall("needle-others", "needle-in-text.md", NEEDLE_OTHERS, "ssmax", (65536,), 0.25, tuned=True, task="needle", ranked=True),
+    NeedleDepths("needle-depths", "needle-in-text.md", NEEDLE_DEPTHS, "ssmax_fixed", 0.25),
     Recall("needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"),
     Losses(
         "needle-and-text",

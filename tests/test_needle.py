@@ -76,6 +76,17 @@ def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
         assert whole == answer.startswith(question.number)
 
 
+@torch.no_grad()
+def test_digits_after_the_whole_number_do_not_make_it_wrong(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """The loss on answers teaches no model to stop after the last digit."""
+    decoder, text = made(store), Text(store)
+    question = trials(Needle(), LENGTH, 1, text)[0]
+    outputs = {f" {question.number}95": 1.0, f" {question.number}.": 1.0, f" {question.number[:6]}.": 0.0, f" 1{question.number}": 0.0}
+    for output, exact in outputs.items():
+        monkeypatch.setattr(answers, "_greedy_tokens", lambda *_, output=output: torch.from_numpy(text.encode(output))[None])
+        assert score(decoder, [question], LENGTH, text)[0, answers.EXACT_COLUMN] == exact, output
+
+
 def test_candidates_are_other_numbers_of_the_same_number_of_tokens(store: Store):
     text = Text(store)
     for question in trials(Needle(), LENGTH, 20, text):

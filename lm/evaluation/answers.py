@@ -244,7 +244,8 @@ class Trial:
 
 
 SCORED = (  # metric and unit of each column of `score`
-    ("exact", "fraction"),  # 1 if the whole number that greedy decoding writes is correct
+    # 1 if what greedy decoding writes begins with the whole number; more digits may follow, as the loss on answers teaches no model to stop
+    ("exact", "fraction"),
     ("first digit", "fraction"),  # 1 if the first digit of that number is correct
     # 1 if each answer token is the most probable one after the tokens before it (then greedy decoding gives it)
     ("exact, teacher-forced", "fraction"),
@@ -271,7 +272,7 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
         nll, hits = _candidate_nll(decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates)))
         better_count = (nll[1:] < nll[0]).sum()
         prediction = text.decode(outputs[index].cpu().numpy()).strip()
-        first_digit, exact = prediction[:1] == trial.number[:1], re.match(r"\d*", prediction)[0] == trial.number
+        first_digit, exact = prediction[:1] == trial.number[:1], prediction.startswith(trial.number)
         gap = nll[0] - nll[1:].min() if trial.others else 0
         score_rows.append(
             [float(value) for value in (exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap)]
