@@ -139,7 +139,7 @@ def inline(monkeypatch: pytest.MonkeyPatch, untimed: None) -> None:
     """The `lm` commands of an experiment's runs are calls in this process, which need not import torch again."""
 
     def execute(self: Children, run: Run, command: list[str], devices: Devices | None) -> int:
-        output = log_path(self.experiment, run)
+        output = log_path(self.experiment_folder, run)
         output.parent.mkdir(parents=True, exist_ok=True)
         result = lm(*command)
         output.write_text(result.stdout + result.stderr)

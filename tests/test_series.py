@@ -97,5 +97,6 @@ def test_the_long_table_has_the_document_of_each_unit_at_each_place():
 
 def test_the_long_table_tells_tasks_of_one_name_apart_by_their_options():
     needles = tuple(replace(by_length(), what="needle", options={"needles": 1, "depth": depth}) for depth in (0.0, 1.0))
-    table = frame(evaluation_blocks(Evaluation("probe", 8, 256, "", {}, "32", "weights", (*needles, by_position())), {}))
+    roll_out = replace(needles[1], setting="roll-out")  # which only one of the two tasks has
+    table = frame(evaluation_blocks(Evaluation("probe", 8, 256, "", {}, "32", "weights", (*needles, roll_out, by_position())), {}))
     assert table.task.unique().tolist() == ["needle (depth 0.0)", "needle (depth 1.0)", "books"]

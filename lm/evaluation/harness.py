@@ -311,9 +311,8 @@ class Downstream(Measurement):
         return len(self.names)
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        return not self.eval_config.include_path and super().cacheable(
-            series
-        )  # the user's task files may read files that are not known here
+        # the user's task files may read files that are not known here
+        return not self.eval_config.include_path and super().cacheable(series)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)

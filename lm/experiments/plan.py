@@ -178,7 +178,8 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
 
     Times of finished runs of this experiment are used first. If no trained run has finished, arms of the first size are timed by pilots,
     which are processes that train each arm for a few steps. As many pilots run at a time as runs in training,
-    until `budget` seconds after the last one has begun. The file PILOT keeps the times. Times of other sizes and arms are scaled by FLOPs.
+    within limits that follow from `budget` (`_wait_for_pilots`). The file PILOT keeps the times. Times of other sizes and arms are scaled
+    by FLOPs.
 
     Raises:
         ConfigError: the pilot refuses the configuration of an arm.

@@ -68,11 +68,7 @@ def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
 def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[RowBlock]:
     """Yield the rows of an evaluation: blocks for each of its series. `run_values`: the run's columns, which all of these rows share."""
     shared_columns = run_values | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
-    namesakes: dict[tuple[str, str, str], list[Series]] = {}
-    for series in evaluation.series:
-        namesakes.setdefault((series.metric, series.what, series.setting), []).append(series)
-    for series in evaluation.series:
-        task = series_names(namesakes[series.metric, series.what, series.setting])[series]
+    for series, task in series_names(evaluation.series).items():
         yield from (shared_columns | {"task": task} | block for block in _series_blocks(series))
 
 
