@@ -344,5 +344,5 @@ def test_a_row_of_131072_tokens_takes_less_than_a_gigabyte():
 
 def test_names_of_downstream_tasks_are_no_code_from_outside(tiny):
     """Without lm-eval, which the tests of downstream tasks need."""
-    downstream = SimpleNamespace(config=tiny(), asked=DownstreamConfig(tasks=["arc_easy"]))
+    downstream = SimpleNamespace(config=tiny(), eval_config=DownstreamConfig(tasks=["arc_easy"]))
     assert list(Measurement.code.fget(downstream)) == ["lm"]

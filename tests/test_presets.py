@@ -53,7 +53,7 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
     with pytest.raises(ConfigError, match="nowhere/softmax"):
         load(["nowhere/softmax"])
     (tmp_path / "onearm.yaml").write_text("name: mine\n")
-    for name, near in (("nothere.yaml", "; lm configs lists presets"), ("onearms.yaml", "; did you mean 'onearm.yaml'?")):
+    for name, near in (("zebra.yaml", "; lm configs lists presets"), ("onearms.yaml", "; did you mean 'onearm.yaml'?")):
         with pytest.raises(ConfigError, match=rf"^{name}: no such configuration file{re.escape(near)}$"):
             load([name])
 

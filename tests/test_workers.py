@@ -101,7 +101,7 @@ def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, 
     finally:
         signal.signal(signal.SIGUSR2, before)
     (delayed,) = resubmitted
-    assert (delayed.function.run, delayed.function.experiment) == (job.run, job.experiment)
+    assert (delayed.function.run, delayed.function.experiment_folder) == (job.run, job.experiment_folder)
 
 
 @INSTALLED
