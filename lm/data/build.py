@@ -46,7 +46,7 @@ class Journal:
 
     @property
     def n_documents(self) -> int:
-        """The number of documents, counted from the first document, whose tokens are on disk."""
+        """The number n of documents at the start of the text, the first n without a gap, whose tokens are on disk."""
         return self.entry.get("documents", 0)
 
     def holds(self, name: str) -> bool:

@@ -237,14 +237,20 @@ def few_key_counts(length: int) -> list[int]:
 
 
 def means(sums: np.ndarray) -> np.ndarray:
-    """Means over queries, (octaves, quantities, points, ...), of `sums`, which `totals_and_counts` describes; NaN without queries."""
+    """Divide the totals in `sums` by the numbers of queries in it (`totals_and_counts`): (octaves, quantities, points, ...).
+
+    NaN where no query was counted.
+    """
     total, counts = totals_and_counts(sums)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(counts > 0, total / counts, np.nan)
 
 
 def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split `sums`, (..., octaves, 2, quantities, points), into sums and numbers of queries, each (octaves, quantities, points, ...)."""
+    """Split `sums`, (..., octaves, 2, quantities, points), into sums over queries and numbers of queries. Octaves are of visible keys.
+
+    Both results are (octaves, quantities, points, ...).
+    """
     arrays = np.moveaxis(sums, (-4, -3, -2, -1), (0, 1, 2, 3))
     return arrays[:, 0], arrays[:, 1]
 

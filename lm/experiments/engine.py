@@ -461,7 +461,8 @@ class Jobs:
 
     def _result_words(self, run: Run, outcome: Outcome) -> str:
         """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared. Both are measured
-        on the held-out documents that choose rates; for an accuracy, on all questions. Return `finished` if no such document is left."""
+        on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return `finished` if no such document is
+        left."""
         experiment = self.procedure.experiment
         quantity_name = experiment.primary.quantity_name
         try:

@@ -159,9 +159,11 @@ class Judgement:
         return LearnedCounts(learned_pairs, len(seeds), diverged_count, n_planned_seeds=seed_count)
 
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
-        """Return the runs of an arm, and the runs of the baseline, by rate. For an arm that starts from the baseline's weights, the
-        baseline has only its judged rate, from which the arm starts. For an arm from random weights, the baseline's rates that the arm
-        shares come first."""
+        """Return the runs of an arm, and the runs of the baseline, each by learning rate.
+
+        If the arm starts from weights that the baseline's runs trained at one rate, only these runs of the baseline are returned. If it
+        starts from random weights, the baseline's runs at rates that the arm has, too, come first.
+        """
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:

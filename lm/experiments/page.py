@@ -67,7 +67,8 @@ class SizeResults:
 
     @cached_property
     def comparison(self) -> RunComparison | None:
-        """The comparison of the arms that have finished runs, on the held-out documents that report results; None without finished runs."""
+        """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which learning rates are
+        chosen); None without finished runs."""
         finished_runs = [run for run in self.begun_runs if run.state == "finished"]
         records_by_arm = {name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names}
         arms = tuple(ArmRuns(name, records) for name, records in records_by_arm.items() if records)

@@ -206,8 +206,9 @@ class Procedure:
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """Choose the rate at which each arm is judged, which is the best of its `candidates` on the held-out documents that choose rates.
-        The `candidates` are the rates of the arm's final seeds. None while runs of arms with several candidates have not ended."""
+        """Choose the learning rate at which each arm is judged: the best of its `candidates` on the held-out documents set aside for that.
+        The `candidates` are the rates at which the arm is trained with all of the experiment's seeds. None while runs of arms with
+        several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             arm, seeds = self._arms[name], self.experiment.seeds
@@ -335,7 +336,7 @@ class Procedure:
         return {key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for key, runs_by_rate in runs.items()}
 
     def _judged_run(self, as_single_value: bool, run: Run) -> JudgedRun:
-        """Return a run with its values of the primary metric by sequence, on the documents that report results. The run has a single value
+        """Return a run with its values of the primary metric by sequence, on the held-out documents for reports. The run has a single value
         if `as_single_value`, if it has not finished, or if its sequences are not from documents."""
         outcome = run.outcome
         self.check_direction(outcome)
@@ -393,9 +394,9 @@ class Procedure:
         return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the documents that report results or, with `selection`, that choose rates. It is the
-        primary metric, or the tokens at which this metric first reached `primary.reach` (0 if by the first evaluation, infinite if never).
-        The number is infinite for a run that has not finished."""
+        """The number by which a run is compared, on the documents for reports or, with `selection`, those by which rates are chosen. It is
+        the primary metric, or the tokens at which this metric first reached `primary.reach` (0 if by the first evaluation, infinite if
+        never). The number is infinite for a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
             return outcome.mean(primary.metric, selection)

@@ -135,8 +135,8 @@ class Outcome:
 
     @cached_property
     def _last_evaluations(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and the value of `has_digests`. Raises RunError: the evaluations measured other
-        weights, or files were altered."""
+        """The evaluations of the last step by file, and whether digests show that they measured this run's weights (`has_digests`).
+        Raises RunError: an evaluation measured other weights than the checkpoint's, or a file was altered."""
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
@@ -150,9 +150,9 @@ class Outcome:
         return self._values[metric]
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the metric first reached `level`, on the documents that report results or, with `selection`, that choose rates.
-        Only evaluations on the sequences of the last evaluation count. Returns 0 if the first evaluation had reached `level`, and infinity
-        if no evaluation had, or the run has not finished."""
+        """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by which rates are
+        chosen. Only evaluations on the sequences of the last evaluation count. Returns 0 if the first evaluation had reached `level`,
+        and infinity if no evaluation had, or the run has not finished."""
         if self.state != "finished":
             return math.inf
         if selection not in self._reached_tokens:
@@ -178,7 +178,8 @@ class Outcome:
         return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over documents that report results or, with `selection`, choose rates; infinite unless the run finished."""
+        """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen; infinite unless the
+        run finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 

@@ -37,9 +37,10 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
     """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before rates are chosen, or
-    if the arm is not tuned. A run's value is the primary metric on the documents that choose rates. With `primary.learned` it is 1 if the
-    run has learned, else 0; with `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an infinite
-    value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two infinite values are left out."""
+    if the arm is not tuned. A run's value is the primary metric on the documents by which rates are chosen. With `primary.learned` it is
+    1 if the run has learned, else 0; with `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an
+    infinite value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two infinite values are
+    left out."""
     experiment = procedure.experiment
     baseline, tuning_values = experiment.arms[0].name, values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
     if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:

@@ -47,7 +47,10 @@ class SeriesName:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Series of all runs with one `Shown.title` and one shape of axis; reports show them in one table and, with an axis, one picture."""
+    """The series of all runs that share a title (`Shown.title`) and a kind of axis: none, points or bins.
+
+    A report shows them in one table and, with an axis, in one picture.
+    """
 
     title: str
     series: dict[tuple[RunRecord, SeriesName], Series]  # in the order of the runs' files

@@ -451,7 +451,7 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """A copy whose series keep only held-out documents that report results (`Series.reporting`). A metric whose mean stays over
+        """A copy whose series keep only the held-out documents for reports (`Series.reporting`). A metric whose mean stays over
         all held-out text gets a name that says so."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]

@@ -185,7 +185,7 @@ class RunRecord:
 
     @property
     def reporting(self) -> "RunRecord":
-        """A copy of the record whose evaluations keep only held-out documents that report results (`Series.reporting`)."""
+        """A copy of the record whose evaluations keep only the held-out documents for reports (`Series.reporting`)."""
         return replace(self, evaluations=tuple(evaluation.reporting for evaluation in self.evaluations))
 
     @property
