@@ -160,4 +160,4 @@ print(peak_process_bytes() - before)
 """
     command = [sys.executable, "-c", code]
     growth = [int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)]
-    assert max(growth) < 64 * 2**20, "all logits are 512 MiB"
+    assert max(growth) < 96 * 2**20, "a few chunks of 16 MiB may lie apart; all logits are 512 MiB"
