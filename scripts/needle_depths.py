@@ -3,12 +3,13 @@
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from committed_results import markdown, runs_of, verdict_words
-from pages import canvas, saved
+from pages import canvas, percentage_cells, saved
 
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
@@ -77,9 +78,9 @@ class NeedleDepths:
         lines = [["layers 2, 3", *(f"{length}, {setting}" for setting in self.settings), "attention, layer 2", "attention, layer 3"]]
         lines[0].append(f"minus {self.labels[self.baseline].partition(' at ')[0]}, as trained")
         for arm, label in self.labels.items():
-            cells = [spread(100 * self.accuracies[arm, setting, self.depths[0], self.lengths[-1]], 0) for setting in self.settings]
-            cells += [spread(self.attention(arm, layer), 2) for layer in (1, 2)]
-            lines.append([label, *cells, verdict_words(self.verdicts[arm]) if arm in self.verdicts else ""])
+            words = [spread(100 * self.accuracies[arm, setting, self.depths[0], self.lengths[-1]], 0) for setting in self.settings]
+            words += [spread(self.attention(arm, layer), 2) for layer in (1, 2)]
+            lines.append([label, *words, verdict_words(self.verdicts[arm]) if arm in self.verdicts else ""])
         return {self.place: markdown(lines)}
 
     def drawn(self) -> bytes:
@@ -89,16 +90,12 @@ class NeedleDepths:
             plt.rc_context({"font.size": 9}),
             canvas(*shape, (9, 1 + 1.9 * shape[0]), sharex=True, sharey=True, squeeze=False) as (figure, rows),
         ):
-            for (row, setting), (column, arm) in ((r, c) for r in enumerate(self.settings) for c in enumerate(self.labels)):
+            for (row, setting), (column, arm) in product(enumerate(self.settings), enumerate(self.labels)):
                 axes = rows[row, column]
                 values = 100 * np.array([[self.accuracies[arm, setting, d, n].mean() for n in self.lengths] for d in self.depths])
-                axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-                for (y, x), value in np.ndenumerate(values):
-                    axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
+                percentage_cells(axes, values)
                 axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths], rotation=30)
                 axes.set_yticks(range(len(self.depths)), [f"{100 * depth:g} %" for depth in self.depths])
-                axes.tick_params(length=0)
-                axes.spines[:].set_visible(False)
                 if row == 0:
                     axes.set_title(textwrap.fill(self.labels[arm], 16, break_long_words=False), fontsize=9)
                 if column == 0:

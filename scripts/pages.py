@@ -54,6 +54,15 @@ def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> No
         axes.legend(frameon=False, fontsize=size, loc=place)
 
 
+def percentage_cells(axes: Axes, values: np.ndarray) -> None:
+    """Draw percentages as coloured cells with their numbers, without ticks or frame."""
+    axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
 def rendered(template: Path, **values: object) -> str:
     """A jinja2 template in Markdown with what it is given; a name that is not given is an error."""
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from committed_results import HUES, at_best, markdown, rate_text, runs_of, trend_table, verdict_words
-from pages import canvas, finish, saved
+from pages import canvas, finish, percentage_cells, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
@@ -201,9 +201,7 @@ class Recall:
         """The picture of all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's, and verdicts."""
         values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
         with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
-            axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-            for (row, column), value in np.ndenumerate(values):
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
+            percentage_cells(axes, values)
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
                 words = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
@@ -216,8 +214,6 @@ class Recall:
                 f"mean accuracy, %, by sequence length (training: {self.lengths[0]} {self.tokens})\n"
                 f"right: the lowest seed at {self.lengths[-1]:,}, and the verdict against {self.labels[self.baseline]}"
             )
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
             return saved(figure)
 
     def curves(self) -> bytes:
