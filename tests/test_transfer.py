@@ -251,9 +251,9 @@ def test_runs_clip_by_the_norm_of_gradients_with_factors_in_the_forward_pass(tin
         squares = {name: float((factors[name] * gradient).double().square().sum()) for name, gradient in gradients.items()}
         of_block = sum(square for name, square in squares.items() if name.startswith("blocks.1."))
         clip(module, *arguments, **options)
-        logged = module.last_step.grad_norm, module.last_step.layers["train/grad_norm/layer1"]
+        logged = module.grad_norm, module.layer_grad_norms["train/grad_norm/layer1"]
         assert logged == pytest.approx((sum(squares.values()) ** 0.5, of_block**0.5), rel=1e-5)
-        scale = 0.01 / module.last_step.grad_norm
+        scale = 0.01 / module.grad_norm
         assert all(torch.allclose(p.grad, scale * gradients[name], rtol=1e-3) for name, p in module.decoder.named_parameters())
         norms.append(logged)
 

@@ -123,31 +123,28 @@ def link_checkpoint(name: str, path: Path) -> None:
         raise RunError(f"{link_path}: can't save the checkpoint: {error.strerror}; {path} is intact") from None
 
 
-def verify(path: Path) -> None:
-    """Check every byte of a checkpoint against the CRCs in the file, which torch doesn't check; a gigabyte takes half a second.
+def load_checkpoint(path: Path) -> dict[str, object]:
+    """The verified content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed.
 
-    Raises RunError: the file is missing or damaged; the message names the altered tensor, and the newest other checkpoint in the folder.
+    Every byte is checked against the CRCs in the file, which torch doesn't check; a gigabyte takes half a second. Weights and optimizer
+    tensors are also checked by sha256, which checkpoints of lm 0.9 and earlier lack. CRCs alone don't reveal a file that was rewritten with
+    other tensors.
+
+    Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the altered tensor, and the newest other
+    checkpoint in the folder.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             altered_name = archive.testzip()
+            sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
     except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: encrypted, or an unknown compression
         raise unreadable_error(path, error) from None
     if altered_name:
         raise RunError(f"{path}: {_member_label(path, altered_name)} was altered (its CRC differs){fallback_hint(path)}")
-
-
-def load_checkpoint(path: Path) -> dict[str, object]:
-    """The verified content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed.
-
-    Weights and optimizer tensors are checked by CRC and by sha256, which checkpoints of lm 0.9 and earlier lack. CRCs alone don't reveal a
-    file that was rewritten with other tensors.
-
-    Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint in the folder.
-    """
-    verify(path)
     checkpoint = _load_unverified(path)
-    _check_sizes(path, checkpoint)
+    for number, (name, size) in enumerate(_storage_sizes(checkpoint).items()):
+        if sizes.get(str(number)) != {size}:  # torch would read past a member that is too short
+            raise RunError(f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){fallback_hint(path)}")
     if SHA256 in checkpoint:
         expected_digests = checkpoint[SHA256]
         for entry, digest in _entry_digests(checkpoint).items():
@@ -181,15 +178,6 @@ def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
     for name, tensor in _named_tensors(checkpoint):
         sizes_by_storage.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
     return dict(sizes_by_storage.values())
-
-
-def _check_sizes(path: Path, checkpoint: dict[str, object]) -> None:
-    """Check that each archive member has its tensor's number of bytes, as torch would read past a short one. Raises RunError otherwise."""
-    with zipfile.ZipFile(path) as archive:
-        sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
-    for number, (name, size) in enumerate(_storage_sizes(checkpoint).items()):
-        if sizes.get(str(number)) != {size}:
-            raise RunError(f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){fallback_hint(path)}")
 
 
 def _entry_digests(checkpoint: dict[str, object]) -> dict[str, str]:

@@ -37,19 +37,16 @@ from lm.training.starting import Best
 class Clock:
     """Measures the seconds of training, without evaluations and checkpoints."""
 
-    def __init__(self) -> None:
-        self._begin = self._paused = 0.0
-
-    def start(self, seconds: float = 0.0) -> None:
-        self._begin, self._paused = time.perf_counter() - seconds, 0.0
+    def start(self, seconds: float) -> None:
+        self._begin = time.perf_counter() - seconds
 
     def seconds(self) -> float:
         """Seconds since `start`, pauses excluded."""
-        return time.perf_counter() - self._begin - self._paused
+        return time.perf_counter() - self._begin
 
     def exclude_since(self, begin: float) -> None:
         """Exclude the time since `begin`, a reading of `time.perf_counter`."""
-        self._paused += time.perf_counter() - begin
+        self._begin += time.perf_counter() - begin
 
 
 # ---------------------------------------------------------------- FLOPs a second, of a device and of a run
@@ -174,7 +171,7 @@ class StopOnSignal(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         """Stop training on all ranks after the step in which any rank received a signal."""
-        if module.last_step.stop:
+        if module.stop:
             self.signal = self.signal or signal.SIGTERM
             trainer.should_stop = True
 
@@ -188,7 +185,6 @@ class Metrics(StepCallback):
 
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
-        self.last_step, self.last_time = 0, 0.0
         self.peak_flops = run.machine.peak_flops and run.machine.peak_flops * run.config.world_size
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
@@ -213,7 +209,7 @@ class Metrics(StepCallback):
                 "tokens": step * tokens,
                 "train/loss": loss,
                 **({"train/z_loss": z_loss} if self.config.optim.z_loss else {}),
-                "train/grad_norm": module.last_step.grad_norm,
+                "train/grad_norm": module.grad_norm,
                 "lr": self.config.optim.lr_at(step - 1, max_steps),
                 "tokens_per_s": round(speed, 1),
                 **mfu(module.decoder, speed, self.peak_flops),
@@ -221,7 +217,7 @@ class Metrics(StepCallback):
                 PEAK_MEMORY: peak_memory_bytes(module.device),
                 **({"sequence_length": module.sequence_length} if self.config.data.lengths.allows_shorter else {}),
                 **({"train/skipped": state.skipped} if self.config.optim.on_nonfinite == "skip" else {}),
-                **module.last_step.layers,
+                **module.layer_grad_norms,
                 **(copied_to_host(self._weight_metrics(module, step)) if trainer.is_global_zero else {}),
             }
         )

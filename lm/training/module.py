@@ -181,15 +181,6 @@ class RunContext:
     progress: StepProgress
 
 
-@dataclass(frozen=True)
-class Step:
-    """Results of an optimizer step, the same on all ranks."""
-
-    grad_norm: float  # norm of the whole gradient, before clipping
-    stop: bool  # whether a rank was asked to stop after the step
-    layers: dict[str, float]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
-
-
 class TrainModule(L.LightningModule):
     """Trains a `Decoder` on a run's sequences of text and tasks, in one phase of the run.
 
@@ -200,7 +191,10 @@ class TrainModule(L.LightningModule):
     stop_requested: whether this rank was asked to stop, for example by a signal.
     """
 
-    last_step: Step  # the step just made
+    # results of the step just made, the same on all ranks
+    grad_norm: float  # norm of the whole gradient, before clipping
+    layer_grad_norms: dict[str, float]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
+    stop: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
 
     def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
@@ -278,7 +272,7 @@ class TrainModule(L.LightningModule):
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor
             host_values = {name: value * factor for name, value in host_values.items()}
-        self.last_step = Step(grad_norm, stop > 0, host_values)
+        self.grad_norm, self.layer_grad_norms, self.stop = grad_norm, host_values, stop > 0
         if math.isfinite(grad_norm) and math.isfinite(nll):
             state.count_step(nll, z_loss, n_targets)
             torch.nn.utils.clip_grads_with_norm_(trained_parameters, optim.grad_clip or math.inf, norm)

@@ -44,10 +44,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Update all parameters that have a gradient. Returns the loss, if `closure` computes it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure else None
         for group in self.param_groups:
             if group["name"] == MATRICES:
                 self._update_matrices(group)
