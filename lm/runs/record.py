@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 
@@ -43,10 +45,8 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
     """A run's value of setting `name`; None if not recorded. If `starts` differ, it is a text such as `32, from step 500 bf16-mixed`."""
-    changes: list[tuple[int, Plain]] = []
-    for start in starts(environment):
-        if start.get(name) is not None and (not changes or start[name] != changes[-1][1]):
-            changes.append((start["step"], start[name]))
+    recorded_values = [(start["step"], start[name]) for start in starts(environment) if start.get(name) is not None]
+    changes = [next(equal_values) for _, equal_values in groupby(recorded_values, key=itemgetter(1))]
     if len(changes) < 2:
         return changes[0][1] if changes else None
     step_texts = [(step, yaml_scalar(value)[:24]) for step, value in changes]  # commits are longer
@@ -92,7 +92,7 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
     all_seeds = [*((environment.get("started_from") or {}).get("seeds") or ()), config["seed"]]
     if isinstance(data_seed := (config.get("data") or {}).get("seed"), int):
         all_seeds.append(data_seed)
-    return tuple(seed for number, seed in enumerate(all_seeds) if number == 0 or seed != all_seeds[number - 1])
+    return tuple(seed for seed, _ in groupby(all_seeds))
 
 
 # ---------------------------------------------------------------- how a run came to its end
@@ -257,11 +257,8 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     validation_lines = [line for line in lines if "val/loss" in line]
     if validation_lines and not any(evaluation.kind == KIND for evaluation in evaluations):
         last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
-        validation_values = (last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, flatten(config)["data.seq_len"])
-        empty_fields = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
-        evaluations.insert(
-            0, Evaluation(KIND, last_line["step"], last_line["tokens"], **empty_fields, series=tuple(validation_series(*validation_values)))
-        )
+        series = validation_series(last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, config["data"]["seq_len"])
+        evaluations.insert(0, Evaluation(KIND, last_line["step"], last_line["tokens"], "", {}, "", "", tuple(series)))
         gaps.append("its validation loss is the last one logged while training, without an interval")
     for evaluation in evaluations[1:]:
         first_result = evaluations[0]
