@@ -18,7 +18,7 @@ from lm.config.load import merge, read_yaml, to_yaml
 from lm.config.tree import Config, function_options
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
-from lm.files import expand_home, file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed
+from lm.files import expand_home, file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed, write_together
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
@@ -59,8 +59,7 @@ def write_model(
         if origin:
             description["origin"] = origin
         if tokenizer is not None:
-            with replacing(folder / TOKENIZER) as file:
-                file.write(tokenizer)
+            write_together({folder / TOKENIZER: tokenizer})
             description[TOKENIZER_SHA256] = file_sha256(folder / TOKENIZER)
         write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: digests})
     return out

@@ -336,7 +336,7 @@ class Checkpoints(StepCallback):
         self.saved_step = -1
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
-        if self.is_regular(step) or step in self.config.phase_ends or is_best(module, step):
+        if self.is_regular(step) or step in self.config.phase_ends or module.start.state.is_best(step):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:
@@ -354,10 +354,10 @@ class Checkpoints(StepCallback):
 
         def write() -> Tensor:
             if trainer.is_global_zero:
-                path = step_path(self.folder, self.saved_step)
-                module.start.state.note_weights(self.saved_step, save_checkpoint(self.content(module), path))
+                path, state = step_path(self.folder, self.saved_step), module.start.state
+                state.note_weights(self.saved_step, save_checkpoint(self.content(module), path))
                 link_checkpoint(LAST, path)
-                if is_best(module, self.saved_step):
+                if state.is_best(self.saved_step):
                     link_checkpoint(BEST, path)
                 self.prune()
             return torch.zeros(1)
@@ -392,11 +392,6 @@ class Checkpoints(StepCallback):
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
         for path in {*paths} - {step_path(self.folder, self.saved_step), *regular_paths[-self.config.trainer.keep_checkpoints :], *swaps}:
             path.unlink(missing_ok=True)
-
-
-def is_best(module: TrainModule, step: int) -> bool:
-    best = module.start.state.best
-    return best is not None and best.step == step
 
 
 # ---------------------------------------------------------------- torch's profiler

@@ -102,15 +102,14 @@ def _lightning_process(config: Config, values: dict[str, int]) -> Process:
 
 
 def _srun_process(config: Config, values: dict[str, int]) -> Process:
-    n_tasks = values["SLURM_STEP_NUM_TASKS"]
+    n_tasks, devices, num_nodes = config.world_size, config.trainer.devices, config.trainer.num_nodes
     rank, *_ = (_required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads all three
     if rank >= n_tasks:
         raise _variable_error("SLURM_PROCID", rank, f"srun started {n_tasks} processes")
-    expected_counts = {"SLURM_NTASKS": n_tasks, "SLURM_NTASKS_PER_NODE": config.trainer.devices, "SLURM_NNODES": config.trainer.num_nodes}
-    for name, count in expected_counts.items():
+    for name, count in {"SLURM_NTASKS": n_tasks, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": num_nodes}.items():
         if values.get(name) != count:
-            srun = f"srun --nodes={config.trainer.num_nodes} --ntasks-per-node={config.trainer.devices}"
-            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", f"start with {srun}")])
+            remedy = f"start with srun --nodes={num_nodes} --ntasks-per-node={devices}"
+            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", remedy)])
     return Process(rank, "srun")
 
 

@@ -66,6 +66,9 @@ class RunState:
                 best = None
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
 
+    def is_best(self, step: int) -> bool:
+        return self.best is not None and self.best.step == step
+
     def note_weights(self, step: int, sha256: str) -> None:
         """Record the digest of weights that were measured or saved at `step`."""
         digests = self.weights_sha256.setdefault(str(step), [])
