@@ -553,7 +553,6 @@ def last_evaluations(
 def _wanted_kinds(config: dict[str, Plain]) -> set[str]:
     """The kinds of evaluation that a run's configuration asks for; empty if this version can't read the configuration."""
     problems = []
-    eval_config, data_config = (
-        build(schema, config.get(key) or {}, key, problems) for key, schema in (("eval", EvalConfig), ("data", DataConfig))
-    )
+    eval_config = build(EvalConfig, config.get("eval") or {}, "eval", problems)
+    data_config = build(DataConfig, config.get("data") or {}, "data", problems)
     return set() if problems else set(eval_config.measurement_classes(data_config))

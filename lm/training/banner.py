@@ -121,15 +121,14 @@ def _memory_text(config: Config, phase: int, vocab_size: int, machine: Machine) 
 
 def _normalizer_text(decoder: Decoder) -> str:
     """Text with formula and options of the normalizer, or of each layer's normalizer if layers differ."""
-    texts = []
-    for options in (normalizer.options for normalizer in decoder.normalizers()):
+    layers_by_text: dict[str, list[str]] = {}
+    for layer, options in enumerate(normalizer.options for normalizer in decoder.normalizers()):
         options_text = ", ".join(f"{name} = {value}" for name, value in vars(options).items())
-        texts.append(f"{options.name}: {options.formula()}" + (f"; {options_text}" if options_text else ""))
-    if len(set(texts)) == 1:
-        return texts[0]
-    return "  |  ".join(
-        f"layers {', '.join(str(i) for i, layer_text in enumerate(texts) if layer_text == text)}: {text}" for text in dict.fromkeys(texts)
-    )
+        text = f"{options.name}: {options.formula()}" + (f"; {options_text}" if options_text else "")
+        layers_by_text.setdefault(text, []).append(str(layer))
+    if len(layers_by_text) == 1:
+        return text
+    return "  |  ".join(f"layers {', '.join(layers)}: {text}" for text, layers in layers_by_text.items())
 
 
 def _variant_text(options: object) -> str:

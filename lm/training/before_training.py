@@ -116,12 +116,11 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded)
             remedy = f"convert it: lm swap {config.init_from} --to {arguments} -o OUT, then init_from=OUT; or keep {labels[1]}"
             return [Problem(setting, labels[0], f"{source_model.path} has {labels[1]}", remedy)]
         constants = source_normalizer.constants()
-        problems = [
+        if problems := [
             Problem(f"{setting}.{key}", value, f"is {constants[key]:g} in {source_model.path}", f"set it to {constants[key]:g}")
             for key, value in normalizer.constants().items()
             if value != constants[key]
-        ]
-        if problems:
+        ]:
             return problems
     return []
 

@@ -39,17 +39,15 @@ def _without_torchmetrics() -> Iterator[None]:
     torchmetrics imports scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Code that imports
     torchmetrics before or afterwards gets the package itself.
     """
-    if "torchmetrics" in sys.modules:
-        yield
-        return
     stand_in = ModuleType("torchmetrics")
     stand_in.__version__ = "1.0.0"  # the newest version that Lightning tells from older ones
     stand_in.Metric, stand_in.MetricCollection = type("Metric", (), {}), type("MetricCollection", (), {})
-    sys.modules["torchmetrics"] = stand_in
+    is_stand_in = sys.modules.setdefault("torchmetrics", stand_in) is stand_in
     try:
         yield
     finally:
-        del sys.modules["torchmetrics"]
+        if is_stand_in:
+            del sys.modules["torchmetrics"]
 
 
 with _without_torchmetrics():

@@ -65,8 +65,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             mean_gradient = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
             mean_gradient = (matrix.grad.lerp(mean_gradient, momentum) if self.options.nesterov else mean_gradient).bfloat16()
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
-            for rows in self.projections.get(name, {"all": slice(None)}).values():
-                batch.append((matrix[rows], mean_gradient[rows]))
+            batch += [(matrix[rows], mean_gradient[rows]) for rows in self.projections.get(name, {"all": slice(None)}).values()]
             n_elements += mean_gradient.numel()
             if n_elements >= BATCH_ELEMENTS:
                 self._update_batch(batch, group["lr"])
