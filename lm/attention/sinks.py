@@ -1,7 +1,6 @@
 """Softmax with an attention sink: one more logit whose value vector is zero, so that a query's weights sum to less than 1."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,19 +11,29 @@ from lm.attention.options import INITIAL_VALUE_REASON, LARGEST, Options
 from lm.schema import key
 
 
-class SinkBase(SoftmaxNormalizer):
-    """Base of softmax with a sink, e^z_j / (e^b + sum e^z), for logits z and one more logit b per head, whose weight is dropped.
+@dataclass
+class Softmax1(Options):
+    name = "softmax1"
+    full_formula = "e^z / (1 + sum e^z)"
+    source = "Miller 2023"
+    known = "removes attention sinks"
+    sums_to_one = False
+
+
+class Softmax1Normalizer(SoftmaxNormalizer):
+    """Softmax with a sink, e^z_j / (e^b + sum e^z), for logits z and one more logit b per head, whose weight is dropped; here b = 0.
 
     The fused kernel gets one more key before the first, with logit b and value 0, which every query sees. The weights equal
     softmax's times sigmoid(lse - b), where lse = ln sum e^z.
     """
 
+    schema = Softmax1
     kernel = "fused softmax"
-    logit_text: str  # b in words, for `kernel_description`
+    logit_text = "0"  # b in words, for `kernel_description`
 
-    @abstractmethod
     def sink(self, reference: Tensor) -> Tensor:
         """The sink's logit b, (H,), on the device of `reference`."""
+        return reference.new_zeros(self.layer.n_head)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
         z = scores.masked_fill(~layout.visible(), -math.inf)
@@ -51,23 +60,6 @@ class SinkBase(SoftmaxNormalizer):
 
 
 @dataclass
-class Softmax1(Options):
-    name = "softmax1"
-    full_formula = "e^z / (1 + sum e^z)"
-    source = "Miller 2023"
-    known = "removes attention sinks"
-    sums_to_one = False
-
-
-class Softmax1Normalizer(SinkBase):
-    schema = Softmax1
-    logit_text = "0"
-
-    def sink(self, reference: Tensor) -> Tensor:
-        return reference.new_zeros(self.layer.n_head)
-
-
-@dataclass
 class Sink(Options):
     name = "sink"
     full_formula = "e^z / (e^b + sum e^z)"
@@ -79,7 +71,7 @@ class Sink(Options):
     init: float = key(0.0, "initial value of b", ge=-LARGEST, le=LARGEST)
 
 
-class SinkNormalizer(SinkBase):
+class SinkNormalizer(Softmax1Normalizer):
     schema = Sink
     logit_text = "b"
 
