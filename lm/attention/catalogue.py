@@ -43,9 +43,9 @@ class _NormalizerKind(Kind):
             raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", f"see {self.page}")
         if inspect.isabstract(code):
             raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
-        if misplacement := misplaced_attribute(code, schema):
-            name, owner = misplacement
-            raise Unavailable(f"sets {name} where it has no effect", f"set it on the class {owner.__name__}")
+        for owner, other, names in ((schema, code, _OPTION_ATTRIBUTES), (code, schema, _CODE_ATTRIBUTES)):
+            if misplaced_names := [name for name in names if hasattr(other, name)]:
+                raise Unavailable(f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}")
         if name := method_ignored_by_forward(code):
             reason = f"has {name} of its own, but `forward` of {_defining_class(code, 'forward').__name__}, which computes another function"
             raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
@@ -85,7 +85,7 @@ class Layers(Options):
         return _layers_label(options.label() for options in self.of)
 
     def swap_arguments(self) -> str:
-        entries = [{"name": options.name, **options.non_defaults_but_init()} for options in self.of]
+        entries = [{"name": options.name, **options.non_defaults("init")} for options in self.of]
         return f"layers {shlex.quote(f'model.normalizer.of={yaml_flow(entries)}')}"
 
 
@@ -114,13 +114,6 @@ def method_ignored_by_forward(normalizer: type) -> str:
 
 def _defining_class(normalizer: type, name: str) -> type:
     return next(parent for parent in normalizer.__mro__ if name in vars(parent))
-
-
-def misplaced_attribute(normalizer: type, schema: type[Options]) -> tuple[str, type] | None:
-    """(name, right class) of an attribute that is set on `normalizer` but belongs on `schema`, or vice versa; None if there is none."""
-    misplacements = [(name, schema) for name in _OPTION_ATTRIBUTES if hasattr(normalizer, name)]
-    misplacements += [(name, normalizer) for name in _CODE_ATTRIBUTES if hasattr(schema, name)]
-    return misplacements[0] if misplacements else None
 
 
 def implementation(name: str) -> type[Normalizer]:
@@ -180,19 +173,14 @@ def markdown() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, entry in ENTRIES.items():
-        rows_sum_to_one = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
-        cells = (
-            f"`{name}`",
-            entry.full_formula,
-            entry.learned_parameters,
-            rows_sum_to_one,
-            implementation(name).kernel,
-            entry.source,
-            entry.known,
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
+        sums = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
+        facts = entry.full_formula, entry.learned_parameters, sums, implementation(name).kernel, entry.source, entry.known
+        lines.append(_table_row(f"`{name}`", *facts))
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():
-        for path, kind, default, text in reference(option, name):
-            lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in (f"`{path}`", kind, f"`{default}`", text)) + " |")
+        lines += [_table_row(f"`{path}`", kind, f"`{default}`", text) for path, kind, default, text in reference(option, name)]
     return "\n".join(lines) + "\n"
+
+
+def _table_row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |"

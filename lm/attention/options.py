@@ -70,12 +70,10 @@ class Options:
         problems += violations or cross_key_problems(options, path)
         return options
 
-    def non_defaults(self) -> dict[str, Plain]:
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
-
-    def non_defaults_but_init(self) -> dict[str, Plain]:
-        """Values, by name, of the options that differ from their defaults, without `init`."""
-        return {option: value for option, value in self.non_defaults().items() if option != "init"}
+    def non_defaults(self, excluded: str = "") -> dict[str, Plain]:
+        """Values, by name, of the options that differ from their defaults, without the option `excluded`."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
+        return {option: value for option, value in values.items() if option != excluded}
 
     def label(self) -> str:
         """The name with the options that differ from their defaults: `ssmax (init=1.0)`."""
@@ -83,8 +81,8 @@ class Options:
 
     def swap_arguments(self) -> str:
         """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax model.normalizer.bias=true`."""
-        overrides = self.non_defaults_but_init()
-        return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides.items())])
+        overrides = self.non_defaults("init").items()
+        return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides)])
 
 
 def label_text(name: str, options: Mapping[str, Plain]) -> str:
