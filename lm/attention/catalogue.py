@@ -75,9 +75,6 @@ class Layers(Options):
         """The options of each normalizer in the list `of`, without entries that the configuration's check reported as invalid."""
         return [options for options in self.of if isinstance(options, Options)]
 
-    def layer_option(self, layer: int) -> Options:
-        return self.of[layer % len(self.of)]
-
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
         return Layers([options.with_changes(changes, path, problems) for options in self.layer_options()])
 

@@ -45,17 +45,13 @@ class Options:
             return []
         return [Problem("n", n, "unknown row length", f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})")]
 
-    @classmethod
-    def first_init(cls) -> Plain:
-        """The default of the option `init`, which sets the parameters' initial values; None if there is no such option."""
-        return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
-
     def layer_options(self) -> list["Options"]:
         """The options of all normalizers that these options describe: [self], or for a list of layers (`catalogue.Layers`) its entries."""
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
-        return self
+        options = self.layer_options()
+        return options[layer % len(options)]
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
         """Return a trained normalizer's options with the values in `changes` of options that it has. Problems with the new values, at keys

@@ -333,7 +333,7 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
             [Problem("model.normalizer", user_options, f"the new normalizer is --to {name}", "set its options by their keys")]
         )
     normalizer: dict[str, Plain] = {"name": name}
-    first_init = options.first_init()
+    first_init = getattr(options, "init", None)  # the default
     if init not in (None, "fit") and first_init is None:
         raise ConfigError([Problem("--init", init, f"{name} has no option init", "drop --init, or give fit")])
     if init is not None and "init" in user_options:
