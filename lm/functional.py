@@ -207,15 +207,10 @@ def _check_parameters(normalizer: str, parameters: Mapping[str, Tensor], expecte
     for name, sizes in expected.items():
         value = parameters[name]
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        if (
-            shape is None
-            or len(shape) != len(sizes)
-            or any(isinstance(expected_size, int) and expected_size != size for expected_size, size in zip(sizes, shape, strict=True))
-        ):
+        if shape is None or len(shape) != len(sizes) or not all(isinstance(a, str) or a == b for a, b in zip(sizes, shape, strict=True)):
             shape_text = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
-            raise ValueError(
-                f"{name} of {normalizer} must be {shape_text}, as lm.functional.parameters makes it, not {shape or type(value).__name__}"
-            )
+            shape_text += f", as lm.functional.parameters makes it, not {shape or type(value).__name__}"
+            raise ValueError(f"{name} of {normalizer} must be {shape_text}")
 
 
 def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:

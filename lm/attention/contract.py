@@ -70,12 +70,11 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-1
     """Raise AssertionError if dtypes or shapes differ, or entries by more than `atol`; the message gives the entry that differs most."""
     descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
-    actual, expected = actual.detach().flatten(), expected.detach()
-    error = (actual - expected.flatten()).abs().nan_to_num(math.inf)
+    error = (actual - expected).detach().abs().nan_to_num(math.inf)
     if (error > atol).any():
         worst_index = int(error.argmax())
-        entry_name = _entry_name(worst_index, expected, axes)
-        raise AssertionError(f"the {name} is {actual[worst_index]:.6g}, not {expected.flatten()[worst_index]:.6g}, at {entry_name}")
+        a, b = (x.detach().flatten()[worst_index] for x in (actual, expected))
+        raise AssertionError(f"the {name} is {a:.6g}, not {b:.6g}, at {_entry_name(worst_index, expected, axes)}")
 
 
 def _entry_name(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:

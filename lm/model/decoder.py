@@ -72,6 +72,8 @@ class Decoder(nn.Module):
         and sets the last norm's gain to base width / width. normalizers_only: draw only the normalizers' `hidden.weight`.
         """
         for name, parameter in self.named_parameters():
+            if name.endswith(".bias") and not (normalizers_only or is_normalizer_parameter(name)):
+                parameter.zero_()
             is_random = parameter.dim() >= 2 or name.endswith(".lambdas")
             if not is_random or (is_normalizer_parameter(name) and not name.endswith(".hidden.weight")):
                 continue
@@ -90,12 +92,8 @@ class Decoder(nn.Module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
-        if normalizers_only:
-            return
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and module.bias is not None and not is_normalizer_parameter(name):
-                module.bias.zero_()
-        self.norm.weight.fill_(1 / self.config.size_multipliers[0])
+        if not normalizers_only:
+            self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
     def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.

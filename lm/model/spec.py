@@ -51,12 +51,8 @@ class ModelSpec:
 
     def changed_plugins(self) -> list[tuple[str, str, str]]:
         """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was recorded."""
-        versions = PLUGINS.versions(self.plugins)
-        return [
-            (name, version, versions[name])
-            for name, version in self.plugins.items()
-            if not is_version(version, versions.get(name, version))
-        ]
+        versions = PLUGINS.versions(self.plugins).items()
+        return [(name, self.plugins[name], version) for name, version in versions if not is_version(self.plugins[name], version)]
 
     def decoder(self) -> Decoder:
         """Return a decoder whose parameters are not initialised, so that weights can be loaded into it."""
