@@ -119,9 +119,8 @@ def _attend(normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q
 def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     scaled_inputs = normalizer.fused_inputs(q, k, layout)
     if scaled_inputs is None:
-        raise ConfigError(
-            [Problem("normalizer", normalizer.options.name, "is no softmax of scaled queries", "use lm.functional.attention")]
-        )
+        name = normalizer.options.name
+        raise ConfigError([Problem("normalizer", name, "is no softmax of scaled queries", "use lm.functional.attention")])
     return scaled_inputs[0].to(q.dtype), scaled_inputs[1].to(k.dtype)
 
 
@@ -201,9 +200,8 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 def _check_parameters(normalizer: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
     """Raise ValueError unless `parameters` have the names and shapes of `expected`, in which a word in place of a size allows any size."""
     if set(expected) != set(parameters):
-        raise ValueError(
-            f"{normalizer} has the parameters {sorted(expected)}, given are {sorted(parameters)}; lm.functional.parameters makes them"
-        )
+        names = f"the parameters {sorted(expected)}, given are {sorted(parameters)}"
+        raise ValueError(f"{normalizer} has {names}; lm.functional.parameters makes them")
     for name, sizes in expected.items():
         value = parameters[name]
         shape = tuple(value.shape) if isinstance(value, Tensor) else None

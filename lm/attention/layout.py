@@ -43,8 +43,7 @@ class AttentionLayout:
     @classmethod
     def full(cls, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
         """The layout of one document of `length` tokens, each both a query and a key."""
-        positions = torch.arange(length, device=device)
-        return cls(positions, positions, torch.full_like(positions, length), causal=True)
+        return cls.continuing(0, length, length, device)
 
     @classmethod
     def from_document_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":

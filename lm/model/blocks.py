@@ -151,9 +151,8 @@ class AttentionBase(nn.Module):
         self.rotates = config.position.rotates_in(layer)
         self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.normalizer: Normalizer = make_normalizer(
-            config.normalizer.layer_option(layer), LayerSpec(config.n_head * config.maps, size, config.n_embd, seq_len)
-        )
+        spec = LayerSpec(config.n_head * config.maps, size, config.n_embd, seq_len)
+        self.normalizer: Normalizer = make_normalizer(config.normalizer.layer_option(layer), spec)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).

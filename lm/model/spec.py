@@ -85,16 +85,13 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
 
 
 def count_steps(config: Config, vocab_size: int) -> int:
-    """Optimizer steps of a run: `max_steps`, or the number that `tokens_per_parameter` requires, rounded up.
+    """Optimizer steps of a run, as many as `tokens_per_parameter` requires, rounded up.
 
     All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train equally long.
     """
-    trainer = config.trainer
-    if trainer.max_steps:
-        return trainer.max_steps
     with torch.device("meta"):
         counts = count_parameters(Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None))
-    tokens = trainer.tokens_per_parameter * (counts["total"] - counts["normalizer"])
+    tokens = config.trainer.tokens_per_parameter * (counts["total"] - counts["normalizer"])
     return math.ceil(tokens / config.optim.batch_tokens)
 
 
