@@ -200,15 +200,15 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 def _check_parameters(normalizer: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
     """Raise ValueError unless `parameters` have the names and shapes of `expected`, in which a word in place of a size allows any size."""
     if set(expected) != set(parameters):
-        names = f"the parameters {sorted(expected)}, given are {sorted(parameters)}"
-        raise ValueError(f"{normalizer} has {names}; lm.functional.parameters makes them")
+        reason = f"has the parameters {sorted(expected)}, given are {sorted(parameters)}"
+        raise ValueError(f"{normalizer} {reason}; lm.functional.parameters makes them")
     for name, sizes in expected.items():
         value = parameters[name]
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
         if shape is None or len(shape) != len(sizes) or not all(isinstance(a, str) or a == b for a, b in zip(sizes, shape, strict=True)):
             shape_text = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
-            shape_text += f", as lm.functional.parameters makes it, not {shape or type(value).__name__}"
-            raise ValueError(f"{name} of {normalizer} must be {shape_text}")
+            reason = f"must be {shape_text}, as lm.functional.parameters makes it, not {shape or type(value).__name__}"
+            raise ValueError(f"{name} of {normalizer} {reason}")
 
 
 def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
