@@ -25,18 +25,16 @@ from lm.statistics.tuning import rate_text
 
 REFRESH_SECONDS = 1.0
 MAX_RUNS = 20  # largest number of rows; more runs are shown in groups
-ENDED = ("finished", "diverged")
-STATES = (*ENDED, "failed", "running", "waiting")  # in the order in which groups count them
 _NUMBER_COLUMNS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
-_STATE_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}
-_RUN_COLUMNS = ("size", "arm", "rate", "seed", "stage")  # columns that tell single runs apart
-_GROUP_COLUMNS = (("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))  # columns of groups, finest first
+_STATE_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}  # groups count in this order
+# columns that tell single runs apart, then columns that tell groups of runs apart, the finest groups first
+_LINE_COLUMNS = (("size", "arm", "rate", "seed", "stage"), ("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))
 
 
 @dataclass
 class RunLine:  # what the table shows of one run
     run: Run
-    state: str = "waiting"  # one of `STATES`
+    state: str = "waiting"  # one of `_STATE_STYLES`
     step: int = 0  # the last logged step
     loss: float | None = None  # the latest validation loss
     note: str = ""  # what a waiting run waits for, the devices of a running run, or why a run failed
@@ -76,7 +74,7 @@ class LiveTable:
         if not lines:
             return Text("reading the run folders")
         max_rows = max(1, min(MAX_RUNS, height - 6))  # borders, heading and the progress line take 6 lines
-        for column_names in (_RUN_COLUMNS, *_GROUP_COLUMNS):
+        for column_names in _LINE_COLUMNS:
             groups: dict[tuple, list[RunLine]] = {}
             for line in lines:
                 groups.setdefault(attrgetter(*column_names)(line.run), []).append(line)
@@ -87,7 +85,7 @@ class LiveTable:
 
     def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
         """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no columns for them."""
-        first_line, is_single = group[0], column_names == _RUN_COLUMNS
+        first_line, is_single = group[0], "seed" in column_names
         absent_columns = {"size"} if "" in self.experiment.sizes else set()
         absent_columns |= set() if self.experiment.is_tuned else {"rate"}
         values = {name: getattr(first_line.run, name) for name in column_names if name not in absent_columns}
@@ -99,29 +97,25 @@ class LiveTable:
         else:
             row["runs"], counts = str(len(group)), Counter(line.state for line in group)
             device_words = "".join(f" {line.note}" for line in group if line.state == "running" and line.note)
-            state = Text(", ".join(f"{counts[name]} {name}{device_words * (name == 'running')}" for name in STATES if counts[name]))
+            state = Text(", ".join(f"{counts[name]} {name}{device_words * (name == 'running')}" for name in _STATE_STYLES if counts[name]))
         loss = {SELECTION if is_single else f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else ""}
         return row | {"state": state, "step": "; ".join(steps)} | loss
 
     def _progress_words(self, lines: list[RunLine]) -> str:
         """The line below the table: the progress of the experiment, and the remaining time."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
-        ended_count = sum(counts[state] for state in ENDED)
-        words = [f"{experiment.name}: {ended_count} of the {len(lines)} runs known so far ended"]
+        words = [f"{experiment.name}: {sum(line.run.outcome.ended for line in lines)} of the {len(lines)} runs known so far ended"]
         words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
         if experiment.tune.grid:
             tuning_lines = [line for line in lines if line.run.stage == "tune"]
-            remaining_count = sum(line.state not in ENDED for line in tuning_lines)
+            remaining_count = sum(not line.run.outcome.ended for line in tuning_lines)
             rates = {(line.run.size, line.run.rate) for line in tuning_lines if line.run.rate not in experiment.tune.rates}
             added_count = max(Counter(size for size, _ in rates).values(), default=0)
             growth = f", whose grid has grown by {added_count}" if added_count else ""
             words.append(f"tuning{growth}: {f'{remaining_count} runs left' if remaining_count else 'done'}")
         if unfinished_lines := [line for line in lines if line.state in ("running", "waiting")]:
-            seconds = [self._seconds(line) for line in unfinished_lines]
-            is_known = None not in seconds
-            words.append(
-                f"about {duration(sum(seconds) / self.jobs.slots.n_slots)} left" if is_known else "how long it takes is not known yet"
-            )
+            seconds, unknown = [self._seconds(line) for line in unfinished_lines], "how long it takes is not known yet"
+            words.append(unknown if None in seconds else f"about {duration(sum(seconds) / self.jobs.slots.n_slots)} left")
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
