@@ -90,9 +90,7 @@ def compare_experiments(
         procedures = [
             open_procedure(path, overrides, job_count, work.anew or plan_only) for path, job_count in zip(files, job_counts, strict=True)
         ]
-        times: list[Times] = [{} for _ in files]
-        if not report_only:
-            times = _print_plans(procedures, work)
+        times = [{} for _ in files] if report_only else _print_plans(procedures, work)
         if plan_only:
             return
         failure_words, judged_procedures = [], []
@@ -212,10 +210,8 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     }
     if tuning_rows := tuning_table(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_rows).encode()
-        absent_columns = ("size",) if "" in experiment.sizes else ()
         metric = experiment.choice_metric
         means = [row | {"rate": rate_text(row["rate"]), metric: digits(row[metric])} for row in tuning_means(procedure)]
-        means = [{name: cell for name, cell in row.items() if name not in absent_columns} for row in means]
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
         print_tables(table_from_rows(title, means, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned

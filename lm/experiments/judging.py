@@ -9,8 +9,9 @@ from itertools import chain, product
 import numpy as np
 
 from lm.experiments.experiment import Primary
+from lm.runs.evaluations import json_value
 from lm.schema import Plain
-from lm.statistics.intervals import ALPHA, Interval, over_seeds, over_seeds_and_documents
+from lm.statistics.intervals import ALPHA, over_seeds, over_seeds_and_documents
 from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_learned, learned_verdicts, log_tokens
 from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
@@ -235,12 +236,13 @@ class Judgement:
             learned_count = sum(has_learned(value, primary.learned, primary.better) for value in values)
             ended_count = sum(run.ended for run in runs)
             entry |= {"learned": learned_count, "ended": ended_count}
-            entry["fraction_learned"] = finite_values(clopper_pearson(learned_count, ended_count))
+            entry["fraction_learned"] = json_value(clopper_pearson(learned_count, ended_count).as_list())
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            entry |= {"factor" if counts_tokens else "difference": finite_values(verdict.interval)}
-            entry |= {"alone": finite_values(verdict.single_interval), "over_seeds_and_documents": finite_values(verdict.document_interval)}
+            names = "factor" if counts_tokens else "difference", "alone", "over_seeds_and_documents"
+            intervals = verdict.interval, verdict.single_interval, verdict.document_interval
+            entry |= {name: json_value(interval and interval.as_list()) for name, interval in zip(names, intervals, strict=True)}
             entry |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
@@ -309,8 +311,3 @@ def _mean(values: list[float], geometric: bool) -> float | None:
     if not values or not np.isfinite(values).all() or (geometric and not all(values)):
         return None
     return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))
-
-
-def finite_values(interval: Interval | None) -> list[float | None] | None:
-    """[mean, low, high] of an interval, with None in place of values that are not finite; None without an interval."""
-    return interval and [value if math.isfinite(value) else None for value in interval.as_list()]

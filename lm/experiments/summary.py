@@ -8,11 +8,11 @@ from operator import attrgetter
 import numpy as np
 
 from lm.experiments.experiment import NOT_REACHED, Arm, Primary, values_by_arm_and_rate
-from lm.experiments.judging import Judgement, finite_values
+from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
 from lm.report.tables import Cell, Column, FilledColumn, Table, digits, print_tables
-from lm.runs.evaluations import number
+from lm.runs.evaluations import json_value, number
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, trend
@@ -28,10 +28,8 @@ def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> l
     for entry in (entry for entry in entries if entry["arm"] in arms):
         tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
         means = {rate_text(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
-        finite_means = {rate: mean if math.isfinite(mean) else None for rate, mean in means.items()}
-        entry["factors_by_rate" if is_factor else "differences_by_rate"] = {
-            rate: math.exp(mean) if is_factor and mean is not None else mean for rate, mean in finite_means.items()
-        }
+        name, scale = ("factors_by_rate", math.exp) if is_factor else ("differences_by_rate", float)
+        entry[name] = {rate: scale(mean) if math.isfinite(mean) else None for rate, mean in means.items()}
     return entries
 
 
@@ -177,7 +175,7 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
             interval = trend(differences, np.array(amounts[amount_name]))
             interval = factor(interval) if primary.reach is not None else interval
             sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
-            entries.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": finite_values(interval)})
+            entries.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": json_value(interval.as_list())})
     return entries
 
 
@@ -212,14 +210,15 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Means of the metric by which rates are chosen, by size, arm and rate of tuning runs; null where a run diverged, never reached
-    `primary.reach`, or has not ended."""
+    """Means of the metric by which rates are chosen, by size (if the experiment has sizes), arm and rate of tuning runs; null where a run
+    diverged, never reached `primary.reach`, or has not ended."""
     experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
     for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
         value = experiment.choice_value(run)
         values[run.size, run.arm, run.rate].append(math.inf if value is None else value)
     means = {size_arm_rate: mean_loss(costs) for size_arm_rate, costs in values.items()}
     return [
-        {"size": size, "arm": arm, "rate": rate_cell(rate), experiment.choice_metric: mean if math.isfinite(mean) else None}
+        ({"size": size} if size else {})
+        | {"arm": arm, "rate": rate_cell(rate), experiment.choice_metric: mean if math.isfinite(mean) else None}
         for (size, arm, rate), mean in means.items()
     ]
