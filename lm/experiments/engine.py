@@ -3,7 +3,6 @@
 One `lm compare` at a time works on an experiment. It starts the runs that can be started, prints their results, and records failures.
 """
 
-import json
 import os
 import signal
 import statistics
@@ -90,9 +89,9 @@ def holder_words(experiment_folder: Path) -> str:
 
 def _lock_holder(path: Path) -> dict[str, Plain]:
     """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is absent or damaged."""
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        return content if isinstance(content, dict) and content.keys() == {"host", "pid", "born", "since"} else {}
+    with suppress(RunError):
+        content = read_json(path)
+        return content if content.keys() == {"host", "pid", "born", "since"} else {}
     return {}
 
 
@@ -284,11 +283,8 @@ class Cluster:
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
             job = self.submit(Training(run, self.experiment_folder))
-            record = {
-                "engine": self.scheduler_name,
-                "id": job.job_id,
-                "born": process_start(int(job.job_id)) if self.engine == "local" else "",
-            }
+            birth = process_start(int(job.job_id)) if self.engine == "local" else ""
+            record = {"engine": self.scheduler_name, "id": job.job_id, "born": birth}
             write_json(log_path(self.experiment_folder, run, JOB_SUFFIX), record)
             print(f"{run.stage}: {run.label}: job {job.job_id}", flush=True)
         while self._is_alive(job, record["born"]):

@@ -246,13 +246,8 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
     or FLOPs differ from those of all arms before them come first."""
     experiment = procedure.experiment
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
-    configs = {
-        arm.name: replace(
-            experiment.config_of(size, arm),
-            branch_from="" if arm.branch_step is None else str(step_path(experiment.folder, arm.branch_step)),
-        )
-        for arm in arms
-    }
+    branches = {arm.name: "" if arm.branch_step is None else str(step_path(experiment.folder, arm.branch_step)) for arm in arms}
+    configs = {arm.name: replace(experiment.config_of(size, arm), branch_from=branches[arm.name]) for arm in arms}
     keys = {name: _timing_hash(config, slots) for name, config in configs.items()}
     file_seconds = read_json(file).get("seconds") if file.exists() else None  # files of older versions count as empty
     known_seconds = {key: float(value) for key, value in file_seconds.items() if len(key) == 16} if isinstance(file_seconds, dict) else {}
@@ -270,7 +265,7 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
     whole_run_seconds = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
     timed_arms = "each arm" if len(whole_run_seconds) == len(keys) else f"{len(whole_run_seconds)} of {len(keys)} arms"
     words = f"a pilot of some steps{f' of {timed_arms}' if whole_run_seconds else ''}, {len(slots.concurrent_devices())} at a time"
-    if step_times := {name: seconds for name, seconds in step_times.items() if name not in whole_run_seconds}:
+    if step_times:
         words += f"; of {', '.join(step_times)} the steps alone, as evaluations took too long"
     if len(whole_run_seconds) + len(step_times) < len(keys):
         words += "; the other arms were not timed: by FLOPs"
