@@ -191,9 +191,8 @@ def _settings_problem(settings: dict[str, Plain]) -> str:
     build(TrainerConfig, {name: settings[name] for name in SHARED_SETTINGS}, "", problems)
     if "seeds" in settings and convert(list[int], settings["seeds"]) is MISSING:
         problems.append(Problem("seeds", settings["seeds"], "must be a list of seeds"))
-    problems += [
-        Problem(name, settings[name], "must be a map") for name in (PLAN, _CODE) if not isinstance(settings.get(name), dict | None)
-    ]
+    other_names = [name for name in (PLAN, _CODE) if not isinstance(settings.get(name), dict | None)]
+    problems += [Problem(name, settings[name], "must be a map") for name in other_names]
     return str(problems[0]) if problems else ""
 
 
@@ -282,19 +281,21 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
         return (Departure(f"what was planned before the first run is not known: {RESOLVED_FILE} was not there when final runs were"),)
     try:
         plan_time, changes = plan["at"], []
+
+        def change_words(subject: str, planned_value: Plain, value: Plain) -> str:
+            return f"{subject} was {as_written(planned_value)} when it was settled ({plan_time}), it is {as_written(value)}"
+
         for block, exploratory in (("primary", True), ("tune", False)):
             for key, value in current_plan[block].items():
                 if key in plan[block] and plan[block][key] != value:
-                    words = f"{block}.{key} was {as_written(plan[block][key])} when it was settled ({plan_time}), it is {as_written(value)}"
-                    changes.append(Departure(words, exploratory))
+                    changes.append(Departure(change_words(f"{block}.{key}", plan[block][key], value), exploratory))
         for size, options in plan.get("measured", {}).items():
             for name, value in current_plan["measured"].get(size, options).items():
                 if not _extends(value, planned_value := options.get(name)):
-                    words = f"its {name} was {as_written(planned_value)} when it was settled ({plan_time}), it is {as_written(value)}"
-                    changes.append(Departure(f"what {experiment.primary.metric} is measured on: {words}"))
+                    subject = f"what {experiment.primary.metric} is measured on: its {name}"
+                    changes.append(Departure(change_words(subject, planned_value, value)))
         if (looks := plan.get("looks", current_plan["looks"])) != current_plan["looks"]:
-            words = f"the number of looks was {looks} when it was settled ({plan_time}), it is {current_plan['looks']} (more_seeds)"
-            changes.append(Departure(words))
+            changes.append(Departure(f"{change_words('the number of looks', looks, current_plan['looks'])} (more_seeds)"))
         if (first := plan.get("first look")) not in (None, now := current_plan.get("first look")) and now is not None:
             changes.append(Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}"))
         return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms, plan_time))

@@ -88,11 +88,9 @@ class Procedure:
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
-            scheduled_evaluations = tuple(
-                kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step)
-            )
+            due_kinds = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
             required_options = self._required_options.get((size, arm.name), {})
-            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, scheduled_evaluations, required_options)
+            outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, due_kinds, required_options)
             if outcome.ended:  # its folder is not read again
                 self._ended_outcomes[config.run_folder] = outcome
         if source and source.outcome.state == "diverged":  # the run has no weights to start from
@@ -114,10 +112,8 @@ class Procedure:
                 digest = hashlib.sha256(words.encode()).hexdigest()[:8]
                 changes["init_from"] = str(self._folder / size / SWAPPED / f"{stem}-{digest}")
             elif source_folder and arm.branch_step is not None:
-                changes |= {
-                    "branch_from": str(step_path(source_folder / CHECKPOINTS, arm.branch_step)),
-                    "init_from": source_config.init_from,
-                }
+                changes["branch_from"] = str(step_path(source_folder / CHECKPOINTS, arm.branch_step))
+                changes["init_from"] = source_config.init_from
             elif source_folder:
                 changes["init_from"] = str(source_folder)
             config = self.experiment.config(size, arm, seed, rate, changes)
@@ -306,7 +302,6 @@ class Procedure:
         """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same sequences, or
         disagree with the experiment on which direction of the primary metric is better."""
         experiment = self.experiment
-        size_arms = [(size, arm.name) for size in experiment.sizes for arm in experiment.arms[1:]]
         return Judgement(
             experiment.primary,
             tuple(arm.name for arm in experiment.arms),
@@ -316,7 +311,7 @@ class Procedure:
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
-            exploratory=[size_arm for size_arm in size_arms if self.is_exploratory(*size_arm)],
+            exploratory=[(size, arm.name) for size, arm in experiment.size_arms if self.is_exploratory(size, arm.name)],
             rate_heading=experiment.tune.heading,
             measured_on=experiment.data_words(experiment.primary.quantity_name, "report"),
         )
@@ -328,9 +323,9 @@ class Procedure:
         runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
             arm_rates = choice.rates_of_final_runs.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
-            runs[size, arm.name] = {}
-            for rate in arm_rates:
-                runs[size, arm.name][rate] = [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
+            runs[size, arm.name] = {
+                rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in arm_rates
+            }
         check_comparable([run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric)
         judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
         return {key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for key, runs_by_rate in runs.items()}

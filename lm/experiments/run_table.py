@@ -260,12 +260,11 @@ def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.Dat
     if unknown_parts := set(part) - {"", "selects", "reports"}:
         raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
     is_tuning = runs["stage"] == "tune" if "stage" in runs else pd.Series(False, runs.index)
-    has_parts = (part == "selects").any()
-    reporting_rows = runs[~is_tuning & (part != "selects")]
+    is_selecting = part == "selects"
+    reporting_rows = runs[~is_tuning & ~is_selecting]
     if reporting_rows.empty:
         raise RunError(f"{source}: no line reports")
-    is_selecting = (part == "selects") if has_parts else is_tuning
-    return runs[is_selecting], reporting_rows
+    return runs[is_selecting if is_selecting.any() else is_tuning], reporting_rows
 
 
 def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
