@@ -33,9 +33,7 @@ class Outcome:
     scheduled_evaluations: tuple[str, ...] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
-    # results of `values` and `tokens_to_reach`, which are kept
-    _values: dict[str, Units | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _reached_tokens: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _reached_tokens: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # results of `tokens_to_reach`
 
     @cached_property
     def log(self) -> Log:
@@ -144,10 +142,8 @@ class Outcome:
 
     def values(self, metric: str) -> Units | None:
         """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not measured by unit."""
-        if metric not in self._values:
-            series = self.series(metric)
-            self._values[metric] = series and series.logged_units(metric)
-        return self._values[metric]
+        series = self.series(metric)
+        return series and series.logged_units(metric)
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
         """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by which rates are

@@ -29,7 +29,6 @@ from lm.statistics.tuning import (
 
 Direction = Literal["lower", "higher"]
 RUN_KEY = ["size", "arm", "rate", "seed"]
-_UNIT_COLUMNS = ("sample", "unit")  # columns that tell a run's evaluation units apart; the first one in the table counts
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _RUN_STATES = ("finished", "unfinished", DIVERGED)
 _MAX_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
@@ -64,16 +63,14 @@ def judge_table(
     split_columns = tuple(split_columns) or tuple(name for name in ("size",) if name in rows and rows[name].notna().any())
     labels = [[f"{name} {value}" if split_columns != ("size",) else str(value) for value in rows[name]] for name in split_columns]
     size = [", ".join(words) for words in zip(*labels, strict=True)]
-    unit = next((name for name in _UNIT_COLUMNS if name in rows), None)
-    units = rows[unit] if unit else pd.Series(math.nan, rows.index)
-    group = units.map(str, na_action="ignore")
-    if "group" in rows:
-        group = rows["group"].map(str, na_action="ignore").fillna(group)
-    state = rows["state"].fillna("finished") if "state" in rows else "finished"
+    blank = pd.Series(math.nan, rows.index, dtype=object)
+    units = rows.get("sample", rows.get("unit", blank))  # a column that tells the evaluation units of a run apart
+    group = rows.get("group", units).map(str, na_action="ignore").fillna(units.map(str, na_action="ignore"))
+    state = rows.get("state", blank).fillna("finished")
     rate = rows["rate"] if "rate" in rows and "rate" not in split_columns else math.nan
     weight = rows.get("weight", math.nan)
     runs = rows.assign(
-        size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state, note="", weight=weight,
+        size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state, weight=weight,
         sample=units.map(str), group=group,
     )  # fmt: skip
     runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
