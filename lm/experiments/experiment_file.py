@@ -349,9 +349,8 @@ def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) ->
     for size in experiment.sizes:
         arms = [arm for arm_size, arm in size_arms if arm_size == size]
         size_words = f"size {size}" if size else ""
-        words += (
-            [size_words] if len(arms) == len(experiment.arms) else [", ".join(filter(None, (f"arm {arm}", size_words))) for arm in arms]
-        )
+        arm_words = [", ".join(filter(None, (f"arm {arm}", size_words))) for arm in arms]
+        words += [size_words] if len(arms) == len(experiment.arms) else arm_words
     return "; ".join(words) + ": "
 
 

@@ -230,14 +230,13 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     arms = {size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
-    evaluations = {size: experiment.measurement_config(configs[size, experiment.arms[0].name]).eval for size in experiment.sizes}
-    metric_kind = kind_of_metric(experiment.primary.metric)
-    evaluation_options = {size: evaluation.measured_options(metric_kind) for size, evaluation in evaluations.items()}
+    baseline, kind = experiment.arms[0].name, kind_of_metric(experiment.primary.metric)
+    measured = {size: experiment.measurement_config(configs[size, baseline]).eval.measured_options(kind) for size in experiment.sizes}
     tune = dict(vars(experiment.tune))
     if experiment.table:
         rows = sorted(f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection} {run.primary}" for run in experiment.table)
         tune["digest of table"] = plain_sha256(rows)[:8]
-    plan = {"at": timestamp, "primary": primary, "measured": evaluation_options, "tune": tune, "looks": experiment.looks, "arms": arms}
+    plan = {"at": timestamp, "primary": primary, "measured": measured, "tune": tune, "looks": experiment.looks, "arms": arms}
     first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 

@@ -207,15 +207,6 @@ class Judgement:
         finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
         return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
 
-    @property
-    def omits_finished_runs(self) -> bool:
-        """Whether the means leave out a finished run because another arm has not finished the run's seed."""
-        return any(
-            run.state == "finished" and not is_common
-            for size, arm in product(self.rates, self.arms)
-            for run, is_common in zip(self.judged_runs(size, arm), self.common_seeds(size), strict=False)
-        )
-
     def _entry(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
         """Return the entry of `entries` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
         primary, runs = self.primary, self.judged_runs(size, arm)

@@ -190,16 +190,13 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
     if not any(run_costs[size_arm].flops for size_arm in measured_times):
         measured_times, source = _pilot_times(procedure, run_costs, slots, budget)
     if not measured_times:
-        raise RunError(
-            f"no arm was timed within {max(0.0, budget):.3g} s: plan again on an idle machine, one experiment at a time, or let a run end"
-        )
+        remedy = "plan again on an idle machine, one experiment at a time, or let a run end"
+        raise RunError(f"no arm was timed within {max(0.0, budget):.3g} s: {remedy}")
     default_size_arm = next(size_arm for size_arm in measured_times if run_costs[size_arm].flops)  # arms that are not trained take no FLOPs
     seconds = {}
     for key, run_cost in run_costs.items():
         reference = next((size_arm for size_arm in measured_times if size_arm[1] == key[1] and run_costs[size_arm].flops), default_size_arm)
-        seconds[key] = (
-            measured_times[key] if key in measured_times else measured_times[reference] * run_cost.flops / run_costs[reference].flops
-        )
+        seconds[key] = measured_times.get(key, measured_times[reference] * run_cost.flops / run_costs[reference].flops)
     return seconds, source
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import Arm, Experiment, Swap, TuningRun, config_hash, differing_keys, settings_words
+from lm.experiments.experiment import Arm, Departure, Experiment, Swap, TuningRun, config_hash, differing_keys, settings_words
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.plugins import package_of
@@ -250,11 +250,7 @@ class Procedure:
             if keys := sorted({key for configuration in table_configurations for key in differing_keys(arm_configuration, configuration)}):
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
-        for seeds, change in (
-            (self.added_seeds, "were added after the first start"),
-            (self.omitted_seeds, "were planned at the first start and are left out"),
-        ):
-            notes += [f"exploratory: seeds {', '.join(map(str, seeds))} {change}; p values are too small"] if seeds else []
+        notes += [f"exploratory: {departure.words}" for departure in self.seed_departures]
         if experiment.more_seeds:
             first_count, more_count = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
             reason = "that is trained if the first leaves a comparison undecided"
@@ -283,8 +279,8 @@ class Procedure:
         return notes
 
     def is_exploratory(self, size: str, arm: str) -> bool:
-        departures = (departure.size_arm in (None, (size, arm)) for departure in self.experiment.departures if departure.exploratory)
-        return bool(self.added_seeds or self.omitted_seeds) or any(departures)
+        departures = [departure for departure in (*self.seed_departures, *self.experiment.departures) if departure.exploratory]
+        return any(departure.size_arm in (None, (size, arm)) for departure in departures)
 
     def sources(self, arm: Arm) -> list[str]:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
@@ -378,15 +374,15 @@ class Procedure:
         return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
-    def added_seeds(self) -> tuple[int, ...]:
-        """Seeds of the final runs that were not planned at the first start."""
-        planned_seeds = self.experiment.planned_seeds or self.experiment.seeds
-        return tuple(seed for seed in self.experiment.seeds if seed not in planned_seeds)
-
-    @property
-    def omitted_seeds(self) -> tuple[int, ...]:
-        """Seeds that were planned at the first start and are no longer in the file."""
-        return tuple(seed for seed in self.experiment.planned_seeds or () if seed not in self.experiment.all_seeds)
+    def seed_departures(self) -> list[Departure]:
+        """Departures for seeds of final runs that were added after the first start, and for planned seeds that the file no longer has."""
+        experiment, planned_seeds = self.experiment, self.experiment.planned_seeds or self.experiment.seeds
+        changes = {
+            "were added after the first start": [seed for seed in experiment.seeds if seed not in planned_seeds],
+            "were planned at the first start and are left out": [seed for seed in planned_seeds if seed not in experiment.all_seeds],
+        }
+        seed_words = {change: ", ".join(map(str, seeds)) for change, seeds in changes.items() if seeds}
+        return [Departure(f"seeds {seeds} {change}; p values are too small") for change, seeds in seed_words.items()]
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
         """The number by which a run is compared, on the documents for reports or, with `selection`, those by which rates are chosen. It is

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -46,13 +46,12 @@ class Slots:
         """Return the number of slots that a run of an arm takes."""
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
-    def devices(self, size: str, arm: str, busy_devices: Iterable[Devices]) -> Devices | None:
+    def devices(self, size: str, arm: str, busy_devices: list[Devices]) -> Devices | None:
         """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while too few slots are
         free."""
-        device_lists = list(busy_devices)
-        if sum(max(1, len(gpus)) for gpus in device_lists) + self.slots_per_run(size, arm) > self.n_slots:
+        if sum(max(1, len(gpus)) for gpus in busy_devices) + self.slots_per_run(size, arm) > self.n_slots:
             return None
-        run_counts, gpu_count = Counter(chain(*device_lists)), self.gpus_per_run.get((size, arm), 0)
+        run_counts, gpu_count = Counter(chain(*busy_devices)), self.gpus_per_run.get((size, arm), 0)
         free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__)
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 

@@ -74,7 +74,8 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     columns += column(judgement.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries])
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
-    basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" if judgement.omits_finished_runs else "")))
+    omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds(entry["size"])) for entry in entries)
+    basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" * omits_finished_runs)))
     columns += column(f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis)
     if primary.reach is not None:
         columns += column("have reached it", [f"{entry['reached']} of {entry['runs']}" for entry in entries])
