@@ -403,13 +403,12 @@ class Jobs:
     def _check_jobs(self) -> None:
         """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait trains a run."""
         for run in self.procedure.known_runs():
-            record = _job_record(self.folder, run)
+            record, path = _job_record(self.folder, run), log_path(self.folder, run, JOB_SUFFIX)
             if record and run.outcome.ended:
-                log_path(self.folder, run, JOB_SUFFIX).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
-                path, engine = log_path(self.folder, run, JOB_SUFFIX), str(record["engine"])
-                remedy = f"add --submit {engine.split()[0]} to wait for it, or delete this file once the job is gone"
-                raise RunError(f"{path}: job {record['id']} of {engine} trains this run; {remedy}")
+                remedy = f"add --submit {str(record['engine']).split()[0]} to wait for it, or delete this file once the job is gone"
+                raise RunError(f"{path}: job {record['id']} of {record['engine']} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
         """Yield the runs that can start. They have not ended or failed, train in none of `running_folders`, and wait for no source run."""

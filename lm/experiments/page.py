@@ -165,7 +165,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     """The verdict on each arm in each size, as cards for the page; all intervals are drawn on one scale."""
     verdicts = [(results, arm, verdict) for results in sizes for arm, verdict in results.verdicts.items()]
     primary, baseline = sizes[0].experiment.primary, sizes[0].arm_names[0]
-    margin, is_factor = primary.matters or 0.0, primary.reach is not None
+    margin, is_factor = primary.matters, primary.reach is not None
     scale, marks = (np.log, [1.0, 1 / (1 + margin), 1 + margin]) if is_factor else (np.asarray, [0.0, -margin, margin])
     column, effect_name = (FACTOR, f"Factor: tokens, of those of {baseline}") if is_factor else (DIFFERENCE, f"Difference to {baseline}")
     bounded_intervals = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
@@ -190,7 +190,7 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
 
 def _margin_words(experiment: Experiment) -> str:
     """Explain the drawn intervals, and the shaded area of effects that do not matter."""
-    margin, is_factor = experiment.primary.matters or 0.0, experiment.primary.reach is not None
+    margin, is_factor = experiment.primary.matters, experiment.primary.reach is not None
     area = f"factors of less than {1 + margin:g}" if is_factor else f"differences below {margin:g}"
     scale = ", on a logarithmic scale" if is_factor else ""
     return f"Dots and bars: effects with their intervals{scale}. Shaded: {area}, which do not matter."
@@ -346,8 +346,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
         unreached_words = ", or did not reach the value" if primary.reach is not None and experiment.choice_metric != SELECTION else ""
         caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
-    margin = 0.0 if primary.learned is not None else primary.matters
-    caption += f" Shaded: differences below {margin:g}." if margin else ""
+    caption += f" Shaded: differences below {primary.matters:g}." if primary.learned is None else ""
     return Picture(panels, [arm.name for arm in experiment.arms], caption)
 
 
