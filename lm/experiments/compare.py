@@ -49,9 +49,21 @@ class TrainingOptions:
         """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there are."""
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
 
-    def estimated_times(self, procedure: Procedure) -> Times:
-        """Estimate the seconds that a run of each size and arm takes on this machine; {} if no estimate is possible yet."""
-        return _estimate_times(procedure, costs(procedure), self.slots(procedure.experiment), PILOT_SECONDS)[0]
+    def estimated_times(self, procedure: Procedure, run_costs: Costs | None, budget: float) -> tuple[Times, str]:
+        """Estimate the seconds that a run of each size and arm takes on this machine, with at most `budget` seconds for timing. Returns the
+        estimates and their source in words, or {} and the reason why there is no estimate."""
+        if self.engine:
+            return {}, "not estimated for the machines of the jobs"
+        if run_costs is None:
+            return {}, "not known before the text is there: lm prepare makes it"
+        try:
+            return run_times(procedure, run_costs, self.slots(procedure.experiment), budget)
+        except DataError:
+            return {}, "not known before there is text to time some steps on: lm prepare makes it"
+        except Stopped:
+            raise
+        except RunError as error:
+            return {}, f"not known: {error}"
 
     def cluster(self, folder: Path) -> Cluster | None:
         """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as `Cluster` does."""
@@ -81,15 +93,15 @@ def compare_experiments(
         raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
     # Slots are counted before text is prepared: too few raise ConfigError.
     job_counts = [1 if report_only or work.engine else work.slots(experiment).n_slots for experiment in experiments]
-    open_procedure = partial(start, timer=None if work.engine else work.estimated_times) if is_working else open_experiment
+    timer = None if work.engine else lambda procedure: work.estimated_times(procedure, costs(procedure), PILOT_SECONDS)[0]
+    open_procedure = partial(start, timer=timer) if is_working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
             stack.enter_context(experiment_lock(folder))
         for path in files if work.engine else ():
             _start_in_job(path, overrides, work)
-        procedures = [
-            open_procedure(path, overrides, job_count, work.anew or plan_only) for path, job_count in zip(files, job_counts, strict=True)
-        ]
+        anew = work.anew or plan_only
+        procedures = [open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)]
         times = [{} for _ in files] if report_only else _print_plans(procedures, work)
         if plan_only:
             return
@@ -160,8 +172,7 @@ def _print_plans(procedures: list[Procedure], work: TrainingOptions) -> list[Tim
     times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
     for procedure in procedures:
         run_costs, slots = costs(procedure), work.slots(procedure.experiment)
-        no_estimate = {}, "not estimated for the machines of the jobs"
-        times, words = no_estimate if work.engine else _estimate_times(procedure, run_costs, slots, deadline - time.monotonic())
+        times, words = work.estimated_times(procedure, run_costs, deadline - time.monotonic())
         times_by_experiment.append(times)
         if times:
             seconds = total_seconds(procedure, times, slots)
@@ -171,21 +182,6 @@ def _print_plans(procedures: list[Procedure], work: TrainingOptions) -> list[Tim
         if note := other_runs_note(procedure):
             print(f"note: {note}", flush=True)
     return times_by_experiment
-
-
-def _estimate_times(procedure: Procedure, run_costs: Costs | None, slots: Slots, budget: float) -> tuple[Times, str]:
-    """Estimate the seconds that a run of each size and arm takes, with at most `budget` seconds for timing. Returns the estimates and their
-    source in words, or {} and the reason why there is no estimate."""
-    if run_costs is None:
-        return {}, "not known before the text is there: lm prepare makes it"
-    try:
-        return run_times(procedure, run_costs, slots, budget)
-    except DataError:
-        return {}, "not known before there is text to time some steps on: lm prepare makes it"
-    except Stopped:
-        raise
-    except RunError as error:
-        return {}, f"not known: {error}"
 
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
