@@ -134,11 +134,10 @@ class Judgement:
         elif seeds and (first_run := next(iter(arm_runs.values()))[0]).documents is not None:
             unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values)
             document_estimate = over_seeds_and_documents(unit_differences, first_run.weights, first_run.documents)
-        higher_is_better = not counts_tokens and primary.better == "higher"
         return Comparison(
             differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.all_pairs,
-            higher_is_better, n_planned_seeds=seed_count, divergence=reason, document_estimate=document_estimate,
-            unreached_runs=unreached_words,
+            higher_is_better=not counts_tokens and primary.better == "higher", n_planned_seeds=seed_count, divergence=reason,
+            document_estimate=document_estimate, unreached_runs=unreached_words,
         )  # fmt: skip
 
     def learned_counts(self, size: str, arm: str) -> LearnedCounts:

@@ -179,21 +179,20 @@ class Procedure:
         if experiment.table:
             costs = experiment.costs_of(experiment.table, size)
             return rate_choice({arm.name: costs[arm.name] for arm in arms})
-        outcome, missing_rates, seeds = TuningOutcome({}), tuple(experiment.tune.rates) if arms else (), experiment.tune.seeds
+        outcome, seeds = TuningOutcome({}, tuple(experiment.tune.rates) if arms else ()), experiment.tune.seeds
         for source in self._untuned_sources(arms):
             rate = rates[source.name]
             runs.setdefault(source.name, {})[rate] = [self.run(size, source, "tune", rate, seed, rates) for seed in seeds]
-        while missing_rates:
-            for arm, rate in product(arms, missing_rates):
+        while outcome.missing:
+            for arm, rate in product(arms, outcome.missing):
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in seeds]
             runs_by_arm = [[*chain(*runs[arm.name].values())] for arm in arms]
             if not all(run.outcome.ended for run in chain(*runs_by_arm)):
-                return TuningOutcome({}, missing_rates)
+                return outcome
             for arm_runs in runs_by_arm:
                 check_comparable(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
             costs = {arm.name: self._costs(runs[arm.name]) for arm in arms}
             outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
-            missing_rates = outcome.missing
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
@@ -284,9 +283,7 @@ class Procedure:
 
     def sources(self, arm: Arm) -> list[str]:
         """The names of the arms that an arm starts from: its source, the source of its source, and so on."""
-        if not arm.source:
-            return []
-        return [arm.source, *self.sources(self._arms[arm.source])]
+        return [arm.source, *self.sources(self._arms[arm.source])] if arm.source else []
 
     def final_runs(self, size: str) -> list[Run]:
         """The runs that are judged, in the order of seeds, then arms; none before rates are known."""
