@@ -40,10 +40,8 @@ class _FileKeys:
 TOKENS_KEY = "trainer.tokens_per_parameter"
 _TABLE_REMEDY = "tuning.csv, which `lm compare` writes, has the form"
 _RESERVED_FILES = ("compare.lock", "pilot.json", RESOLVED_FILE, "tuning.csv", "verdicts.csv", "verdicts.json")
-RESERVED = {
-    "arms": (".", ".."),
-    "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_RESERVED_FILES),
-}  # reserved names, which no arm or size may have: a size's folder lies beside these files and folders
+# reserved names, which no arm or size may have: a size's folder lies beside these files and folders
+RESERVED = {"arms": (".", ".."), "sizes": (".", "..", "logs", "report", SWAPPED, "workers", *_RESERVED_FILES)}
 _CHARSET = "letters, digits, '-', '_' and '.'"
 _TOP_KEYS = ("base", "arms", "sizes", *(spec.name for spec in fields(_FileKeys)), "evaluate")
 
@@ -112,13 +110,12 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
         if arm.source in full_arms and (arm.branch_step is not None or not arm.trained):  # its changes are laid over its source's
             changes = merge(merge(full_arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
+        if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
+            reason = "the arms of a size train equally long"
+            problems.append(Problem(f"arms.{arm.name}.{TOKENS_KEY}", tokens, reason, "give it in base or sizes"))
         full_arms[arm.name] = replace(arm, changes=changes)
     arms = tuple(full_arms.values())
     sizes = {name: merge_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
-    for arm in arms:
-        if (tokens := flatten(arm.changes).get(TOKENS_KEY)) is not None:
-            reason = "the arms of a size train equally long"
-            problems.append(Problem(f"arms.{arm.name}.{TOKENS_KEY}", tokens, reason, "give it in base or sizes"))
     override_values = read_overrides(overrides)
     reason = "is a key of the experiment; overrides change its base configuration"
     problems += [Problem(name, override_values[name], reason, f"change it in {file.name}") for name in _TOP_KEYS if name in override_values]
@@ -444,12 +441,9 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
     tasks = [to_plain(task) for task in recall.asked_tasks(data)]
-    lengths = lengths_from_factors(recall.length_factors, data)
-    return [
-        task
-        for name, task in zip(task_names(tasks), tasks, strict=True)
-        if metric in {recall.metric(name, length, setting.label) for length, setting in product(lengths, recall.inference)}
-    ]
+    conditions = [*product(lengths_from_factors(recall.length_factors, data), recall.inference)]
+    named_tasks = zip(task_names(tasks), tasks, strict=True)
+    return [task for name, task in named_tasks if metric in {recall.metric(name, length, setting.label) for length, setting in conditions}]
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
@@ -524,13 +518,12 @@ def _check_table(experiment: Experiment) -> Iterator[Problem]:
     for size, arm in product(experiment.sizes if table_file else (), (arm for arm in experiment.arms if arm.is_tuned)):
         arm_seeds, baseline_seeds = seeds_by_rate.get((size, arm.name), {}), seeds_by_rate.get((size, baseline), {})
         name = " ".join(filter(None, (size, arm.name)))
-        costs_by_rate = experiment.costs_of(experiment.table, size).get(arm.name, {})
         arm_runs = [run for run in experiment.table if (run.size, run.arm) == (size, arm.name)]
         if not arm_runs:
             yield Problem("tune.table", table_file, f"has no {name}", remedy)
         elif any(experiment.choice_value(run) is None for run in arm_runs):
             yield Problem("tune.table", table_file, f"has runs of {name} that have not ended", remedy)
-        elif len(costs_by_rate) < 2 or min(map(len, costs_by_rate.values())) < MIN_TUNING_SEEDS:
+        elif len(arm_seeds) < 2 or min(map(len, arm_seeds.values())) < MIN_TUNING_SEEDS:
             reason = f"has fewer than 2 rates of {name}, or fewer than {MIN_TUNING_SEEDS} seeds at one"
             yield Problem("tune.table", table_file, reason, remedy)
         elif differing_rates := sorted(
