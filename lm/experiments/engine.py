@@ -241,9 +241,8 @@ class Cluster:
         if engine == "slurm":
             parameters["slurm_setup"] = [f"export {_SIGNAL_VARIABLE}=USR1"]  # for jobs that don't inherit the environment
         try:
-            self._executor = submitit.AutoExecutor(
-                self.experiment_folder / JOBS_FOLDER, engine, **{f"{engine}_max_num_timeout": _MAX_REQUEUES}
-            )
+            requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
+            self._executor = submitit.AutoExecutor(self.experiment_folder / JOBS_FOLDER, engine, **requeues)
             self._executor.update_parameters(**parameters)
         except (AssertionError, NameError, TypeError, ValueError) as error:
             raise ConfigError(f"--job-options {','.join(map('='.join, options.items()))}: {one_line(error)}") from None

@@ -86,9 +86,8 @@ class LiveTable:
     def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
         """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no columns for them."""
         first_line, is_single = group[0], "seed" in column_names
-        absent_columns = {"size"} if "" in self.experiment.sizes else set()
-        absent_columns |= set() if self.experiment.is_tuned else {"rate"}
-        values = {name: getattr(first_line.run, name) for name in column_names if name not in absent_columns}
+        has_column = {"size": "" not in self.experiment.sizes, "rate": self.experiment.is_tuned}
+        values = {name: getattr(first_line.run, name) for name in column_names if has_column.get(name, True)}
         row = {name: "" if value is None else rate_text(value) if name == "rate" else str(value) for name, value in values.items()}
         steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]

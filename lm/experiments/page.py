@@ -155,10 +155,8 @@ def question(experiment: Experiment) -> str:
     if primary.reach is not None:
         value = f"{primary.metric} {primary.reach:g}"
         return f"{subject} take fewer or more tokens to reach {value} than {baseline}, by more than a factor of {1 + primary.matters:g}?"
-    return (
-        f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? "
-        f"({primary.better.capitalize()} is better.)"
-    )
+    direction = f"({primary.better.capitalize()} is better.)"
+    return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
 
 def answers(sizes: list[SizeResults]) -> list[Answer]:
@@ -254,10 +252,8 @@ def _tuning_words(results: SizeResults) -> str | None:
     origin = f"from {tune.table}" if tune.table else f"planned: {', '.join(map(rate_text, tune.rates))}; {extension}"
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
     choices = ", ".join(f"{arm} {rate_text(arm_rates[0])}" for arm, arm_rates in choice.rates_of_final_runs.items())
-    return (
-        f"{tune.heading} was chosen for each arm by the {extremum} mean {experiment.choice_metric} "
-        f"({experiment.data_words(experiment.choice_metric, 'selection')}) over seeds {seeds} at {rates} ({origin}): {choices}."
-    )
+    metric = f"{experiment.choice_metric} ({experiment.data_words(experiment.choice_metric, 'selection')})"
+    return f"{tune.heading} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates} ({origin}): {choices}."
 
 
 # ---------------------------------------------------------------- tables
@@ -347,7 +343,7 @@ def rates_picture(results: SizeResults) -> Picture | None:
         caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
     caption += f" Shaded: differences below {primary.matters:g}." if primary.learned is None else ""
-    return Picture(panels, [arm.name for arm in experiment.arms], caption)
+    return Picture(panels, results.arm_names, caption)
 
 
 def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
@@ -355,7 +351,7 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
     chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
     arm_costs = experiment.costs_of(tuning_runs, results.size)
-    for index, name in enumerate(arm.name for arm in experiment.arms):
+    for index, name in enumerate(results.arm_names):
         values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
         values = [(key_values(rate)[key_index], value) for rate, value in values]
         traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))

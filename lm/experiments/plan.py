@@ -102,10 +102,8 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
     yield f"experiment {experiment.name} in {experiment.folder}: " + ", ".join(arm.name for arm in experiment.arms)
     for (size, arm), run_cost in (run_costs or {}).items():
         name = " ".join(filter(None, (size, arm)))
-        yield (
-            f"  {name}: {run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens, "
-            f"{decimal(int(run_cost.disk))} on disk a run"
-        )
+        millions = f"{run_cost.parameters / 1e6:.2f} M parameters, {run_cost.tokens / 1e6:.2f} M tokens"
+        yield f"  {name}: {millions}, {decimal(int(run_cost.disk))} on disk a run"
     tuning = f"{tune.heading} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
         values = [", ".join(f"{value:g}" for value in axis) for axis in tune.axes]

@@ -199,9 +199,8 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
                 sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
         dirty_flags = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
         if dirty_count := sum(is_dirty is not False for is_dirty in dirty_flags):
-            sentences.append(
-                f"{dirty_count} of {len(finished_runs)} runs are of a git tree with uncommitted changes: their code is not known"
-            )
+            subject = f"{dirty_count} of {len(finished_runs)} runs"
+            sentences.append(f"{subject} are of a git tree with uncommitted changes: their code is not known")
         plugin_names = {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
         for name in sorted(plugin_names):
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]

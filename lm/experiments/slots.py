@@ -91,9 +91,8 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
         return Slots(jobs or 1)
     slot_count = min(jobs or len(gpus) * slots_per_gpu, len(gpus) * slots_per_gpu)
     if slot_count < max_gpus:
-        raise ConfigError(
-            f"--jobs {jobs}: a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots; raise it, or lower trainer.devices"
-        )
+        reason = f"a run of {max_gpus} GPUs (trainer.devices) takes {max_gpus} slots"
+        raise ConfigError(f"--jobs {jobs}: {reason}; raise it, or lower trainer.devices")
     return Slots(slot_count, gpus, slots_per_gpu, gpu_counts)
 
 
