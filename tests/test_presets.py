@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 import lm
-from lm.commands.arguments import split_overrides
+from lm.commands.arguments import paths_and_overrides
 from lm.commands.info import facts
 from lm.config import presets
 from lm.config.load import load
@@ -73,8 +73,8 @@ def test_a_path_with_an_equals_sign_is_no_override(tmp_path, monkeypatch):
     (tmp_path / "lr=0.1").mkdir()
     (tmp_path / "lr=0.1" / "config.yaml").write_text("name: mine\n")
     assert load(["lr=0.1/config.yaml", "optim.lr=0.2"]).name == "mine"
-    assert split_overrides(["lr=0.1", "lr=0.2", "runs"]) == ([Path("lr=0.1"), Path("runs")], ["lr=0.2"])
-    assert split_overrides([long_value := f"log.notes={'x' * 5000}"]) == ([], [long_value])
+    assert paths_and_overrides(["lr=0.1", "lr=0.2", "runs"]) == ([Path("lr=0.1"), Path("runs")], ["lr=0.2"])
+    assert paths_and_overrides([long_value := f"log.notes={'x' * 5000}"]) == ([], [long_value])
 
 
 @pytest.mark.parametrize("base", ["recall", "recall.yaml", "configs/recall.yaml"])

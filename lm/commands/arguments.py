@@ -43,15 +43,10 @@ def check_out_file(out: Path | None) -> None:
         raise ConfigError(f"{out}: can't write results of this kind; name a .csv or .json file")
 
 
-def paths_and_overrides(arguments: list[str], message: str) -> tuple[list[Path], list[str]]:
-    """Split command-line arguments into (paths, overrides `KEY=VALUE`). Raises ConfigError with `message` if there is no path."""
-    paths, overrides = split_overrides(arguments)
-    if not paths:
+def paths_and_overrides(arguments: list[str], message: str = "") -> tuple[list[Path], list[str]]:
+    """Split command-line arguments into (paths, overrides). Without a path, raise ConfigError with `message`, unless it is empty."""
+    overrides = [text for text in arguments if is_override(text)]
+    paths = [expand_home(text) for text in arguments if text not in overrides]
+    if message and not paths:
         raise ConfigError(message)
     return paths, overrides
-
-
-def split_overrides(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Split command-line arguments into (paths, overrides `KEY=VALUE`)."""
-    overrides = [text for text in arguments if is_override(text)]
-    return [expand_home(text) for text in arguments if text not in overrides], overrides

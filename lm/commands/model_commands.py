@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, Checkpoint, NewFolder, OutFile, Source, check_out_file, paths_and_overrides, split_overrides
+from lm.commands.arguments import AllowPlugin, Checkpoint, NewFolder, OutFile, Source, check_out_file, paths_and_overrides
 from lm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def swap(
     from lm.evaluation.swap import swap_run
     from lm.report.evaluation_tables import EvaluationResult, print_results
 
-    files, overrides = split_overrides(arguments or [])
+    files, overrides = paths_and_overrides(arguments or [])
     result = swap_run(source, checkpoint, to, init, out, overrides, files)
     print(*result.models, sep="\n")
     print_results([EvaluationResult(out, result.evaluation, cached=False)], result.path)
