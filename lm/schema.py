@@ -16,7 +16,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 
 from lm.errors import ConfigError, Problem
@@ -264,6 +264,13 @@ def single_values(value: Plain) -> Iterator[Plain]:
         yield from single_values(item)
 
 
+def map_values(value: Plain, change: Callable[[Plain], Plain]) -> Plain:
+    """Return plain data in which `change` has replaced each key and each value that is neither list nor map."""
+    if isinstance(value, dict):
+        return {change(name): map_values(item, change) for name, item in value.items()}
+    return [map_values(item, change) for item in value] if isinstance(value, list) else change(value)
+
+
 def is_block(value: Plain) -> bool:
     """Return whether `value` may be a block: a map with texts as keys. A map whose keys are data, such as numbers, is no block."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
@@ -323,8 +330,6 @@ def convert(hint: type, value: Plain):
         return float(value)
     if hint is float and type(value) is float and not math.isfinite(value):
         return MISSING
-    if hint is types.NoneType:
-        return None if value is None else MISSING
     return value if type(value) is hint else MISSING
 
 
@@ -346,7 +351,7 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     """Return the remedy for a value of the wrong type; for true or false in place of a text, return `meaning`, the key's description."""
     literals = _literals(hint)
     unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
-    if (unknown_texts or isinstance(value, dict)) and convert(hint, _with_numbers(value)) is not MISSING:
+    if (unknown_texts or isinstance(value, dict)) and convert(hint, map_values(value, _as_number)) is not MISSING:
         return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
     if unknown_texts and literals:
         literal_texts = [yaml_scalar(arg) for arg in literals]
@@ -356,12 +361,8 @@ def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     return meaning if isinstance(value, bool) else "quote it in the YAML"
 
 
-def _with_numbers(value: Plain) -> Plain:
-    """Return `value` with each text, also in lists and maps, replaced by a number if Python can read the text as a number."""
-    if isinstance(value, dict):
-        return {_with_numbers(name): _with_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [*map(_with_numbers, value)]
+def _as_number(value: Plain) -> Plain:
+    """Return the number that Python reads in a text; if there is none, or `value` is no text, return `value`."""
     for number_type in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):
             return number_type(value)

@@ -17,7 +17,7 @@ from lm.config import presets
 from lm.config.eval_config import empty_sequence_problems
 from lm.config.training_config import WSD
 from lm.config.tree import Config, keys_acting_in
-from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml, resolve_interpolations
+from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_override_value, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
 from lm.schema import Plain, build, build_named, cross_key_problems, effect, flatten, is_block, key_field, reference, suggest, to_plain
@@ -171,26 +171,21 @@ def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
     tree: dict[str, Plain] = {}
-    overrides = []
-    name = ""
-    for argument in arguments:
-        if presets.is_override(argument):
-            overrides.append(argument)
-        else:
-            path = presets.find(argument)
-            plain = read_yaml(path if path.exists() else presets.find(argument, "experiments"))
-            if "arms" in plain:
-                raise ConfigError(f"{argument}: an experiment, not the configuration of one run; it is for lm compare {argument} [--plan]")
-            tree = merge(tree, plain)
-            name = name or Path(argument).stem
-    changes = read_overrides(overrides)
+    files = [argument for argument in arguments if not presets.is_override(argument)]
+    for file in files:
+        path = presets.find(file)
+        plain = read_yaml(path if path.exists() else presets.find(file, "experiments"))
+        if "arms" in plain:
+            raise ConfigError(f"{file}: an experiment, not the configuration of one run; it is for lm compare {file} [--plan]")
+        tree = merge(tree, plain)
+    changes = read_overrides([argument for argument in arguments if argument not in files])
     init_from = changes.get("init_from", tree.get("init_from"))
     if isinstance(init_from, str) and "${" in init_from:
         init_from = resolve_interpolations(merge(tree, changes))["init_from"]
     has_weights = merge_model_keys and init_from and isinstance(init_from, str)
     tree = merge_model_keys(init_from, tree, changes) if has_weights else merge(tree, changes)
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
-        tree["name"] = name or "run"
+        tree["name"] = Path(files[0]).stem if files else "run"
     with PLUGINS.trusted():
         config = parse(resolve_interpolations(tree))
     refuse_unused_temperatures(config)
@@ -242,16 +237,14 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(to_plain(config))
 
 
-def read_yaml(path: Path) -> dict[str, Plain]:
+def read_yaml(path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None) -> dict[str, Plain]:
     """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else names of presets).
+
+    `heirs` are the files that inherit from this file, each from the next; `cache` has the keys of files that were read before, by path.
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
-    return _read(path, (), {})
-
-
-def _read(path: Path, heirs: tuple[Path, ...], cache: dict[Path, dict[str, Plain]]) -> dict[str, Plain]:
-    """Read a file as `read_yaml` does; `heirs` are the files that inherit from this file, `cache` has the keys of files read before."""
+    cache = {} if cache is None else cache
     try:
         resolved_path = path.resolve()
         if resolved_path in cache:
@@ -289,10 +282,7 @@ def merge_bases(
     """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base` lists, and return them.
     Later files win. Each is named by its path, relative to the folder of `path`, or else is a preset.
 
-    Args:
-        key: the path of the key `base` in the file, for errors.
-        heirs: the files that inherit from the files in `base`, each from the next.
-        cache: the keys of files that were read before, by path; files read now are added.
+    key: the path of the key `base` in the file, for errors. `heirs` and `cache` are those of `read_yaml` for the files in `base`.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """
@@ -304,7 +294,7 @@ def merge_bases(
         raise ConfigError(f"{path}: is inherited from through more than {MAX_INHERITANCE} files by `base:`")
     tree: dict[str, Plain] = {}
     for name in names:
-        tree = merge(tree, _read(presets.find(name, parent=path.parent), heirs, cache))
+        tree = merge(tree, read_yaml(presets.find(name, parent=path.parent), heirs, cache))
     return merge(tree, {name: value for name, value in plain.items() if name != "base"})
 
 
@@ -317,26 +307,8 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
         is_empty = not text and (spec := key_field(Config, path)) and spec.type is str  # of other types, an empty value is null
-        blocks.append({path: "" if is_empty else _override_value(text, abbreviated(override, 80))})
+        blocks.append({path: "" if is_empty else parse_override_value(text, abbreviated(override, 80))})
     return nest_keys(*blocks)
-
-
-def _override_value(text: str, source: str) -> Plain:
-    """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is not valid YAML."""
-    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # a letter of private use, in place of #
-    try:
-        return _replace_letter(parse_yaml(text.replace("#", letter), source), letter, "#")
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(letter, "#")) from None
-
-
-def _replace_letter(plain: Plain, letter: str, replacement: str) -> Plain:
-    """Replace `letter` by `replacement` in all texts and keys of plain data, and return the new data."""
-    if isinstance(plain, list):
-        return [_replace_letter(item, letter, replacement) for item in plain]
-    if isinstance(plain, dict):
-        return {_replace_letter(name, letter, replacement): _replace_letter(item, letter, replacement) for name, item in plain.items()}
-    return plain.replace(letter, replacement) if isinstance(plain, str) else plain
 
 
 def nest_keys(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:

@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml.composer import Composer
 
 from lm.errors import ConfigError, abbreviated, as_written, one_line
-from lm.schema import Plain, single_values
+from lm.schema import Plain, map_values, single_values
 
 MAX_BYTES = 2**19  # size of a text
 MAX_NODES = 10_000  # keys and values in a text, with aliases expanded
@@ -137,23 +137,31 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
     raise ConfigError(f"{source}: not valid YAML: {reason}")
 
 
+def parse_override_value(text: str, source: str) -> Plain:
+    """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is not valid YAML."""
+    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # a letter of private use, in place of #
+    try:
+        plain = parse_yaml(text.replace("#", letter), source)
+        return map_values(plain, lambda value: value.replace(letter, "#") if isinstance(value, str) else value)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(letter, "#")) from None
+
+
 def dump_yaml(plain: Plain) -> str:
     """Write plain data as YAML, from which `parse_yaml` returns the same data."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def flow_yaml(value: object, key: str) -> str:
-    """Write the value of `key` as YAML on one line; paths become texts. Raises ConfigError if YAML can't represent the value."""
+def override(key: str, value: object) -> str:
+    """Return the override `KEY=VALUE` of a command line, with the value as YAML on one line; paths become texts.
+
+    Raises ConfigError: YAML can't represent the value.
+    """
     try:
         text = yaml.dump(_plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf)
-        return text.removesuffix("\n...\n").strip("\n")
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}") from None
-
-
-def override(key: str, value: object) -> str:
-    """The override `KEY=VALUE` of a command line, with the value as `flow_yaml` writes it."""
-    return f"{key}={flow_yaml(value, key)}"
+    return f"{key}=" + text.removesuffix("\n...\n").strip("\n")
 
 
 def _plain(value: object) -> object:
