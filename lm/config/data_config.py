@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -21,13 +21,10 @@ class SequenceLengths:
 
     name: ClassVar[str]
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
+    weights: ClassVar[Mapping[int, float]] = {}  # {length: fraction of steps that have it}; empty if lengths are not drawn at random
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the length."""
-        return {}
-
-    def weights_by_length(self) -> dict[int, float]:
-        """Map each sequence length to the fraction of steps that have this length; empty if lengths are not drawn at random."""
         return {}
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterable[Problem]:
@@ -82,9 +79,6 @@ class MixedLengths(SequenceLengths):
 
     name: ClassVar[str] = "mixed"
     weights: dict[int, float] = key({}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0)
-
-    def weights_by_length(self) -> dict[int, float]:
-        return self.weights
 
     def problems(self) -> Iterator[Problem]:
         if not self.weights:

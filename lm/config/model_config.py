@@ -13,24 +13,18 @@ from lm.schema import key, optional, variant
 if TYPE_CHECKING:
     from torch import Tensor
 
-ORIGINAL_LENGTH_HELP = "context length before the frequencies were rescaled, tokens"
-
 
 @dataclass(frozen=True)
 class TrainedScaling:
     """RoPE's frequencies without rescaling; the base class of rescalings that a model was, or will be, trained with."""
 
     name: ClassVar[str] = "none"
+    amplitude: ClassVar[float] = 1.0  # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies` before; `theta` is
         RoPE's base."""
         return frequencies
-
-    @property
-    def amplitude(self) -> float:
-        """The factor on RoPE's cos and sin, by whose square attention logits are multiplied."""
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Llama3Scaling(TrainedScaling):
     factor: float = key(8.0, "divides low frequencies", gt=0, le=1e6)
     slow: float = key(1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9)
     fast: float = key(4.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
-    original: int = key(8192, ORIGINAL_LENGTH_HELP, ge=1, le=10**9)
+    original: int = key(8192, "context length before the frequencies were rescaled, tokens", ge=1, le=10**9)
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         periods = self.original * frequencies / (2 * math.pi)
@@ -67,7 +61,7 @@ class Llama3Scaling(TrainedScaling):
 
 
 @dataclass(frozen=True)
-class YarnScaling(TrainedScaling):
+class YarnScaling(Llama3Scaling):
     """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a transition.
 
     Source: `YaRNScaledRotaryEmbedding` of github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is
@@ -76,9 +70,7 @@ class YarnScaling(TrainedScaling):
 
     name: ClassVar[str] = "yarn"
     factor: float = key(4.0, "divides low frequencies", gt=0, le=1e6)
-    slow: float = key(1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9)
     fast: float = key(32.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
-    original: int = key(8192, ORIGINAL_LENGTH_HELP, ge=1, le=10**9)
     attention_factor: float | None = key(None, "multiplies cos and sin; null: 0.1 ln(factor) + 1", gt=0, le=1e6)
     whole_pairs: bool = key(True, "the first and the last pair of the transition are rounded outwards")
 
@@ -95,9 +87,6 @@ class YarnScaling(TrainedScaling):
     @property
     def amplitude(self) -> float:
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
-
-    def problems(self) -> Iterator[Problem]:
-        return period_limit_problems(self.slow, self.fast)
 
 
 def divide_low_frequencies(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":

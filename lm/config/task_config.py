@@ -42,6 +42,9 @@ class Task(ABC):
     ascending order."""
 
     name: ClassVar[str]
+    vocab_size: ClassVar[int | None] = None  # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
+    # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among others
+    chance: ClassVar[Chance | None] = None
 
     def make(self, draw: object, length: int, text: object) -> object:
         """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: for lm's own tasks, lm.data.tasks does it.
@@ -53,16 +56,6 @@ class Task(ABC):
         Raises NoRoom: the task doesn't fit into `length` tokens.
         """
         raise NotImplementedError
-
-    @property
-    def vocab_size(self) -> int | None:
-        """The number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text."""
-        return None
-
-    @property
-    def chance(self) -> Chance | None:
-        """Chance level in test sequences; None if it differs between questions, or if they don't show the right answer among others."""
-        return None
 
     @abstractmethod
     def entropy(self, length: int) -> float:

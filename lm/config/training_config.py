@@ -58,6 +58,9 @@ class Optimizer:
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
     weight_decay: ClassVar[float] = 0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
+    # exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over the base model's
+    # width; None if no rule is known
+    width_exponent: ClassVar[float | None] = None
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
         """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of lm's own options.
@@ -75,18 +78,13 @@ class Optimizer:
         """The number of values of optimizer state per parameter value in `group`, for estimates of checkpoint size."""
         return 2
 
-    @property
-    def width_exponent(self) -> float | None:
-        """Exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over the base
-        model's width; None if no rule is known."""
-        return None
-
 
 @dataclass
 class AdamW(Optimizer):
     """AdamW, arXiv 1711.05101."""
 
     name: ClassVar[str] = "adamw"
+    width_exponent: ClassVar[float] = 1.0  # a change of d in all entries of a matrix changes its outputs by up to width times d
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
@@ -96,11 +94,6 @@ class AdamW(Optimizer):
 
     def has_eps(self, group: str) -> bool:
         return True
-
-    @property
-    def width_exponent(self) -> float:
-        """Return 1: a change of d in all entries of a matrix changes its outputs by up to width times d, so rates fall as 1 / width."""
-        return 1.0
 
 
 @dataclass

@@ -347,8 +347,8 @@ class TrainSequences:
         self.seed_words = (int(store.fingerprint, 16), seed)
         if length_by_step := data.lengths.length_by_step(self.seq_len, max_steps):
             self.length: Lengths = StepwiseLengths(length_by_step)
-        elif weights_by_length := data.lengths.weights_by_length():
-            self.length = DrawnLengths(weights_by_length, self.seed_words)
+        elif data.lengths.weights:
+            self.length = DrawnLengths(data.lengths.weights, self.seed_words)
         else:
             self.length = DocumentPieces(store.train, self.seq_len, self.seq_len * slots_per_step, self.seed_words)
         weights, self.streams = self._streams(seed)
