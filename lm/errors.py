@@ -83,9 +83,10 @@ class ConfigError(LMError):
     exit_code = 2
     max_lines = 30
 
-    def __init__(self, problems: list[Problem] | list[str] | str):
-        self.problems = [problem for problem in problems if isinstance(problem, Problem)] if isinstance(problems, list) else []
-        lines = [str(problem) for problem in problems] if isinstance(problems, list) else [problems]
+    def __init__(self, problems: list[Problem] | list[str] | Problem | str):
+        items = problems if isinstance(problems, list) else [problems]
+        self.problems = [item for item in items if isinstance(item, Problem)]
+        lines = [str(item) for item in items]
         head = f"{len(lines)} problems in the configuration:\n  " if len(lines) > 1 else ""
         remainder = [f"... and {len(lines) - self.max_lines} more"] if len(lines) > self.max_lines else []
         super().__init__(head + "\n  ".join(lines[: self.max_lines] + remainder))

@@ -73,6 +73,23 @@ class EvaluationConfig(Timing):
         for index, setting in enumerate(settings):
             yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
 
+    def size_problems(
+        self, path: str, longest_factor: float, sequences: int, data: DataConfig, model: ModelConfig, overrun: int = 0
+    ) -> Iterator[Problem]:
+        """Yield a problem of this block's key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and another if one of
+        them goes beyond the model's last position. A key whose value is `auto` keeps within learned positions by itself.
+
+        longest_factor: length of a sequence, in training lengths; there are `sequences` of them. overrun: the number of tokens read
+        after the end of a sequence.
+        """
+        value, tokens = getattr(self, path), longest_factor * data.seq_len
+        if sequences * tokens > MAX_TOKENS:
+            reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MAX_TOKENS:,} tokens in all"
+            yield Problem(path, value, reason, "measure fewer or shorter sequences")
+        if model.position.has_last_position and value != "auto" and round(tokens) + overrun > data.seq_len:
+            reason = "learned positions end at the training length" + f", and {overrun} tokens after the sequence are read" * bool(overrun)
+            yield Problem(path, value, reason, "leave longer sequences out, or train with model.position=rope")
+
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """The changes that `lm eval --suite` with this `name` makes to this block, as {key: new value}."""
         if name == "full":
@@ -82,24 +99,6 @@ class EvaluationConfig(Timing):
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         """The changes that `lm eval --suite full` makes to this block, as {key: new value}; only changes that the model supports."""
         return {}
-
-
-def size_problems(
-    path: str, value: Plain, longest_factor: float, sequences: int, data: DataConfig, has_last_position: bool, overrun: int = 0
-) -> Iterator[Problem]:
-    """Yield a problem of the key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and another if one of them goes
-    beyond the model's last position.
-
-    longest_factor: length of a sequence, in training lengths; there are `sequences` of them. has_last_position: whether the model has no
-    position beyond the training length. overrun: the number of tokens read after the end of a sequence.
-    """
-    tokens = longest_factor * data.seq_len
-    if sequences * tokens > MAX_TOKENS:
-        reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MAX_TOKENS:,} tokens in all"
-        yield Problem(path, value, reason, "measure fewer or shorter sequences")
-    if has_last_position and round(tokens) + overrun > data.seq_len:
-        reason = "learned positions end at the training length" + f", and {overrun} tokens after the sequence are read" * bool(overrun)
-        yield Problem(path, value, reason, "leave longer sequences out, or train with model.position=rope")
 
 
 def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
@@ -146,8 +145,7 @@ class LongContextConfig(EvaluationConfig):
             reason = "there is no text to read beyond the training length"
             yield Problem("length_factor", self.length_factor, reason, "set it to 0; eval.recall has longer sequences of the tasks")
         yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
-        has_last_position = model.position.has_last_position and self.length_factor != "auto"  # `auto` keeps within learned positions
-        yield from size_problems("length_factor", self.length_factor, self.longest_factor, self.sequences, data, has_last_position)
+        yield from self.size_problems("length_factor", self.longest_factor, self.sequences, data, model)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         if not model.position.rotates:
@@ -183,8 +181,7 @@ class ByLengthConfig(EvaluationConfig):
         if data.symbolic:
             remedy = "leave it out; eval.recall has tasks of several lengths"
             yield Problem("lengths", self.lengths, "there is no text to cut into sequences", remedy)
-        longest_factor = max(self.lengths) / data.seq_len
-        yield from size_problems("lengths", self.lengths, longest_factor, self.sequences, data, model.position.has_last_position)
+        yield from self.size_problems("lengths", max(self.lengths) / data.seq_len, self.sequences, data, model)
 
 
 @dataclass
@@ -208,7 +205,7 @@ class TextsConfig(EvaluationConfig):
         return [self.metric(name) for name in self.of]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        yield from size_problems("sequences", self.sequences, 1, self.sequences, data, model.position.has_last_position)
+        yield from self.size_problems("sequences", 1, self.sequences, data, model)
         if data.symbolic:
             yield Problem("of", list(self.of), "needs a model of text", "leave it out")
 
@@ -250,8 +247,7 @@ class RecallConfig(EvaluationConfig):
             elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
                 yield Problem(path, task.name, reason, "set its options as in data.tasks")
-        longest_factor, has_last_position = max(self.length_factors), model.position.has_last_position
-        yield from size_problems("length_factors", self.length_factors, longest_factor, self.sequences, data, has_last_position)
+        yield from self.size_problems("length_factors", max(self.length_factors), self.sequences, data, model)
 
 
 @dataclass
@@ -296,8 +292,7 @@ class NeedleConfig(EvaluationConfig):
         if data.symbolic:
             yield Problem("length_factors", self.length_factors, "needs a model of text", "set it to []")
         longest_factor = max(*self.length_factors, self.heads_at or 0)
-        has_last_position = model.position.has_last_position
-        yield from size_problems("length_factors", self.length_factors, longest_factor, self.trials, data, has_last_position, MAX_OVERRUN)
+        yield from self.size_problems("length_factors", longest_factor, self.trials, data, model, MAX_OVERRUN)
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         is_possible = not data.symbolic and not model.position.has_last_position
@@ -319,9 +314,7 @@ class DownstreamConfig(EvaluationConfig):
         if data.symbolic:
             yield Problem("tasks", self.tasks, "needs a model of text", "set it to []")
         if self.max_length:
-            yield from size_problems(
-                "max_length", self.max_length, self.max_length / data.seq_len, 1, data, model.position.has_last_position
-            )
+            yield from self.size_problems("max_length", self.max_length / data.seq_len, 1, data, model)
 
 
 Statistics = Literal["concentration", "sparsity", "limits"]
@@ -378,13 +371,12 @@ class DiagnosticsConfig(EvaluationConfig):
             yield Problem("statistics", [], "names nothing", "leave eval.diagnostics out")
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-        factor = self.length_factor
         yield from check_inference(self.inference, model.position)
         if data.symbolic and self.text:
             yield Problem("text", self.text, "needs a model of text", "leave it out")
-        if data.symbolic and factor != 1:
-            yield Problem("length_factor", factor, "there is no text to read at other lengths", "set it to 1")
-        yield from size_problems("length_factor", factor, factor, self.sequences, data, model.position.has_last_position)
+        if data.symbolic and self.length_factor != 1:
+            yield Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1")
+        yield from self.size_problems("length_factor", self.length_factor, self.sequences, data, model)
 
 
 EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))

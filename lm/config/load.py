@@ -357,29 +357,23 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
     """
     result = dict(base)
     for name, value in changes.items():
-        old, alternative = result.get(name), ALTERNATIVES.get(f"{prefix}{name}")
+        path = f"{prefix}{name}"
+        old, alternative, spec = result.get(name), ALTERNATIVES.get(path), key_field(Config, path)
         if alternative and value and alternative not in changes:
             result.pop(alternative, None)
-        spec = key_field(Config, f"{prefix}{name}")
         if value is None and is_block(old) and not (spec and "optional" in spec.metadata):
-            raise ConfigError(
-                [Problem(f"{prefix}{name}", None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))]
-            )
-        if isinstance(value, str) and is_block(old) and effect(Config, f"{prefix}{name}.name"):
+            raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old)))
+        if isinstance(value, str) and is_block(old) and effect(Config, f"{path}.name"):
             value = {"name": value}
         if isinstance(old, int | float) and isinstance(value, dict):
-            raise ConfigError(
-                [Problem(f"{prefix}{name}", old, "must be a block of keys", f"there is also {prefix}{name}.{next(iter(value), '')}")]
-            )
+            raise ConfigError(Problem(path, old, "must be a block of keys", f"there is also {path}.{next(iter(value), '')}"))
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
-        if isinstance(old, list) and isinstance(value, dict) and f"{prefix}{name}" == "model.normalizer":  # short for the block `layers`
+        if isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer":  # short for the block `layers`
             old = {"name": Layers.name, "of": old}
-        if isinstance(old, dict) and isinstance(value, dict):
-            is_renamed = "name" in old and value.get("name", old["name"]) != old["name"]
-            result[name] = merge(old, value, f"{prefix}{name}.") if is_block(old) and is_block(value) and not is_renamed else value
-        else:
-            result[name] = value
+        if is_block(old) and is_block(value) and ("name" not in old or value.get("name", old["name"]) == old["name"]):
+            value = merge(old, value, f"{path}.")
+        result[name] = value
     return result
 
 
