@@ -7,7 +7,6 @@ allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run fold
 allowed. docs/normalizers-own.md and docs/extending.md describe the requirements on a plugin.
 """
 
-import hashlib
 import importlib
 import inspect
 import sys
@@ -19,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.files import sources_sha256
+from lm.files import file_sha256, sources_sha256
 from lm.schema import Unavailable
 
 
@@ -195,7 +194,7 @@ def _version_of(reference: str, plugin_class: type) -> str:
     distribution, source = _distribution_of(package_of(reference)), inspect.getsourcefile(plugin_class)
     if not source:
         return distribution or "unknown"
-    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]  # an editable distribution changes without a new version
+    digest = file_sha256(Path(source))[:12]  # an editable distribution changes without a new version
     return f"source sha256 {digest}" + f" ({distribution})" * bool(distribution)
 
 

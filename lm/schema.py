@@ -130,9 +130,15 @@ def effect(schema: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`, e.g. `a.b` or `a[0].b`; None if `schema` has no such key.
 
     A path that continues into a key's plain data gives the key's effect. A plugin's option, unknown to `schema`, has its block's effect.
+    If a field declares `affects` without `on_resume`, then `on_resume` is `same` for model, training and seed, else `free`.
     """
-    specs = _fields_at(schema, path)
-    return functools.reduce(effect_within, specs, Effect()) if specs else None
+    specs, declared = _fields_at(schema, path), {}
+    for spec in specs:
+        changes = spec.metadata["effect"] or {}
+        if "affects" in changes:
+            declared["on_resume"] = "same" if changes["affects"] in ("model", "training", "seed") else "free"
+        declared |= changes
+    return Effect(**declared) if specs else None
 
 
 def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
@@ -150,15 +156,6 @@ def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
         if not blocks:
             break
     return specs
-
-
-def effect_within(block: Effect, spec: dataclasses.Field) -> Effect:
-    """Return the effect of a field `spec` in a block with the effect `block`. If the field declares `affects` without `on_resume`, then
-    `on_resume` is `same` for model, training and seed, else `free`."""
-    changes = dict(spec.metadata["effect"] or {})
-    if "affects" in changes:
-        changes.setdefault("on_resume", "same" if changes["affects"] in ("model", "training", "seed") else "free")
-    return dataclasses.replace(block, **changes)
 
 
 def block_of(spec: dataclasses.Field) -> type | None:

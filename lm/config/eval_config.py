@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import ClassVar, Literal, get_args
 
-from lm.attention.options import Options
 from lm.config.data_config import SOURCES, DataConfig, Source
 from lm.config.inference_config import InferenceSetting, ThetaFactor, check_inference
 from lm.config.model_config import ModelConfig
@@ -65,13 +64,6 @@ class EvaluationConfig(Timing):
         """Names, in metrics.jsonl, of the metrics that are measured for each sequence or question; None if unknown before the
         evaluation has run."""
         return None
-
-    def inference_problems(self, normalizers: list[Options]) -> Iterator[Problem]:
-        """Yield a problem for each normalizer option in this block's inference settings that none of `normalizers` has or whose value is
-        invalid. These options are checked even if the evaluation is off, as the values of other keys are."""
-        settings: list[InferenceSetting] = getattr(self, "inference", [])
-        for index, setting in enumerate(settings):
-            yield from setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
 
     def size_problems(
         self, path: str, longest_factor: float, sequences: int, data: DataConfig, model: ModelConfig, overrun: int = 0

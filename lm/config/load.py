@@ -69,7 +69,10 @@ def check(config: Config) -> Iterator[Problem]:
     yield from empty_sequence_problems("eval.swap_lengths", config.eval.swap_lengths, data)
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
-        conflicts = [*options.inference_problems(normalizers), *(options.conflicts(data, model) if options.wanted(data) else ())]
+        conflicts = []
+        for index, setting in enumerate(getattr(options, "inference", [])):  # checked even if the evaluation is off, as other values are
+            conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
+        conflicts += options.conflicts(data, model) if options.wanted(data) else ()
         yield from (replace(conflict, path=f"{config.eval.path(kind)}.{conflict.path}") for conflict in conflicts)
 
 
