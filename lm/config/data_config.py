@@ -271,8 +271,7 @@ class OutsideSource(ABC):
 
 
 Source = Package | Files | Hub | Tokens | OutsideSource
-SOURCE = Kind("lm.sources", "source", OutsideSource, ("documents", "identity"))
-SOURCES = Table(SOURCE, {v.name: v for v in (Package, Files, Hub, Tokens)})
+SOURCES = Table(Kind("lm.sources", "source", OutsideSource, ("documents", "identity")), {v.name: v for v in (Package, Files, Hub, Tokens)})
 
 
 @dataclass
@@ -405,7 +404,7 @@ class WeightedTask:
 
 @dataclass
 class DataConfig:
-    source: Source | Mixture = variant(Table(SOURCE, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
+    source: Source | Mixture = variant(Table(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)

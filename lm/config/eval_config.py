@@ -371,8 +371,7 @@ class DiagnosticsConfig(EvaluationConfig):
         yield from self.size_problems("length_factor", self.length_factor, self.sequences, data, model)
 
 
-EVALUATION = Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",))
-EVALUATIONS = Table(EVALUATION, {})  # lm's evaluations have blocks in `EvalConfig` instead
+EVALUATIONS = Table(Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",)), {})  # lm's own have blocks in `EvalConfig`
 
 
 @dataclass

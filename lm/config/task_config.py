@@ -290,8 +290,7 @@ class Passkey(Task):
         return log(9 * 10**4)
 
 
-TASK = Kind("lm.tasks", "task", Task, ("make",))
-TASKS = Table(TASK, {task.name: task for task in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)})
+TASKS = Table(Kind("lm.tasks", "task", Task, ("make",)), {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)})
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

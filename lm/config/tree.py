@@ -187,9 +187,6 @@ def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
 # ---------------------------------------------------------------- the effect of a key
 
 
-LEARNED_EFFECTS = ("model", "training", "numerics")  # values of `Effect.affects`, except `seed`, for keys that change the learned weights
-
-
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
 def effect_of(path: str) -> Effect:
     """The `Effect` of the key at a dotted path: what it affects, in which commands. A key unknown to this version affects training."""
@@ -199,7 +196,7 @@ def effect_of(path: str) -> Effect:
 def is_learned(path: str) -> bool:
     """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a key belong to
     different arms."""
-    return effect_of(path).affects in LEARNED_EFFECTS
+    return effect_of(path).affects in ("model", "training", "numerics")
 
 
 def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
