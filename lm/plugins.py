@@ -150,12 +150,10 @@ class Table(dict[str, type]):
         super().__init__(options)
         self.kind = kind
 
-    def __missing__(self, name: str) -> type:
-        return PLUGINS.options(str(name), self.kind)
-
     def __getitem__(self, name: str) -> type:
-        if name in self:
-            PLUGINS.note_hidden(name, self.kind)
+        if name not in self:
+            return PLUGINS.options(str(name), self.kind)
+        PLUGINS.note_hidden(name, self.kind)
         return super().__getitem__(name)
 
     def installed(self) -> list[str]:

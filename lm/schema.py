@@ -279,11 +279,9 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     variant_name = name if isinstance(name, str) else ""  # no variant has an empty name
     try:
         schema = table[variant_name]
-    except Unavailable as error:
-        problems.append(Problem(_join_path(path, "name"), name, error.reason, error.remedy))
-        return MISSING
-    except KeyError:
-        problems.append(Problem(_join_path(path, "name"), name, "unknown name", suggest(variant_name, table)))
+    except KeyError as error:
+        reason, remedy = (error.reason, error.remedy) if isinstance(error, Unavailable) else ("unknown name", suggest(variant_name, table))
+        problems.append(Problem(_join_path(path, "name"), name, reason, remedy))
         return MISSING
     return build(schema, value, path, problems, table)
 
