@@ -247,11 +247,10 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
         """All tokens, the bytes of text, and the number of documents or pieces."""
         documents = (Document(text, len(text.encode()), False, number) for number, text in enumerate(texts, 1))
         batches = list(encode_all(documents, tokenizer, END_OF_TEXT, 1))
-        parts = [document for batch in batches for document in batch.documents]
-        assert [len(batch.documents) for batch in batches] == [len(batch.lengths) for batch in batches]
-        assert sum(int(batch.lengths.sum()) for batch in batches) == sum(len(batch.tokens) for batch in batches)
+        parts = [document for documents, _, _ in batches for document in documents]
+        assert [len(in_val) for _, _, in_val in batches] == [len(tokens) for _, tokens, _ in batches]
         assert [piece.end for piece in parts if piece.begins] == [piece.end for piece in parts if piece.ends] == [*range(1, len(texts) + 1)]
-        return np.concatenate([batch.tokens for batch in batches]), sum(piece.n_bytes for piece in parts), len(parts)
+        return np.concatenate([tokens for _, tokens, _ in batches]), sum(piece.n_bytes for piece in parts), len(parts)
 
     tokens, n_bytes, n_documents = encoded()
     end = tokenizer.token_to_id(END_OF_TEXT)

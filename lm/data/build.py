@@ -70,15 +70,14 @@ class Journal:
         If the token files don't match the journal, writing starts again, with 0 documents and writers of empty splits.
         """
         writers: dict[str, SplitWriter] = {}
-        for name in SPLITS:
-            progress = self.entry.get(name)
-            # The files hold too few tokens or ids beyond the vocabulary, or a file or its entry is missing.
-            with suppress(EOFError, ValueError, FileNotFoundError, KeyError, TypeError):
-                writers[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, progress["n_tokens"])
-        if len(writers) == len(SPLITS) and all(writer.progress() == self.entry[name] for name, writer in writers.items()):
-            return self.n_documents, writers
-        for writer in writers.values():
-            writer.close()
+        # Suppressed: the files hold too few tokens or ids beyond the vocabulary, or a file or its entry is missing.
+        with suppress(EOFError, ValueError, FileNotFoundError, KeyError, TypeError), ExitStack() as stack:
+            for name in SPLITS:
+                writers[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, self.entry[name]["n_tokens"])
+                stack.callback(writers[name].close)
+            if all(writer.progress() == self.entry[name] for name, writer in writers.items()):
+                stack.pop_all()
+                return self.n_documents, writers
         return 0, {name: SplitWriter(self.folder, name, vocab_size, end_of_text) for name in SPLITS}
 
     def _write(self, changes: dict[str, Plain]) -> None:
@@ -234,15 +233,15 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         workers = data.prepare_workers or default_workers(int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum()))
         unsaved_bytes = 0
         with progress.bytes("encode", total_bytes, encoded_bytes) as advance:
-            for batch in encode_all(_scanned_documents(data, folder, scan, n_encoded), tokenizer, end_of_text, workers):
-                in_val = np.repeat([document.held_out for document in batch.documents], batch.lengths)
-                writers["train"].add(batch.tokens[~in_val])
-                writers["val"].add(batch.tokens[in_val])
-                n_bytes = sum(document.n_bytes for document in batch.documents)
+            new_documents = _scanned_documents(data, folder, scan, n_encoded)
+            for documents, tokens, in_val in encode_all(new_documents, tokenizer, end_of_text, workers):
+                writers["train"].add(tokens[~in_val])
+                writers["val"].add(tokens[in_val])
+                n_bytes = sum(document.n_bytes for document in documents)
                 advance(n_bytes)
                 unsaved_bytes += n_bytes
-                if unsaved_bytes >= JOURNAL_BYTES and batch.documents[-1].ends:
-                    journal.advance(batch.documents[-1].end, writers)
+                if unsaved_bytes >= JOURNAL_BYTES and documents[-1].ends:
+                    journal.advance(documents[-1].end, writers)
                     unsaved_bytes = 0
         counts = {name: writer.counts for name, writer in writers.items()}
         total_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)

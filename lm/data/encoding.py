@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.store import token_dtype
-from lm.data.tokenizer import decode, encode, parse_tokenizer, special_tokens, token_bytes, vocab_size, words
+from lm.data.tokenizer import decode, encode, library_errors, special_tokens, token_bytes, vocab_size
 from lm.errors import DataError
 from lm.machine import usable_cores
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch: encoding needs a hundred times its bytes of memory
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch of several: encoding needs a hundred times its bytes of memory
 PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 MAX_WORD_LENGTH = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
@@ -39,13 +39,8 @@ class Document:
     ends: bool = True  # true if the content is the end of the document
 
 
-@dataclass(frozen=True)
-class EncodedBatch:
-    """A batch of documents or pieces of documents, and their tokens. Each document begins with the end-of-text token."""
-
-    documents: list[Document]
-    tokens: np.ndarray  # token ids of the whole batch, in the store's dtype
-    lengths: np.ndarray  # number of tokens of each document, or piece
+# Documents or pieces of documents; the ids of all their tokens, in the store's dtype; and a mask of the tokens of held-out documents.
+EncodedBatch = tuple[list[Document], np.ndarray, np.ndarray]
 
 
 class Encoder:
@@ -54,35 +49,29 @@ class Encoder:
     Raises DataError: the decoded tokens of a text differ from the text, or a text encodes to a special token.
     """
 
-    def __init__(self, json: str, end_of_text: str):
-        self.tokenizer = parse_tokenizer(json, end_of_text)
-        self.end_of_text_id = self.tokenizer.token_to_id(end_of_text)
-        self.dtype = np.dtype(token_dtype(vocab_size(self.tokenizer)))
-        self.bytes_per_token = token_bytes(self.tokenizer)
-        self.is_special = special_tokens(self.tokenizer)
-        keeps_all_characters = self.tokenizer.normalizer is None and getattr(self.tokenizer.model, "unk_token", None) is None
-        added_tokens = self.tokenizer.get_added_tokens_decoder().items()
-        is_reversible = all(token.special or decode(self.tokenizer, [index]) == token.content for index, token in added_tokens)
+    def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
+        self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
+        self.dtype = np.dtype(token_dtype(vocab_size(tokenizer)))
+        self.bytes_per_token, self.is_special = token_bytes(tokenizer), special_tokens(tokenizer)
+        keeps_all_characters = tokenizer.normalizer is None and getattr(tokenizer.model, "unk_token", None) is None
+        added_tokens = tokenizer.get_added_tokens_decoder().items()
+        is_reversible = all(token.special or decode(tokenizer, [index]) == token.content for index, token in added_tokens)
         # True if tokens that stand for as many bytes as the text are sure to decode to it.
         self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
     def __call__(self, documents: list[Document]) -> EncodedBatch:
         """Encode documents or pieces of documents, with an end-of-text token before the first token of each document."""
-        token_arrays, text_tokens = [], self._encode([document.content for document in documents if isinstance(document.content, str)])
+        text_ids = iter(encode(self.tokenizer, [document.content for document in documents if isinstance(document.content, str)]))
+        token_arrays = []
         for document in documents:
             if isinstance(document.content, str):
-                tokens = next(text_tokens)
+                tokens = np.array(next(text_ids), self.dtype)
                 self._check_reversible(document.content, tokens)
             else:
                 tokens = document.content.astype(self.dtype)
             token_arrays.append(np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.begins else tokens)
-        return EncodedBatch(documents, np.concatenate(token_arrays), np.array([len(tokens) for tokens in token_arrays]))
-
-    def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
-        group_numbers = np.cumsum([len(text) for text in texts]) // PIECE_CHARACTERS
-        for group in np.split(np.arange(len(texts)), np.flatnonzero(np.diff(group_numbers)) + 1):
-            for ids in encode(self.tokenizer, [texts[n] for n in group]):
-                yield np.array(ids, self.dtype)
+        in_val = np.repeat([document.held_out for document in documents], [len(tokens) for tokens in token_arrays])
+        return documents, np.concatenate(token_arrays), in_val
 
     def _check_reversible(self, text: str, tokens: np.ndarray) -> None:
         if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
@@ -110,7 +99,8 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
-    word_starts = {begin for _, (begin, _) in words(tokenizer, text)}
+    with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
+        word_starts = {begin for _, (begin, _) in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
     cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
     return cuts <= word_starts and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens)
 
@@ -139,7 +129,8 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
 
     Long documents are encoded in pieces if this leaves their tokens unchanged (`cuts_between_words`), so memory holds few pieces at a time.
     """
-    encoder, is_divisible = Encoder(tokenizer.to_str(), end_of_text), token_bytes(tokenizer) is not None and cuts_between_words(tokenizer)
+    encoder = Encoder(tokenizer, end_of_text)
+    is_divisible = encoder.bytes_per_token is not None and cuts_between_words(tokenizer)
     document_pieces = (
         _split_document(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents
     )
@@ -175,10 +166,10 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     size = 0
     for document in documents:
-        batch.append(document)
-        size += document.n_bytes
-        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+        if batch and (size + document.n_bytes > BATCH_BYTES or len(batch) == BATCH_DOCUMENTS):
             yield batch
             batch, size = [], 0
+        batch.append(document)
+        size += document.n_bytes
     if batch:
         yield batch
