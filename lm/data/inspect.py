@@ -37,13 +37,10 @@ def overlap(store: Store) -> list[tuple[str, int, float]]:
 def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
     """Return the hash of every window of `N_GRAM` consecutive tokens: uint64 (tokens - N_GRAM + 1,)."""
     token_hashes = tokens.astype(np.uint64) + np.uint64(1)
-    hashes, length = token_hashes, 1
-    for bit in f"{N_GRAM:b}"[1:]:  # a window's hash: the hash of its first half times a power of the base, plus the hash of its second half
-        hashes = hashes[: len(hashes) - length] * np.uint64(pow(_HASH_BASE, length, 2**64)) + hashes[length:]
-        length *= 2
-        if bit == "1":
-            hashes = hashes[:-1] * np.uint64(_HASH_BASE) + token_hashes[length:]
-            length += 1
+    hashes = np.zeros(max(0, len(tokens) - N_GRAM + 1), np.uint64)
+    for offset in range(N_GRAM):
+        hashes *= np.uint64(_HASH_BASE)
+        hashes += token_hashes[offset : offset + len(hashes)]
     return hashes ^ (hashes >> np.uint64(29))
 
 
