@@ -307,13 +307,11 @@ class FileHashes:
 
     def __init__(self, root: Path):
         self.path = root / HASHES_FILE
-        self.is_changed = False
-        try:
-            content = json.loads(self.path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            content = {}
-        items = content.items() if isinstance(content, dict) else ()  # other content is a damaged cache: the files are hashed again
-        self.hashes = {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str)}
+        self.is_changed, self.hashes = False, {}
+        with suppress(RunError):  # a missing or damaged cache: the files are hashed again
+            for name, entry in read_json(self.path).items():
+                if isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str):
+                    self.hashes[name] = entry
 
     def cached(self, path: Path) -> str | None:
         """Return the cached sha256 of a file; None if no hash is cached or the file has changed since."""
