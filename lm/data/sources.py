@@ -30,7 +30,7 @@ import numpy as np
 from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
-from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, files_in, text_of
+from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in, report_unreadable, text_of
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, plain_sha256, unfinished
@@ -280,10 +280,6 @@ PACKAGES: dict[str, InstalledPackage | FetchedPackage] = {
 }  # fmt: skip
 
 
-def _package_documents(source: Package, root: Path, on_error: OnError, vocabulary: None) -> Documents:
-    return text_files.read_files(package_texts(source.package, root), Files(), on_error)
-
-
 def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     digest = plain_sha256([[path.name, hashes.sha256(path)] for path in package_texts(source.package, root)])
     return {"package": source.package, "version": PACKAGES[source.package].version, "sha256": digest}
@@ -413,20 +409,28 @@ def _library_errors(source: Hub) -> Iterator[None]:
 def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, vocabulary: None) -> Documents:
     for number, text in enumerate(source.documents(), 1):
         location = f"data.source: {source.name}: document {number}"
-        with UnreadableGuard(on_error):
+        with report_unreadable(on_error):
             if not isinstance(text, str):
                 raise Unreadable(f"{location} is {type(text).__name__}, not a text; check the source with lm check-extension source")
             yield text_of(text, location)
 
 
-def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    return {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])}
-
-
-OUTSIDE_READER = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
+OUTSIDE_READER = SourceReader(
+    _outside_documents,
+    lambda source, root, hashes: {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])},
+    lambda source: source.licence(),
+)
 SOURCE_READERS: dict[type, SourceReader] = {
-    Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
-    Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),
+    Package: SourceReader(
+        lambda source, root, on_error, _: text_files.read_files(package_texts(source.package, root), Files(), on_error),
+        _package_identity,
+        lambda source: PACKAGES[source.package].licence,
+    ),
+    Files: SourceReader(
+        lambda source, root, on_error, _: text_files.read_files(text_files.expand(source), source, on_error),
+        text_files.identity,
+        description=text_files.description,
+    ),
     Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming),
     Tokens: SourceReader(token_files.documents, token_files.identity, held_out=token_files.held_out),
 }

@@ -1,6 +1,6 @@
 """Reads documents from local files: plain text and .jsonl (.ndjson), also compressed, and .parquet.
 
-lm/data/sources.py and lm/data/token_files.py use `column_texts`, `Unreadable` and `UnreadableGuard`, too.
+lm/data/sources.py and lm/data/token_files.py use `column_texts`, `Unreadable` and `report_unreadable`, too.
 """
 
 import codecs
@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class Unreadable(DataError):
     """Raised for a file, document or row that can't be read.
 
     Attributes:
-        n_bytes: number of bytes of the document, row or rest of a file that can't be read; None until `UnreadableGuard` sets it.
+        n_bytes: number of bytes of the document, row or rest of a file that can't be read; None until `report_unreadable` sets it.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -48,27 +48,25 @@ Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # makes a documen
 Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
 
 
-@dataclass
-class UnreadableGuard:
-    """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with the error."""
+@contextmanager
+def report_unreadable(on_error: OnError, n_bytes: int = 0, location: str = "") -> Iterator[None]:
+    """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with the error.
 
-    on_error: OnError
-    n_bytes: int = 0  # size of the file, document or row
-    location: str = ""  # name of the file, or part of it, whose OSErrors and pyarrow errors become `Unreadable`; empty: none do
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> bool:
-        if self.location and isinstance(error, Exception) and not isinstance(error, Unreadable):
+    Args:
+        n_bytes: size of the file, document or row.
+        location: name of the file, or part of it, whose OSErrors and pyarrow errors become `Unreadable`; empty: none do.
+    """
+    try:
+        yield
+    except Exception as error:
+        if location and not isinstance(error, Unreadable):
             import pyarrow
 
-            error = unreadable_error(self.location, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
+            error = unreadable_error(location, error) if isinstance(error, OSError | pyarrow.ArrowException) else error
         if not isinstance(error, Unreadable):
-            return False
-        error.n_bytes = self.n_bytes if error.n_bytes is None else error.n_bytes
-        self.on_error(error)
-        return True
+            raise
+        error.n_bytes = n_bytes if error.n_bytes is None else error.n_bytes
+        on_error(error)
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
@@ -98,7 +96,7 @@ def column_texts(
         for scalar in table.column(column):
             row_number += 1
             row = f"{location}: row {row_number}: column '{column}'"
-            with UnreadableGuard(on_error):
+            with report_unreadable(on_error):
                 yield parse(_cell_value(scalar, row), row)
 
 
@@ -141,10 +139,6 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
 
-def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
-    return read_files(expand(source), source, on_error)
-
-
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect reading."""
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
@@ -152,7 +146,7 @@ def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:
-    """Return a file's sha256, or "unreadable" for a file that can't be read: `documents` handles this error by `data.on_error`."""
+    """Return a file's sha256, or "unreadable" for a file that can't be read: `read_files` handles this error by `data.on_error`."""
     try:
         return hashes.sha256(path)
     except DataError:
@@ -218,14 +212,15 @@ def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
     """
     entered_paths: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_unreadable_folder, followlinks=True):
-        real_path = os.path.realpath(path)
-        if hidden is not None and real_path not in entered_paths:
-            hidden += [Path(path, name) for name in (*folders, *names) if name.startswith(".")]
-        folders[:] = [] if real_path in entered_paths else sorted(name for name in folders if not name.startswith("."))
-        if real_path not in entered_paths:
-            files = (Path(path, name) for name in names if not name.startswith("."))
-            yield from (file for file in files if file.is_file() or not file.exists())
+        if (real_path := os.path.realpath(path)) in entered_paths:
+            folders.clear()
+            continue
         entered_paths.add(real_path)
+        if hidden is not None:
+            hidden += [Path(path, name) for name in (*folders, *names) if name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files = (Path(path, name) for name in names if not name.startswith("."))
+        yield from (file for file in files if file.is_file() or not file.exists())
 
 
 def _unreadable_folder(error: OSError) -> None:
@@ -263,7 +258,7 @@ def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse
     `on_error` is called with the error of each file, document or row that can't be read.
     """
     for path in paths:
-        with UnreadableGuard(on_error, size_of([path]), str(path)):
+        with report_unreadable(on_error, size_of([path]), str(path)):
             yield from _reader_of(path, source)(path, source, on_error, parse)
 
 
@@ -305,7 +300,7 @@ class _FileStream(io.RawIOBase):
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
     with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
-            with UnreadableGuard(on_error, len(content)):
+            with report_unreadable(on_error, len(content)):
                 text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
                 yield text
@@ -351,7 +346,7 @@ def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> I
     with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
             location, document = f"{path}: line {number}", None
-            with UnreadableGuard(on_error, len(line)):
+            with report_unreadable(on_error, len(line)):
                 if (text := _decode(line, begin, location)).strip():
                     row = _json_object(text, location)
                     check_column(location, source.column, list(row))
@@ -390,7 +385,7 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
             batch_rows = max(1, min(ROWS, PARQUET_BATCH_BYTES // max(1, row_bytes)))
             batches = file.iter_batches(batch_rows, [group_number], [source.column], use_threads=False)
             location = f"{path}: row group {group_number + 1} of {file.num_row_groups}"
-            with UnreadableGuard(on_error, sum(column.total_compressed_size for column in columns), location):
+            with report_unreadable(on_error, sum(column.total_compressed_size for column in columns), location):
                 yield from column_texts(batches, source.column, str(path), on_error, offset, parse)
             offset += row_group.num_rows
 

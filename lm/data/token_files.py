@@ -18,7 +18,7 @@ import numpy as np
 
 from lm.config.data_config import Files, TokenizerOptions, Tokens
 from lm.data import text_files
-from lm.data.text_files import ROWS, OnError, Unreadable, UnreadableGuard, check_column, column_texts, files_in, size_of, unreadable_error
+from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in, report_unreadable, size_of, unreadable_error
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
@@ -98,7 +98,7 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
     token_format = FORMATS[source.format]
     for path in token_format.files(source):
-        with UnreadableGuard(on_error, size_of(token_format.parts(path)), str(path)):
+        with report_unreadable(on_error, size_of(token_format.parts(path)), str(path)):
             yield from token_format.documents(path, source, vocabulary, on_error)
 
 
@@ -131,17 +131,14 @@ class TokenFormat:
 def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
     """Return a source's files with the suffix. Other files in folders are ignored; raises DataError if the source names another file."""
 
-    def lacks_suffix(path: Path) -> bool:
-        return path.exists() and all(file.suffix.lower() != suffix for file in (files_in(path) if path.is_dir() else [path]))
-
-    def existing_paths(path: Path) -> list[Path]:
-        matches = map(Path, glob.glob(str(path), recursive=True))
-        return [path] if path.exists() else [match for match in matches if match.is_file()]
-
-    unsuitable_paths = [match for path in map(expand_home, source.paths) for match in existing_paths(path) if lacks_suffix(match)]
+    unsuitable_paths: list[Path] = []
+    for path in map(expand_home, source.paths):
+        matches = [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True)))
+        files_by_match = {match: files_in(match) if match.is_dir() else [match] for match in matches}
+        unsuitable_paths += [match for match, files in files_by_match.items() if all(file.suffix.lower() != suffix for file in files)]
     files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
-        rejected_path = unsuitable_paths[0] if unsuitable_paths else source.paths[0]
+        rejected_path, *_ = *unsuitable_paths, *source.paths
         raise DataError(f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
@@ -199,7 +196,7 @@ def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error:
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
-            with UnreadableGuard(on_error, (end - begin) * ids.itemsize):
+            with report_unreadable(on_error, (end - begin) * ids.itemsize):
                 yield vocabulary.document(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on")
         begin = end
 
@@ -251,7 +248,7 @@ def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error:
         raise refusal(f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
     ids = np.memmap(bin_path, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
-        with UnreadableGuard(on_error, (end - begin) * dtype.itemsize):
+        with report_unreadable(on_error, (end - begin) * dtype.itemsize):
             yield vocabulary.document(ids[begin:end], f"{bin_path}: document {number:,}")
 
 
