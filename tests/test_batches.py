@@ -409,9 +409,9 @@ def test_pieces_of_documents_reach_every_token_of_long_documents(last: int):
 
 def test_a_run_says_how_many_tokens_pieces_of_documents_leave_out():
     pieces = DocumentPieces(counted_split([64, 15, 33, 8, 20, 40, 20]), 32, 32, (1, 2))
-    assert pieces.note() == "20.0% of the tokens are left out of each epoch, 11.5% always: documents of fewer than 16"
-    assert DocumentPieces(counted_split([64, 32]), 32, 32, (1, 2)).note() == "0.0% of the tokens are left out of each epoch"
-    assert TrainSequences(Counted(100), DataConfig(seq_len=32), 1, 1).length.note() == ""
+    assert pieces.note == "20.0% of the tokens are left out of each epoch, 11.5% always: documents of fewer than 16"
+    assert DocumentPieces(counted_split([64, 32]), 32, 32, (1, 2)).note == "0.0% of the tokens are left out of each epoch"
+    assert TrainSequences(Counted(100), DataConfig(seq_len=32), 1, 1).length.note == ""
 
 
 # ---------------------------------------------------------------- documents and streams

@@ -57,22 +57,22 @@ class StratifiedSampler:
 
     def __init__(self, weights: list[float], seed_words: tuple[int, ...]):
         self.weights, self.seed_words = np.array(weights) / np.sum(weights), seed_words
-        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._blocks: dict[int, np.ndarray] = {}
 
-    def assign(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two int64 arrays (k,) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this stream."""
+    def assign(self, slots: np.ndarray) -> np.ndarray:
+        """Return int64 (2, k) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this stream."""
         block_numbers, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
-        streams, stream_slots = np.empty_like(slots), np.empty_like(slots)
+        assigned = np.empty((2, len(slots)), np.int64)
         for block in np.unique(block_numbers):
             is_in_block = block_numbers == block
-            streams[is_in_block], stream_slots[is_in_block] = (values[slots_in_block[is_in_block]] for values in self.block(int(block)))
-        return streams, stream_slots
+            assigned[:, is_in_block] = self.block(int(block))[:, slots_in_block[is_in_block]]
+        return assigned
 
-    def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two arrays of `assign` for the `SLOTS_PER_BLOCK` slots from slot `block` x `SLOTS_PER_BLOCK` on."""
+    def block(self, block: int) -> np.ndarray:
+        """Return `assign` for the `SLOTS_PER_BLOCK` slots from slot `block` x `SLOTS_PER_BLOCK` on."""
         return _cached_draw(self._blocks, block, lambda: self._draw_block(block * SLOTS_PER_BLOCK))
 
-    def _draw_block(self, first_slot: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_block(self, first_slot: int) -> np.ndarray:
         # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from `begin` to `end`.
         begin, end = first_slot - len(self.weights) - 1, first_slot + SLOTS_PER_BLOCK + len(self.weights) + 1
         stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
@@ -86,7 +86,7 @@ class StratifiedSampler:
             shifts.append(random.advance(start).random_raw(count) / 2**64)
         due_times = (stream_slots + np.concatenate(shifts)) / self.weights[streams]
         order = np.argsort(due_times, kind="stable")[first_slot - stream_starts.sum() :][:SLOTS_PER_BLOCK]
-        return streams[order], stream_slots[order]
+        return np.stack((streams[order], stream_slots[order]))
 
 
 # ---------------------------------------------------------------- lengths of sequences
@@ -100,6 +100,7 @@ class Lengths(ABC):
 
     shortest: int  # the smallest length
     left_out: float = 0.0  # fraction of the tokens that an epoch does not read
+    note: str = ""  # `left_out` in words; empty if an epoch leaves out less than one sequence, as in all classes but `DocumentPieces`
 
     @abstractmethod
     def __call__(self, step: int) -> int:
@@ -108,11 +109,6 @@ class Lengths(ABC):
     def fractions(self, steps: int) -> dict[int, float]:
         """Return {length: fraction of the tokens of the first `steps` steps that are in sequences of this length}."""
         return _fractions(Counter(map(self, range(steps))))
-
-    def note(self) -> str:
-        """Say which fraction of the tokens an epoch leaves out. All classes but `DocumentPieces` return "", as their epochs leave out less
-        than one sequence."""
-        return ""
 
 
 def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
@@ -140,7 +136,7 @@ class DrawnLengths(Lengths):
 
     def __call__(self, step: int) -> int:
         block, step_in_block = divmod(step, SLOTS_PER_BLOCK)
-        return self.lengths[self.sampler.block(block)[0][step_in_block]]
+        return self.lengths[self.sampler.block(block)[0, step_in_block]]
 
 
 class DocumentPieces(Lengths):
@@ -178,7 +174,9 @@ class DocumentPieces(Lengths):
             reason = f"pieces of no length fill a step of {tokens_per_step} tokens"
             raise ConfigError([Problem("data.lengths", "documents", reason, "lower optim.batch_tokens, or add text")])
         self.left_out = 1 - self.steps_per_epoch * tokens_per_step / int(sizes.sum())
-        self.never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())  # fraction of the tokens that every epoch leaves out
+        never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())
+        short_documents = f", {never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if never_read else ""
+        self.note = f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
         self._epoch, self._order, self._starts = -1, np.empty(0), {}
 
     def _draw_epoch(self, epoch: int) -> None:
@@ -202,10 +200,6 @@ class DocumentPieces(Lengths):
     def fractions(self, steps: int) -> dict[int, float]:
         """Return {length: fraction of an epoch's tokens}. `steps` is ignored: counting single steps would need draws of many epochs."""
         return _fractions(self.steps)
-
-    def note(self) -> str:
-        short_documents = f", {self.never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if self.never_read else ""
-        return f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length` tokens."""

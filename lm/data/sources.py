@@ -293,14 +293,13 @@ class Unreachable(DataError):
 
 
 def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+    location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     with _library_errors(source):
         dataset = _dataset(source)
-    location = f"data.source.dataset: '{source.dataset}' ({source.split})"
-    if (names := dataset.column_names) is not None:
-        check_column(location, source.column, names)
-        dataset = dataset.select_columns([source.column])
-    tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
-    with _library_errors(source):
+        if (names := dataset.column_names) is not None:
+            check_column(location, source.column, names)
+            dataset = dataset.select_columns([source.column])
+        tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
         yield from islice(column_texts(tables, source.column, location, on_error), source.max_documents)
 
 

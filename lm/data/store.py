@@ -11,7 +11,6 @@ may begin in one shard and end in the next. The documents of each source are con
 
 import hashlib
 import io
-import json
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -116,9 +115,8 @@ def shard_path(split: Path, number: int) -> Path:
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
     """Yield (path, content) of the manifest of each store in `root` whose folder's name matches the glob `folders`; skip damaged ones."""
     for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
-        with suppress(OSError, ValueError, RecursionError):
-            if isinstance(manifest := json.loads(path.read_bytes()), dict):
-                yield path, manifest
+        with suppress(RunError):
+            yield path, read_json(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,8 +311,7 @@ class SplitWriter:
         self.files: dict[str, Plain] = {}  # manifest entries of finished shards
         self.file: BinaryIO | None = None
         try:
-            while self.n_tokens < resume_at:
-                self._reread_block(resume_at)
+            self._reread(resume_at)
             for path in folder.glob(f"{name}-*.bin"):
                 if path.name not in self.files and (self.file is None or path != self._shard_path()):
                     path.unlink()
@@ -367,20 +364,19 @@ class SplitWriter:
         self.file = open(self._shard_path(), mode, 1 << 20)  # noqa: SIM115 (`close` closes it)
         self.sha256 = hashlib.sha256()
 
-    def _reread_block(self, resume_at: int) -> None:
-        """Read the next block of an existing shard and count its tokens; after the last of `resume_at` tokens, truncate the shard."""
-        if self.file is None:
-            self._open_shard("r+b")
-        n_left_in_shard = self.shard_tokens - self.n_tokens % self.shard_tokens
-        n_to_keep = min(n_left_in_shard, resume_at - self.n_tokens)
-        n_to_read = min(_BLOCK_TOKENS, n_to_keep)
-        block = np.frombuffer(self.file.read(n_to_read * self.dtype.itemsize), self.dtype)
-        if len(block) < n_to_read:
-            raise EOFError(f"{self._shard_path()}: ends early")
-        if n_to_read == n_to_keep:
-            self.file.seek(self.file.tell())  # from reading to writing: drops what was read ahead
-            self.file.truncate()
-        self._record_tokens(block)
+    def _reread(self, n_tokens: int) -> None:
+        """Count the first `n_tokens` tokens of existing shards, and truncate the shard after the last of them."""
+        while self.n_tokens < n_tokens:
+            if self.file is None:
+                self._open_shard("r+b")
+            n_to_keep = min(self.shard_tokens - self.n_tokens % self.shard_tokens, n_tokens - self.n_tokens)
+            block = np.frombuffer(self.file.read(min(_BLOCK_TOKENS, n_to_keep) * self.dtype.itemsize), self.dtype)
+            if not len(block):
+                raise EOFError(f"{self._shard_path()}: ends early")
+            if len(block) == n_to_keep:
+                self.file.seek(self.file.tell())  # from reading to writing: drops what was read ahead
+                self.file.truncate()
+            self._record_tokens(block)
 
     def _record_tokens(self, tokens: np.ndarray) -> None:
         """Add tokens that are now in the shard's file to counts, hash and document starts; finish the shard if it is full."""

@@ -273,8 +273,6 @@ class _FileStream(io.RawIOBase):
     Raises Unreadable: the file is damaged. Up to about 64 kB of content before the damage are lost, too.
     """
 
-    file = None  # until `__init__` opens it: Python closes a stream whose `__init__` failed, too
-
     def __init__(self, path: Path):
         import pyarrow
 
@@ -290,11 +288,6 @@ class _FileStream(io.RawIOBase):
             return self.stream.readinto(buffer)
         except self.errors as error:
             raise unreadable_error(str(self.path), error, self.file.size() - self.file.tell()) from None
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        super().close()
 
 
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:

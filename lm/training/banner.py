@@ -89,7 +89,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tasks": _tasks_text(config, sequences, lengths) if data.tasks else "",
-        "lengths": "; ".join(filter(None, (length_texts, sequences.length.note()))) if data.lengths.allows_shorter else "",
+        "lengths": "; ".join(filter(None, (length_texts, sequences.length.note))) if data.lengths.allows_shorter else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
