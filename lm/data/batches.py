@@ -177,25 +177,10 @@ class DocumentPieces(Lengths):
         never_read = int(sizes[sizes < SHORTEST_PIECE].sum()) / int(sizes.sum())
         short_documents = f", {never_read:.1%} always: documents of fewer than {SHORTEST_PIECE}" if never_read else ""
         self.note = f"{self.left_out:.1%} of the tokens are left out of each epoch{short_documents}"
-        self._epoch, self._order, self._starts = -1, np.empty(0), {}
-
-    def _draw_epoch(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
-        n_skipped = (random.random_raw(len(self.offsets)) % (self.n_unused + 1).astype(np.uint64)).astype(np.int64)
-        self._starts = {}
-        for length, (document, offset) in self.pieces.items():
-            order = np.argsort(random.random_raw(len(document)), kind="stable") if len(document) else []
-            self._starts[length] = (self.offsets[document] + n_skipped[document] + offset)[order]
-        lengths = np.repeat(list(self.steps), list(self.steps.values()))
-        self._order = lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")]
-        self._epoch = epoch
+        self._epoch, self._epoch_starts = -1, []
 
     def __call__(self, step: int) -> int:
-        epoch, epoch_step = divmod(step, self.steps_per_epoch)
-        self._draw_epoch(epoch)
-        return int(self._order[epoch_step])
+        return self.tokens_per_step // len(self.sequence_starts(step))
 
     def fractions(self, steps: int) -> dict[int, float]:
         """Return {length: fraction of an epoch's tokens}. `steps` is ignored: counting single steps would need draws of many epochs."""
@@ -209,11 +194,22 @@ class DocumentPieces(Lengths):
 
     def sequence_starts(self, step: int) -> np.ndarray:
         """Return where the sequences of step `step` begin, as token indices in the split: int64 (tokens_per_step / length,)."""
-        length = self(step)
-        epoch_step = step % self.steps_per_epoch
-        n_steps_before = int((self._order[:epoch_step] == length).sum())
-        count = self.tokens_per_step // length
-        return self._starts[length][n_steps_before * count : (n_steps_before + 1) * count]
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._epoch_starts = epoch, self._draw_epoch(epoch)
+        return self._epoch_starts[epoch_step]
+
+    def _draw_epoch(self, epoch: int) -> list[np.ndarray]:
+        """Return `sequence_starts` of each step of an epoch."""
+        random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch)))
+        n_skipped = (random.random_raw(len(self.offsets)) % (self.n_unused + 1).astype(np.uint64)).astype(np.int64)
+        step_starts = {}  # by length: the starts of its steps' sequences, step by step
+        for length, (document, offset) in self.pieces.items():
+            count = self.tokens_per_step // length
+            order = np.argsort(random.random_raw(len(document)), kind="stable")[: self.steps[length] * count]
+            step_starts[length] = iter((self.offsets[document] + n_skipped[document] + offset)[order].reshape(-1, count))
+        lengths = np.repeat(list(self.steps), list(self.steps.values()))
+        return [next(step_starts[length]) for length in lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")].tolist()]
 
 
 # ---------------------------------------------------------------- batches
