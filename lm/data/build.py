@@ -20,7 +20,7 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
-from lm.data.encoding import Document, default_workers, encode_all, pieces, short_words
+from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, encode_all, pieces, short_words
 from lm.data.sources import labels, reader
 from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file, write_whole
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
@@ -29,6 +29,7 @@ from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
 from lm.errors import DataError, RunError, one_line
 from lm.files import file_sha256, json_bytes, read_sealed, sealed, sync_folder
+from lm.machine import usable_cores
 from lm.progress import Progress
 from lm.schema import Plain
 
@@ -230,7 +231,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
             stack.callback(writer.close)
         encoded_bytes = int(scan.n_bytes[:n_encoded][is_stored[:n_encoded]].sum())
         is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source_indices[n_encoded:]]
-        workers = data.prepare_workers or default_workers(int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum()))
+        text_bytes = int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum())
+        workers = data.prepare_workers or max(1, min(usable_cores(), text_bytes // MIN_BYTES_PER_THREAD))
         unsaved_bytes = 0
         with progress.bytes("encode", total_bytes, encoded_bytes) as advance:
             new_documents = _scanned_documents(data, folder, scan, n_encoded)
@@ -401,8 +403,7 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
 def _readings(data: DataConfig, folder: Path) -> list[Reading]:
     """Return a `Reading` for each source in order, each followed by a `Reading` for the source's own validation split, if it has one."""
     readings: list[Reading] = []
-    any_ids = any(isinstance(weighted.source, Tokens) for weighted in data.sources)
-    vocabulary = Vocabulary(data.tokenizer) if any_ids else None
+    vocabulary = Vocabulary(data.tokenizer) if any(isinstance(weighted.source, Tokens) for weighted in data.sources) else None
     for index, weighted in enumerate(data.sources):
         for source, is_held_out in ((weighted.source, False), (reader(weighted.source).held_out(weighted.source), True)):
             if source:

@@ -14,7 +14,6 @@ import numpy as np
 from lm.data.store import token_dtype
 from lm.data.tokenizer import decode, encode, library_errors, special_tokens, token_bytes, vocab_size
 from lm.errors import DataError
-from lm.machine import usable_cores
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -148,11 +147,6 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
         thread_pool.shutdown(cancel_futures=True)
         if sets_variable:
             del os.environ[_PARALLELISM_VARIABLE]
-
-
-def default_workers(n_bytes: int) -> int:
-    """Return the number of threads to encode `n_bytes` bytes of text: one per usable core, fewer for small texts."""
-    return max(1, min(usable_cores(), n_bytes // MIN_BYTES_PER_THREAD))
 
 
 def _split_document(document: Document) -> Iterator[Document]:

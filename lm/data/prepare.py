@@ -41,14 +41,14 @@ def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "
 def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     spec = _store_identity(data)
     target = _store_folder(data, spec)
+    root, roots_waited_for = target.parent, []
+
+    def wait() -> None:
+        roots_waited_for.append(root)
+        progress.say(f"{root}: waiting for another process that prepares a token store")
+
     try:
         if not target.exists():
-            root, roots_waited_for = target.parent, []
-
-            def wait() -> None:
-                roots_waited_for.append(root)
-                progress.say(f"{root}: waiting for another process that prepares a token store")
-
             root.mkdir(parents=True, exist_ok=True)
             with locked(root / ".lock", wait) as lock_problem:
                 if lock_problem:
@@ -66,7 +66,6 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     except OSError as error:  # a plugin's error, or one of writing the store: lm's own sources raise DataError
         if PLUGINS.failure(error)[0]:
             raise
-        root = target.parent
         if root.is_symlink() and not root.exists():
             raise DataError(
                 f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another folder"

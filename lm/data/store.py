@@ -101,8 +101,7 @@ class Split:
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of document `index`, the end-of-text token first: int64 (tokens,)."""
-        begin, end = (int(offset) for offset in self.offsets[index : index + 2])
-        return self.take(np.array([begin]), end - begin)[0]
+        return self.tokens_at(np.arange(*self.offsets[index : index + 2])).astype(np.int64)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name not in ("shards", "offsets")}

@@ -345,9 +345,8 @@ def haystack(
 # ---------------------------------------------------------------- any task
 
 
-# A function that makes a sequence of exactly length + 1 tokens by a task's options, or raises NoRoom.
-Generator = Callable[[Task, Draw, int, Text | None], Example]
-GENERATORS: dict[type[Task], Generator] = {
+# Functions that make a sequence of exactly length + 1 tokens by a task's options, or raise NoRoom.
+GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] = {
     MQAR: mqar,
     Copy: copy,
     Induction: induction,
