@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
-INDEX_LIMIT = 2**63
 MAX_ATTEMPTS = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
 MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
@@ -62,7 +61,7 @@ class Draw:
 
     def __init__(self, seed: int, subset: Subset, index: int):
         assert 0 <= seed < 2**32
-        assert 0 <= index < INDEX_LIMIT
+        assert 0 <= index < 2**63
         self.subset = subset
         self.raw: Callable[[int], np.ndarray] = np.random.PCG64(np.random.SeedSequence((seed, SUBSETS.index(subset), index))).random_raw
 

@@ -130,16 +130,15 @@ class TokenFormat:
 
 def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
     """Return a source's files with the suffix. Other files in folders are ignored; raises DataError if the source names another file."""
-
     unsuitable_paths: list[Path] = []
     for path in map(expand_home, source.paths):
-        matches = [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True)))
-        files_by_match = {match: files_in(match) if match.is_dir() else [match] for match in matches}
-        unsuitable_paths += [match for match, files in files_by_match.items() if all(file.suffix.lower() != suffix for file in files)]
+        for match in [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))):
+            if all(file.suffix.lower() != suffix for file in (files_in(match) if match.is_dir() else [match])):
+                unsuitable_paths.append(match)
     files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
-        rejected_path, *_ = *unsuitable_paths, *source.paths
-        raise DataError(f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
+        path = (unsuitable_paths or source.paths)[0]
+        raise DataError(f"{path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
 
