@@ -228,9 +228,10 @@ def sync_folder(folder: Path) -> None:
 # ---------------------------------------------------------------- JSON
 
 
-def write_json(path: Path, content: Plain) -> None:
-    """Write `content` to `path` as indented JSON, completely or not at all."""
+def write_json(path: Path, content: Plain) -> Path:
+    """Write `content` to `path` as indented JSON, completely or not at all; return `path`."""
     write_together({path: json_bytes(content)})
+    return path
 
 
 def json_bytes(content: Plain) -> bytes:
@@ -267,9 +268,9 @@ def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
     return body
 
 
-def write_sealed(path: Path, content: dict[str, Plain]) -> None:
-    """Write `content` and its sha256 (`sealed`) to `path` as JSON, completely or not at all."""
-    write_json(path, sealed(content))
+def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
+    """Write `content` and its sha256 (`sealed`) to `path` as JSON, completely or not at all; return `path`."""
+    return write_json(path, sealed(content))
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
