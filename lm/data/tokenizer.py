@@ -154,6 +154,12 @@ def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False)
         return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
+def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]]:
+    """Return (word, (start, stop)) for each word into which the pre-tokenizer cuts a text. Raises DataError if the library can't cut it."""
+    with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
+        return tokenizer.pre_tokenizer.pre_tokenize_str(text)
+
+
 def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:
     """Return a mask of the vocabulary, (V,) bool, that is true for special tokens."""
     is_special = np.zeros(vocab_size(tokenizer), bool)
