@@ -87,15 +87,13 @@ def vocabulary(data: DataConfig) -> int | None:
     """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the tokenizer can't be read."""
     if data.symbolic:
         return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # plus the end-of-text token
-    try:
+    with suppress(DataError):
         return open_prepared(data).vocab_size
-    except DataError:
-        if isinstance(data.tokenizer, TrainedTokenizer):
-            return data.tokenizer.vocab_size
-    try:
+    if isinstance(data.tokenizer, TrainedTokenizer):
+        return data.tokenizer.vocab_size
+    with suppress(DataError):
         return tokenizer.vocab_size(tokenizer.tokenizer_of(data.tokenizer))
-    except DataError:
-        return None
+    return None
 
 
 def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | None:

@@ -274,6 +274,10 @@ PACKAGES: dict[str, InstalledPackage | FetchedPackage] = {
 }  # fmt: skip
 
 
+def _package_documents(source: Package, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+    return text_files.read_files(package_texts(source.package, root), Files(), on_error)
+
+
 def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     digest = plain_sha256([[path.name, hashes.sha256(path)] for path in package_texts(source.package, root)])
     return {"package": source.package, "version": PACKAGES[source.package].version, "sha256": digest}
@@ -408,22 +412,14 @@ def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, voc
             yield text_of(text, location)
 
 
-OUTSIDE_READER = SourceReader(
-    _outside_documents,
-    lambda source, root, hashes: {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])},
-    lambda source: source.licence(),
-)
+def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+    return {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])}
+
+
+OUTSIDE_READER = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
 SOURCE_READERS: dict[type, SourceReader] = {
-    Package: SourceReader(
-        lambda source, root, on_error, _: text_files.read_files(package_texts(source.package, root), Files(), on_error),
-        _package_identity,
-        lambda source: PACKAGES[source.package].licence,
-    ),
-    Files: SourceReader(
-        lambda source, root, on_error, _: text_files.read_files(text_files.expand(source), source, on_error),
-        text_files.identity,
-        description=text_files.description,
-    ),
+    Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
+    Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),
     Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming),
     Tokens: SourceReader(token_files.documents, token_files.identity, held_out=token_files.held_out),
 }

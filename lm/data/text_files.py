@@ -139,6 +139,10 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
 
+def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
+    return read_files(expand(source), source, on_error)
+
+
 def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect reading."""
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
@@ -146,7 +150,7 @@ def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:
-    """Return a file's sha256, or "unreadable" for a file that can't be read: `read_files` handles this error by `data.on_error`."""
+    """Return a file's sha256, or "unreadable" for a file that can't be read: `documents` handles this error by `data.on_error`."""
     try:
         return hashes.sha256(path)
     except DataError:
