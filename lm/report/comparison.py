@@ -82,10 +82,9 @@ class Section:
 
         Points are in ascending order; ranges are in the order of their stop divided by the training length.
         """
-        places_of_series = [(series, *item) for series in self.series.values() for item in series.places.items()]
-        sort_keys = {label: stop / (series.seq_len if series.bins else 1) for series, label, (_, stop) in places_of_series}
-        places = {label: place for _, label, place in places_of_series}
-        return {label: places[label] for label in sorted(places, key=sort_keys.get)}
+        places = {label: (series, place) for series in self.series.values() for label, place in series.places.items()}
+        sort_keys = {label: stop / (series.seq_len if series.bins else 1) for label, (series, (_, stop)) in places.items()}
+        return {label: places[label][1] for label in sorted(places, key=sort_keys.get)}
 
     @property
     def seq_lens(self) -> list[int]:
@@ -240,9 +239,8 @@ def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], config_d
     for section in sections:
         agreement, tokens = shared_value(arms, section.tokens_seen)
         if agreement is False and tokens != tokens_seen:
-            warnings.append(
-                f"They were measured on {section.example_series.shown.measured_on} after different numbers of tokens: {tokens}."
-            )
+            measured_on = section.example_series.shown.measured_on
+            warnings.append(f"They were measured on {measured_on} after different numbers of tokens: {tokens}.")
     return list(dict.fromkeys(warnings))  # several sections may give the same warning
 
 
@@ -270,9 +268,8 @@ def _group_into_arms(records: list[RunRecord]) -> list[ArmRuns]:
             return [f"{key.split('.')[-1]}={value}" for key, value in texts.items()]  # a path stands as its last part
 
         for suffixes in (setting_suffixes, lambda run: [run.name], lambda run: [str(run.folder)]):
-            repeated_labels = {label for label, count in Counter(labels).items() if count > 1}
-            labelled_runs = zip(labels, runs_by_arm, strict=True)
-            labels = [", ".join([label, *suffixes(group[0])]) if label in repeated_labels else label for label, group in labelled_runs]
+            repeats, labelled_runs = Counter(labels), zip(labels, runs_by_arm, strict=True)
+            labels = [", ".join([label, *suffixes(group[0])]) if repeats[label] > 1 else label for label, group in labelled_runs]
     return [ArmRuns(printable(label), group) for label, group in zip(labels, runs_by_arm, strict=True)]
 
 
@@ -285,11 +282,10 @@ def arm_label(run: RunRecord) -> str:
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
     names = [catalogue.label(first_normalizer), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases)]
-    replaced_label = run.environment_entry("swap.normalizer")
-    swap_init = run.environment_entry("swap.init")
-    return " -> ".join(
-        [f"{replaced_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"] if replaced_label else names
-    )
+    if replaced_label := run.environment_entry("swap.normalizer"):
+        swap_init = run.environment_entry("swap.init")
+        names = [f"{replaced_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"]
+    return " -> ".join(names)
 
 
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
@@ -335,7 +331,6 @@ class Difference:
     arm: str
     section: Section
     name: SeriesName
-    place: str  # label of the place, such as `4x-8x`; empty: the series is a single number
     subject: str  # metric, task, place and setting in words
     interval: Interval | None  # in the unit of the series
     note: str  # how the interval was computed, or why there is no interval
@@ -382,7 +377,7 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
     interval, note = _difference_and_note([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
-    return Difference(arm.label, section, name, place, subject, shown_interval(interval, example_series), note)
+    return Difference(arm.label, section, name, subject, shown_interval(interval, example_series), note)
 
 
 def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:

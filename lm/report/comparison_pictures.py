@@ -87,11 +87,8 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)] for name in titles}
     max_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
     unit, x_label = token_unit(max_tokens)
-    swap_tokens = {
-        step * (run.record.flat.get("optim.batch_tokens") or 0) + run.record.tokens_before
-        for run in runs
-        for step, _ in run.record.phases[1:]
-    }
+    swaps = [(run.record, step) for run in runs for step, _ in run.record.phases[1:]]
+    swap_tokens = {step * (record.flat.get("optim.batch_tokens") or 0) + record.tokens_before for record, step in swaps}
     level = comparison and comparison.level("nats per token")
     panels, single_point_titles, clip_notes = [], [], []
     for name, run_curves in curves_by_name.items():
@@ -123,15 +120,14 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         marks = {tokens / unit: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
         label = "nats per token" if is_loss else name
         panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - y_padding, top + y_padding), marks=marks, levels=levels))
-    if not any(panel.traces for panel in panels):
+    kinds = {trace.kind for panel in panels for trace in panel.traces}
+    if not kinds:
         return None
-    several_seeds = max(Counter(run.arm for run in runs).values()) > 1
-    has_means = any(trace.kind == "mean" for panel in panels for trace in panel.traces)
-    caption = "Thin: single seeds. " * several_seeds + "Thick: mean over the seeds of an arm that have finished. " * has_means
+    caption = "Thin: single seeds. " if max(Counter(run.arm for run in runs).values()) > 1 else ""
+    caption += "Thick: mean over the seeds of an arm that have finished. " if "mean" in kinds else ""
     caption += "Training loss is a centred moving mean. " if panels[0].traces else ""
     caption += "Held-out losses are of all held-out text, the part that selects included." if len(panels) > 1 else ""
-    if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        caption += " Crosses at the top: where a run diverged."
+    caption += " Crosses at the top: where a run diverged." if "diverged" in kinds else ""
     caption += f" Without a curve, because it was measured once: {', '.join(single_point_titles)}." if single_point_titles else ""
     return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
 
@@ -267,18 +263,15 @@ def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace
     The range is None and the note empty if no value is finite, there is no reference level, or higher is better.
     """
     level, training_length = comparison.level(section.example_series.unit), max(section.seq_lens, default=0)
-    values_by_arm = [(trace.arm, array) for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
-    values_by_arm = [(arm, array[np.isfinite(array)]) for arm, array in values_by_arm]
-    values = np.concatenate([np.empty(0), *(array for _, array in values_by_arm)])
+    arrays = [(trace.arm, array[np.isfinite(array)]) for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
+    values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
     if not len(values) or level is None or section.example_series.better == "higher":
         return None, ""
     training_values = np.concatenate([trace.y[trace.x <= training_length] for trace in traces])
     low = values.min()
     top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))), low + 1e-3)
     padding = 0.06 * (top - low)
-    peaks = dict.fromkeys(sorted({arm for arm, _ in values_by_arm}), low)
-    for arm, array in values_by_arm:
-        peaks[arm] = max(peaks[arm], array.max(initial=low))
+    peaks = {arm: max(array.max(initial=low) for owner, array in arrays if owner == arm) for arm in sorted({arm for arm, _ in arrays})}
     arm_texts = [f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding]
     return (low - padding, top + padding), f"Leaving the picture: {'; '.join(arm_texts)}." if arm_texts else ""
 
@@ -358,17 +351,12 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
             traces.setdefault(quantity, []).append(Trace(colour_index, f"{label_prefix}{head and '/'}{head}", *points, "seed"))
     medians = {quantity: _median_traces(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
     traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
-    pictures = {}
-    for name, caption in captions.items():
-        caption += " Thick: the median of an arm's lines." * any(medians.values())
-        quantities = [
-            quantity for quantity in sorted(traces, key=_sort_key) if quantity.startswith(PARAM_PREFIX) == (name == "normalizer-parameters")
-        ]
-        panels = [
-            Panel(quantity_title(quantity), x_label, quantity, traces[quantity], log_y=quantity == GRAD_NORM) for quantity in quantities
-        ]
-        pictures |= {name: Picture(panels, names, caption)} if panels else {}
-    return pictures
+    panels: dict[str, list[Panel]] = {name: [] for name in captions}
+    for quantity in sorted(traces, key=_sort_key):
+        panel = Panel(quantity_title(quantity), x_label, quantity, traces[quantity], log_y=quantity == GRAD_NORM)
+        panels["normalizer-parameters" if quantity.startswith(PARAM_PREFIX) else "dynamics"].append(panel)
+    note = " Thick: the median of an arm's lines." if any(medians.values()) else ""
+    return {name: Picture(panels[name], names, caption + note) for name, caption in captions.items() if panels[name]}
 
 
 def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]:

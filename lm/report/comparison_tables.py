@@ -35,30 +35,27 @@ def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
 
 
 def _section_table(comparison: RunComparison, section: Section) -> Table:
-    runs_by_row: dict[tuple[ArmRuns, SeriesName], list[RunRecord]] = {}  # by arm and name without metric: runs that have one of the metrics
-    for name, arm in product(dict.fromkeys(replace(name, metric="") for name in section.names), comparison.arms):
-        metric_names = [replace(name, metric=metric) for metric in section.metrics]
-        if row_runs := [run for run in arm.runs if any((run, metric_name) in section.series for metric_name in metric_names)]:
-            runs_by_row[arm, name] = row_runs
-    rows, runs, is_number = list(runs_by_row), list(runs_by_row.values()), section.shape == "number"
-    rows_by_metric = [[(arm, replace(name, metric=metric)) for arm, name in rows] for metric in section.metrics]
+    measured = dict.fromkeys((run, replace(name, metric="")) for run, name in section.series)  # names without metric
+    rows = product(dict.fromkeys(name for _, name in measured), comparison.arms)
+    runs_by_row = {(arm, name): [run for run in arm.runs if (run, name) in measured] for name, arm in rows}
+    runs_by_row = {row: runs for row, runs in runs_by_row.items() if runs}
+    rows_by_metric = [[(arm, replace(name, metric=metric)) for arm, name in runs_by_row] for metric in section.metrics]
     labels = {
-        "arm": [arm.label for arm, _ in rows],
-        "task": [name.subject for _, name in rows],
-        "inference setting": [name.setting for _, name in rows],
+        "arm": [arm.label for arm, _ in runs_by_row],
+        "task": [name.subject for _, name in runs_by_row],
+        "inference setting": [name.setting for _, name in runs_by_row],
     }
     columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
-    columns += [(Column("seeds"), [str(len(row_runs)) for row_runs in runs])]
-    if is_number:
+    columns += [(Column("seeds"), [str(len(runs)) for runs in runs_by_row.values()])]
+    if section.shape == "number":
         for name, value in (("params", lambda run: run.environment_entry("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
-            columns.append((Column(name, "M"), [_mean_text([value(run) for run in row_runs], 1e6) for row_runs in runs]))
+            columns.append((Column(name, "M"), [_mean_text([value(run) for run in runs], 1e6) for runs in runs_by_row.values()]))
     columns += [column for rows in rows_by_metric for column in _mean_columns(comparison, section, rows)]
-    for rows in rows_by_metric if is_number else ():
+    for rows in rows_by_metric if section.shape == "number" else ():
         example = section.example(rows[0][1].metric)
+        series_by_row = [section.comparable_series(*row, "") for row in rows]
         for name in example.references:
-            levels = [
-                [series.references[name] for series in section.comparable_series(*row, "") if name in series.references] for row in rows
-            ]
+            levels = [[series.references[name] for series in row_series if name in series.references] for row_series in series_by_row]
             columns.append((Column(name, _unit(example.unit)), [digits(float(np.mean(values))) if values else None for values in levels]))
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
     return Table(title, _unit(section.example_series.unit), tuple(columns))
@@ -107,13 +104,12 @@ def _difference_table(comparison: RunComparison) -> Table:
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.name.metric) for difference in differences]
-    labels = {
-        "arm": [difference.arm for difference in differences],
-        "metric": [difference.subject for difference in differences],
-        "measured in": [_unit(series.unit) for series in examples],
-        "better": [BETTER_SIDE[series.better] for series in examples],
-    }
-    columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items()]
+    columns: list[FilledColumn] = [
+        (Column("arm", kind="label"), [difference.arm for difference in differences]),
+        (Column("metric", kind="label"), [difference.subject for difference in differences]),
+        (Column("measured in", kind="label"), [_unit(series.unit) for series in examples]),
+        (Column("better", kind="label"), [BETTER_SIDE[series.better] for series in examples]),
+    ]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
         columns.append((Column("difference", _interval_unit("", noise_source).removeprefix(", "), "difference"), cells))
@@ -137,9 +133,8 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
         for subject in dict.fromkeys(difference.subject for difference in group):
             subjects_by_arms.setdefault(tuple(difference.arm for difference in group if difference.subject == subject), []).append(subject)
         absence = "" if group[0].interval else " is not given"
-        lines += [
-            f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}" for arms, subjects in subjects_by_arms.items()
-        ]
+        for arms, subjects in subjects_by_arms.items():
+            lines.append(f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}")
     return [*lines, *comparison.missing]
 
 
@@ -225,10 +220,6 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
         return Fact(name, *shared_value(arms, value))
 
-    def schedule(run: RunRecord) -> str:
-        prefixes = ("optim.lr", "optim.warmup_steps", "optim.schedule.")
-        return ", ".join(f"{key}={value}" for key, value in run.flat.items() if key.startswith(prefixes))
-
     def parameters_outside_normalizer(run: RunRecord) -> int | None:
         total, normalizer = run.environment_entry("parameters.total"), run.environment_entry("parameters.normalizer")
         return None if total is None or normalizer is None else total - normalizer
@@ -243,12 +234,10 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
     is_same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
+    schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # beginnings of its keys
     seed_lists = {tuple(run.seeds for run in arm.runs) for arm in arms}
-    differing_starts = [
-        f"{printable(run.name)}: {'; '.join(differences)}"
-        for run in comparison.runs
-        if (differences := differing_settings(run.environment))
-    ]
+    differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
+    differing_starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
     inference_settings = dict.fromkeys(name.setting for section in comparison.sections for name in section.names if name.setting)
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
@@ -259,11 +248,11 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         fact("steps", lambda run: run.flat.get("trainer.max_steps")),
         Fact("seeds", len(seed_lists) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
-        fact("learning rate and schedule", schedule),
+        fact("learning rate and schedule", lambda run: ", ".join(f"{key}={run.flat[key]}" for key in run.flat if key.startswith(schedule))),
         fact("parameters outside the normalizer", parameters_outside_normalizer),
         fact("precision", lambda run: run.setting("precision")),
         fact("device", lambda run: run.setting("device")),
-        Fact("what each start of a run used", not differing_starts, ". ".join(differing_starts) or "the same at every start"),
+        Fact("what each start of a run used", not differing_starts, differing_starts or "the same at every start"),
         Fact("code", None if is_same_code and "uncommitted" in code else is_same_code, code),
     ]
     other_facts = [
@@ -293,17 +282,15 @@ def facts_table(comparison: RunComparison) -> Table:
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
     """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for each arm."""
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
-    values_by_arm = zip(*(comparison.config_diff[key] for key in keys), strict=True) if keys else [()] * len(comparison.arms)
-    columns = [(Column(arm.label, kind="words"), [*cells]) for arm, cells in zip(comparison.arms, values_by_arm, strict=True)]
+    cells_by_arm = [[comparison.config_diff[key][index] for key in keys] for index in range(len(comparison.arms))]
+    columns = [(Column(arm.label, kind="words"), cells) for arm, cells in zip(comparison.arms, cells_by_arm, strict=True)]
     return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
     """Text on number and length of the sequences on which a run's series in a section were measured, by task; None if no series says it."""
-    subject_amounts = [
-        (name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run and series.shown.amount
-    ]
-    return "; ".join(": ".join(filter(None, subject_and_amount)) for subject_and_amount in dict.fromkeys(subject_amounts)) or None
+    amounts = dict.fromkeys((name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run)
+    return "; ".join(": ".join(filter(None, (subject, amount))) for subject, amount in amounts if amount) or None
 
 
 def corpus_text(run: RunRecord) -> str | None:
