@@ -357,8 +357,7 @@ def shown_interval(interval: Interval | None, series: Series) -> Interval | None
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:
     """A run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights trained with seed 1."""
-    earlier_seeds = " after ".join(map(str, reversed(seeds[:-1])))
-    return f"{seeds[-1]} after {earlier_seeds}" if earlier_seeds else str(seeds[-1])
+    return " after ".join(map(str, reversed(seeds)))
 
 
 def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesName) -> Difference:

@@ -80,9 +80,9 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
         name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
         cells_by_name[name] = [(section.interval(*row, place) if has_points else None) or digits(section.mean(*row, place)) for row in rows]
     noise_sources = dict.fromkeys(cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
-    decimals, interval_unit = 3 if example.unit == "fraction" else 4, _interval_unit(unit, " or over ".join(noise_sources))
-    fields = {"unit": interval_unit, "kind": "mean", "decimals": decimals} if noise_sources else {"unit": unit}
-    mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
+    interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}"
+    fields = (interval_unit, "mean", 3 if example.unit == "fraction" else 4) if noise_sources else (unit,)
+    mean_columns = [(Column(name, *fields), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
@@ -92,11 +92,6 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
 
 def _unit(unit: str) -> str:
     return unit.replace(" per ", "/")
-
-
-def _interval_unit(unit: str, noise_source: str) -> str:
-    """The unit in the heading of a column with intervals: `unit, 95% interval over noise_source`; without `over` if that is empty."""
-    return f"{unit}, 95% interval" + (f" over {noise_source}" if noise_source else "")
 
 
 def _difference_table(comparison: RunComparison) -> Table:
@@ -112,7 +107,7 @@ def _difference_table(comparison: RunComparison) -> Table:
     ]
     for noise_source in dict.fromkeys(interval.noise_source for interval in intervals):
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
-        columns.append((Column("difference", _interval_unit("", noise_source).removeprefix(", "), "difference"), cells))
+        columns.append((Column("difference", f"95% interval over {noise_source}", "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
 
 
@@ -126,7 +121,9 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
     lines = [comparison.warning] if comparison.warning else []
     has_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
     lines += [REPORTING_NOTE] if has_text else []
-    lines += [OWN_SEEDS_NOTE] if comparison.differences and _differs_in_seeds(comparison) else []
+    names = ((section, name) for section in comparison.sections for name in section.names)
+    differ_in_seeds = any(len({tuple(section.by_seed(arm, name)) for arm in comparison.arms} - {()}) > 1 for section, name in names)
+    lines += [OWN_SEEDS_NOTE] if comparison.differences and differ_in_seeds else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
         subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
@@ -136,12 +133,6 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
         for arms, subjects in subjects_by_arms.items():
             lines.append(f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}")
     return [*lines, *comparison.missing]
-
-
-def _differs_in_seeds(comparison: RunComparison) -> bool:
-    """Whether two arms have a series of the same name (`SeriesName`), but for different seeds."""
-    names = ((section, name) for section in comparison.sections for name in section.names)
-    return any(len({tuple(section.by_seed(arm, name)) for arm in comparison.arms} - {()}) > 1 for section, name in names)
 
 
 # ---------------------------------------------------------------- what a run took

@@ -139,14 +139,11 @@ def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) 
 
 def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
     """Texts of means with intervals: rows by evaluation, setting and place, columns by metric. `indexed_rows`: (evaluation index, row)."""
-    noise_sources: dict[str, str] = {}
-    for _, row in indexed_rows:
-        noise_sources[row.metric] = noise_sources.get(row.metric) or row.over * (row.low is not None)
+    units = {row.metric: f"95% over {row.over}" for _, row in reversed(indexed_rows) if row.low is not None}
     cells = {}
     for index, row in indexed_rows:
         bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
-        noise_source = noise_sources[row.metric]
-        cells[(index, row.setting, row.where), Column(row.metric, noise_source and f"95% over {noise_source}")] = digits(row.value) + bounds
+        cells[(index, row.setting, row.where), Column(row.metric, units.get(row.metric, ""))] = digits(row.value) + bounds
     return cells
 
 
@@ -166,7 +163,8 @@ def _metric_groups(rows: Iterable[Row]) -> list[list[str]]:
 
 def results_bytes(results: list[EvaluationResult], path: Path) -> bytes:
     """The content of the result file `path`, CSV or JSON by the suffix, with a row or object for each number."""
-    labelled_rows = [
-        ({"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}, result.rows) for result in results
-    ]
-    return table_bytes([labels | vars(row) for labels, rows in labelled_rows for row in rows], path)
+    lines = []
+    for result in results:
+        labels = {"run": str(result.folder), "step": result.evaluation.step, "kind": result.evaluation.kind}
+        lines += [labels | vars(row) for row in result.rows]
+    return table_bytes(lines, path)

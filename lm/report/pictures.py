@@ -293,12 +293,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         _draw_trace(axes, trace, is_alone=lines_by_arm[trace.arm] == 1, has_band=not panel.is_crowded)
     for x, y, arm in panel.rings:
         axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
-    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    limits = {name: limit for name, limit in (("xlim", panel.x_range), ("ylim", panel.y_range)) if limit}
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label, **limits)
     axes.set_title(_wrap_title(panel.title), pad=20 if panel.marks else 6)  # room for the words at the top of vertical lines
-    if panel.x_range:
-        axes.set_xlim(*panel.x_range)
-    if panel.y_range:
-        axes.set_ylim(*panel.y_range)
     if panel.ticks:
         labels, is_categorical = list(panel.ticks.values()), [*panel.ticks] == [*range(len(panel.ticks))]
         labels_overlap = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MAX_LABEL_CHARACTERS

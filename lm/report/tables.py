@@ -130,9 +130,8 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
     for table in tables:
         heads = [column.heading for column in table.columns]
         lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([column.cell_text(cell) for column, cell in row] for row in table.rows)]
-        blocks.append(
-            f"{table.title}\n\n" + "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        )
+        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        blocks.append("\n".join([table.title, "", *rows]))
     if notes:
         blocks.append("\n".join(f"- {note}" for note in notes))
     return "\n\n".join(blocks) + "\n"
@@ -147,8 +146,7 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             row_key = {column.name: cell for column, cell in row if column.kind == "label"}
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
-                    is_text = not isinstance(cell, Interval)
-                    values = [cell] if is_text else [*(column.text(value) for value in cell.as_list()), cell.noise_source]
+                    values = [*map(column.text, cell.as_list()), cell.noise_source] if isinstance(cell, Interval) else [cell]
                     lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
     return csv_text(lines, ("table", *labels, *numbers))
 
@@ -233,17 +231,16 @@ def grid(table: Table) -> RichTable:
     columns = []
     for column, cells in table.contents:
         is_mean_only = omits_intervals and column.kind == "mean"
-        columns.append(
-            [column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell) for cell in cells]
-        )
+        texts = [column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell) for cell in cells]
+        columns.append([escape(text) if isinstance(text, str) else text for text in texts])
         heading = column.name if column.unit == table.unit or is_mean_only else column.heading
         if column.kind in ("label", "words"):
             rich_table.add_column(escape(heading), min_width=8, overflow="fold")
         else:
-            width = max(MIN_WRAP_WIDTH, *map(len, columns[-1]), 0)
+            width = max(MIN_WRAP_WIDTH, *map(len, texts), 0)
             name, *units = heading.partition(" over ")  # what an interval covers stays on one line
             wrapped_heading = textwrap.fill(name, width, break_long_words=False) + "".join(units).replace(" ", "\n", 1)
             rich_table.add_column(escape(wrapped_heading), justify="right")
     for row in zip(*columns, strict=True):
-        rich_table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+        rich_table.add_row(*row)
     return rich_table
