@@ -47,7 +47,7 @@ def model_card(loaded_model: Loaded, kind: str) -> str:
     }
     if loaded_model.tokenizer is not None:
         rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
-    if kind == LM_CONFIG_FIELDS["model_type"]:
+    if kind == LM_MODEL_TYPE:
         rows["code"] = f"`{MODELLING_FILE}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
     parts = ["---\nlibrary_name: transformers\npipeline_tag: text-generation\n---", f"# {loaded_model.folder.resolve().name}", _table(rows)]
     parts += ["## Training", _training_section(loaded_model)]
@@ -226,9 +226,8 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
 
 
 MODELLING_FILE = "modeling_lm.py"  # beside this module; copied into the folder
-AUTO_CLASSES = {"AutoConfig": "LmConfig", "AutoModel": "LmModel", "AutoModelForCausalLM": "LmForCausalLM"}
-LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"]}
-LM_CONFIG_FIELDS |= {"auto_map": {auto: f"{MODELLING_FILE.removesuffix('.py')}.{name}" for auto, name in AUTO_CLASSES.items()}}
+AUTO_MAP = {"AutoConfig": "modeling_lm.LmConfig", "AutoModel": "modeling_lm.LmModel", "AutoModelForCausalLM": "modeling_lm.LmForCausalLM"}
+LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
     "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
     "relu2", "relu", "sigmoid",
@@ -251,11 +250,8 @@ def _reason_not_computed(loaded_model: Loaded) -> str:
 
 def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
     """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class `LmConfig`."""
-    spec = loaded_model.spec
-    model = spec.model
-    rope = model.position
-    normalizers = loaded_model.decoder.normalizers()
-    rope_fields = {}
+    spec, normalizers, rope_fields = loaded_model.spec, loaded_model.decoder.normalizers(), {}
+    model, rope = spec.model, spec.model.position
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
         layer_rotates = [rope.rotates_in(layer) for layer in range(model.n_layer)]

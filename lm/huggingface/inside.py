@@ -29,6 +29,7 @@ from lm.data.tokenizer import downloaded
 from lm.errors import ConfigError, Problem
 from lm.functional import Named
 from lm.huggingface.importing import INDEX, Shards
+from lm.schema import Plain
 
 LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
 NORMALIZER_ATTRIBUTE = "lm_normalizer"  # in each attention, the module with the parameters; in the configuration, their normalizer
@@ -49,9 +50,10 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
     """
     for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}).items():
         functional.parameters(normalizer, 1, 2, 2)
-        if (kind := normalizer if isinstance(normalizer, str) else normalizer["name"]) in UNREGISTERED_NORMALIZERS:
-            raise ConfigError([Problem(name, kind, "is no function of one layer's queries and keys", "train it with lm")])
-        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, normalizer))
+        options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
+        if options["name"] in UNREGISTERED_NORMALIZERS:
+            raise ConfigError([Problem(name, options["name"], "is no function of one layer's queries and keys", "train it with lm")])
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, options))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
 
@@ -70,8 +72,7 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     attention_function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     if not isinstance(attention_function, partial) or attention_function.func is not _attend:
         raise ValueError(f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's")
-    (normalizer,) = attention_function.args
-    options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
+    (options,) = attention_function.args
     if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
         raise ValueError(f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}")
     attention_modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
@@ -79,11 +80,11 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
         raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
     if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in attention_modules):
         raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
-    setattr(config, NORMALIZER_ATTRIBUTE, options)
+    setattr(config, NORMALIZER_ATTRIBUTE, dict(options))
     setattr(config, LENGTH_FIELD, train_length or _train_length(config))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for module in attention_modules:
-        initial_values = functional.parameters(normalizer, config.num_attention_heads, head_size, _train_length(config))
+        initial_values = functional.parameters(options, config.num_attention_heads, head_size, _train_length(config))
         parameter_dict = nn.ParameterDict((name.replace(".", "_"), value) for name, value in initial_values.items())
         parameter_dict.names = list(initial_values)  # as `lm.functional` has them, with their dots
         module.add_module(NORMALIZER_ATTRIBUTE, parameter_dict.to(next(module.parameters()).device))
@@ -117,7 +118,7 @@ def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: obje
 
 
 def _attend(
-    normalizer: Named, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    options: dict[str, Plain], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value (B, K, S, D). Raises
@@ -130,7 +131,7 @@ def _attend(
     if dropout:
         raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
     parameter_dict, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
-    if parameter_dict is None and functional.parameters(normalizer, 1, 2, 2):
+    if parameter_dict is None and functional.parameters(options, 1, 2, 2):
         raise ValueError(f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_parameters(model) once it is made")
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
@@ -138,13 +139,12 @@ def _attend(
     if attention_mask is None and 1 < query.size(2) < key.size(2):  # a new cache of fixed size, whose later keys are empty
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
-    options = {"name": normalizer} if isinstance(normalizer, str) else normalizer
     depends_on_position = options["name"] in POSITION_DEPENDENT_NORMALIZERS and options.get("features") != "identity"
     if depends_on_position and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
     parameters = {} if parameter_dict is None else dict(zip(parameter_dict.names, parameter_dict.parameters(), strict=True))
-    output = functional.attention(normalizer, query, key, value, parameters, positions=layout, train_length=_train_length(config))
+    output = functional.attention(options, query, key, value, parameters, positions=layout, train_length=_train_length(config))
     return output.transpose(1, 2).contiguous(), None
 
 

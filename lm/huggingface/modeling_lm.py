@@ -40,52 +40,41 @@ class LmConfig(PreTrainedConfig):
     model_type = "lm_decoder"
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    def __init__(
-        self,
-        vocab_size: int = 256,
-        hidden_size: int = 64,
-        intermediate_size: int = 256,
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int = 4,
-        head_dim: int = 16,
-        max_position_embeddings: int = 1024,
-        block: str = "attention",
-        hidden_act: str = "relu2",
-        norm: str = "rms",
-        norm_eps: float = 1e-5,
-        bias: bool = False,
-        qkv_bias: bool = False,
-        mlp_bias: bool = False,
-        qk_norm: bool = False,
-        rope_frequencies: list[float] | None = None,
-        rope_amplitude: float = 1.0,
-        rope_layers: list[bool] | None = None,
-        learned_positions: bool = False,
-        embedding_norm: str | None = None,
-        value_residual: str | None = None,
-        output_gate: str | None = None,
-        logit_softcap: float | None = None,
-        normalizers: list[dict] | None = None,
-        layer_types: list[str] | None = None,
-        sliding_window: int | None = None,
-        tie_word_embeddings: bool = False,
-        **kwargs: object,
-    ):
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.block, self.hidden_act, self.norm, self.norm_eps = block, hidden_act, norm, norm_eps
-        self.bias, self.qkv_bias, self.mlp_bias, self.qk_norm = bias, qkv_bias, mlp_bias, qk_norm
-        self.rope_frequencies, self.rope_amplitude, self.learned_positions = rope_frequencies, rope_amplitude, learned_positions
-        self.embedding_norm, self.value_residual, self.logit_softcap = embedding_norm, value_residual, logit_softcap
-        self.output_gate = output_gate
-        self.rope_layers = rope_layers or [True] * num_hidden_layers
-        self.normalizers = normalizers or [{"name": "softmax"}] * num_hidden_layers
-        self.layer_types = layer_types or ["full_attention"] * num_hidden_layers
-        self.sliding_window = sliding_window
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+    vocab_size: int = 256
+    hidden_size: int = 64
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 16
+    max_position_embeddings: int = 1024
+    block: str = "attention"
+    hidden_act: str = "relu2"
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    bias: bool = False
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_frequencies: list[float] | None = None
+    rope_amplitude: float = 1.0
+    rope_layers: list[bool] | None = None
+    learned_positions: bool = False
+    embedding_norm: str | None = None
+    value_residual: str | None = None
+    output_gate: str | None = None
+    logit_softcap: float | None = None
+    normalizers: list[dict] | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: object):
+        """Give each layer a default of its own; `kwargs` are fields that all configurations of transformers may have."""
+        self.rope_layers = self.rope_layers or [True] * self.num_hidden_layers
+        self.normalizers = self.normalizers or [{"name": "softmax"}] * self.num_hidden_layers
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
 
 
 # ---------------------------------------------------------------- normalizers
