@@ -23,9 +23,10 @@ from rich.console import Console
 from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
-from lm.report.comparison_tables import print_comparison
+from lm.report.comparison_tables import comparison_notes, comparison_tables
 from lm.report.html import write_comparison
 from lm.report.pictures import COLOURS, DARK_COLOURS, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
+from lm.report.tables import print_tables
 from lm.runs.record import read_run
 
 
@@ -41,7 +42,7 @@ def test_all_formats_have_the_same_numbers(pair, tmp_path):
     assert numbers(markdown) == numbers(files.csv.read_text()) == numbers(files.latex.read_text()) == numbers(html)
     assert len(numbers(markdown)) > 20
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_comparison(compare_runs([read_run(folder) for folder in pair]), console)
+    print_tables(*comparison_tables(compare_runs([read_run(folder) for folder in pair])), console=console)
     assert numbers(markdown) <= numbers(console.export_text())
 
 
@@ -50,7 +51,7 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     comparison = compare_runs([read_run(folder) for folder in folders])
     files, picture = write_report(folders, out), overview(comparison)
     console = Console(width=200, record=True, file=io.StringIO())
-    print_comparison(comparison, console)
+    print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison), console=console)
     texts = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
     texts["latex"] = texts["latex"].replace("\\\\", "")
     return texts | {

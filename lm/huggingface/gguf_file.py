@@ -138,8 +138,6 @@ class GGUF:
             reader = GGUFReader(path)
             self._metadata = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {self._transformers_name(tensor.name): tensor for tensor in reader.tensors}
-        except RunError:
-            raise
         except Exception as error:  # all that the reader raises for damaged files
             raise RunError(f"{path}: not a readable GGUF file: {one_line(error, 160)}") from None
         self._check_tensor_ranges()

@@ -296,7 +296,7 @@ def _parameter_values(parameters: list[MappedParameter], tensors: "Shards | GGUF
             pieces.append(tensors.read(name))
             if not pieces[-1].isfinite().all():
                 raise RunError(f"{tensors.path}: {name} holds numbers that are not finite")
-        pieces = [piece.t() for piece in pieces] if parameter.transposed and pieces[0].dim() == 2 else pieces
+        pieces = [piece.t() for piece in pieces] if parameter.transposed else pieces
         value = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
         del pieces
         if parameter.scaled:

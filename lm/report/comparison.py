@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import get_args
 
 import numpy as np
@@ -210,13 +211,10 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     """
     sections = _make_sections(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
-    mixed_arms = dict.fromkeys(
-        (arm, section.example_series.shown.measured_on)
-        for arm in arms
-        for section in sections
-        if any(len(identities(section.by_seed(arm, name).values(), place)) > 1 for name in section.names for place in section.places)
-    )
-    missing_notes += [f"{arm.label}: the {measured_on} of its runs differ: no mean over them" for arm, measured_on in mixed_arms]
+    for arm, section in product(arms, sections):
+        mixed = any(len(identities(section.by_seed(arm, name).values(), place)) > 1 for name in section.names for place in section.places)
+        note = f"{arm.label}: the {section.example_series.shown.measured_on} of its runs differ: no mean over them"
+        missing_notes += [note] if mixed and note not in missing_notes else []
     diff = _config_diff(arms)
     differences = [
         _compare_arms(arm, arms[0], section, name)
@@ -262,10 +260,10 @@ def _group_into_arms(records: list[RunRecord]) -> list[ArmRuns]:
         keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
         def setting_suffixes(run: RunRecord) -> list[str]:
-            origins = {key: run.config.get(key) for key in keys if key in ("init_from", "branch_from")}
-            settings = {key: origins.get(key, run.flat.get(key)) for key in keys if origins.get(key, key)}  # without empty origins
+            # `init_from` and `branch_from` are paths in `config`, which stand as their last part, and arms in `flat`
+            settings = {key: run.config.get(key, run.flat.get(key)) for key in keys}
             texts = {key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value for key, value in settings.items()}
-            return [f"{key.split('.')[-1]}={value}" for key, value in texts.items()]  # a path stands as its last part
+            return [f"{key.split('.')[-1]}={value}" for key, value in texts.items() if value or key not in ("init_from", "branch_from")]
 
         for suffixes in (setting_suffixes, lambda run: [run.name], lambda run: [str(run.folder)]):
             repeats, labelled_runs = Counter(labels), zip(labels, runs_by_arm, strict=True)

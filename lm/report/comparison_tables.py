@@ -8,11 +8,10 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
-from lm.report.tables import Column, FilledColumn, Table, digits, four_digit_text, print_tables, printable, show, table_from_rows
+from lm.report.tables import Column, FilledColumn, Table, digits, four_digit_text, printable, show, table_from_rows
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
@@ -109,11 +108,6 @@ def _difference_table(comparison: RunComparison) -> Table:
         cells = [interval if interval.noise_source == noise_source else None for interval in intervals]
         columns.append((Column("difference", f"95% interval over {noise_source}", "difference"), cells))
     return Table(f"Differences to {comparison.arms[0].label}", "", tuple(columns))
-
-
-def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables of a comparison (`comparison_tables`), then its `comparison_notes`."""
-    print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison), console=console)
 
 
 def comparison_notes(comparison: RunComparison) -> list[str]:
