@@ -320,7 +320,7 @@ def test_means_of_many_arms_are_drawn_alone_and_long_names_stand_aslant(arms: in
     assert ("stroke-opacity: 0.5" not in picture.svg) == is_crowded
     assert ("rotate(-35)" in picture.svg) == is_crowded
     assert picture.csv.count(",seed,") == arms * arms
-    seeds_alone = Picture([Panel("title", "x", "y", lines)], picture.arms, names_arms=False)
+    seeds_alone = Picture([Panel("title", "x", "y", lines)], [])
     assert ("stroke-dasharray" in seeds_alone.svg) == is_crowded, "as in the legend"
 
 

@@ -154,7 +154,6 @@ class Normalizer(nn.Module):
     def __init__(self, options: dict):
         super().__init__()
         self.options, self.factor, self.elementwise = options, QUERY_FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
-        self.normalizes_qk = options["name"] == "cosine"
         for name, shape in options.get("parameters", {}).items():
             *path, leaf = name.split(".")
             owner = self
@@ -179,7 +178,7 @@ class Normalizer(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if softmax is not used."""
-        if self.normalizes_qk:
+        if self.options["name"] == "cosine":
             q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
         if self.factor is None:
             return q, k

@@ -155,13 +155,6 @@ class RunComparison:
     warning: str  # sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does
 
     @property
-    def title(self) -> str:
-        """The labels of the arms, with `vs` between them; for a single arm its label and the names of its runs."""
-        if len(self.arms) > 1:
-            return " vs ".join(arm.label for arm in self.arms)
-        return f"{self.arms[0].label}: {', '.join(printable(run.name) for run in self.arms[0].runs)}"
-
-    @property
     def runs(self) -> list[RunRecord]:
         return [run for arm in self.arms for run in arm.runs]
 

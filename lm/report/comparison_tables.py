@@ -219,7 +219,7 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
     is_same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
-    schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # beginnings of its keys
+    schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # prefixes of the keys of the schedule
     seed_lists = {tuple(run.seeds for run in arm.runs) for arm in arms}
     differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
     differing_starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)

@@ -11,7 +11,6 @@ from lm.report.tables import Column, FilledColumn, Table, digits, print_tables, 
 from lm.runs.evaluations import Evaluation, Series, number, series_names
 from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
 
-SETTING_HEADING = "inference setting"  # heading of the column that says how the model was used
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
@@ -132,7 +131,7 @@ def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) 
     indices, settings, places = (list(labels) for labels in zip(*rows, strict=True))
     names = ["" if index and model_number == indices[index - 1] else models[model_number] for index, model_number in enumerate(indices)]
     places = [place or "all" for place in places] if any(places) else []
-    labels = {"run, step": names if any(models) else [], SETTING_HEADING: settings if any(settings) else [], place_heading: places}
+    labels = {"run, step": names if any(models) else [], "inference setting": settings if any(settings) else [], place_heading: places}
     label_columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if texts]
     return Table(title, "", (*label_columns, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
 

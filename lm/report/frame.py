@@ -18,7 +18,6 @@ from lm.runs.record import RunRecord, divergence, read_run
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
 MEASURED_COLUMNS = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
 COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
-LOGGED_KIND = "log"  # value of the column `kind` for numbers that were logged while training
 
 RowBlock = dict[str, object]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
 
@@ -141,5 +140,5 @@ def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
         numbers = {name: value for name, value in log_line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
         if numbers and "tokens" in log_line:
             metric_names = np.array([*numbers], dtype=object)
-            shared_columns = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": LOGGED_KIND, "part": ""}
+            shared_columns = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": "log", "part": ""}
             yield run_values | shared_columns | {"metric": metric_names, "value": np.array([*numbers.values()], float)}

@@ -18,7 +18,7 @@ from lm.report.comparison import RunComparison
 from lm.report.comparison_pictures import DrawnRun, axis_picture, drawn_runs, heat_maps, layer_pictures, overview
 from lm.report.comparison_tables import comparison_notes, comparison_tables, configuration_table, cost_table, facts_table
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, show, to_csv, to_latex, to_markdown
+from lm.report.tables import Table, printable, show, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
 
 COST_NOTE = (
@@ -183,7 +183,9 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     for run in runs:
         run_section.add("details", run_details(run))
     sections = [training_section, layer_section, *run_sections(comparison, comparison.runs), run_section]
-    contents = page_files([PagePart(comparison.title, [section for section in sections if section.blocks])], folder) | {
+    run_names = f": {', '.join(printable(run.name) for run in comparison.runs)}" if len(comparison.arms) == 1 else ""
+    title = " vs ".join(arm.label for arm in comparison.arms) + run_names
+    contents = page_files([PagePart(title, [section for section in sections if section.blocks])], folder) | {
         folder / PICTURE: picture.file(".png"),
         folder / "table.md": to_markdown(tables, comparison_notes(comparison)).encode(),
         folder / "table.csv": to_csv(tables).encode(),

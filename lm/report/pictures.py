@@ -134,19 +134,18 @@ class Picture:
     """Panels and maps in a grid. The names of arms stand above all panels; a map's arm is named in the map's title."""
 
     panels: Sequence[Panel | Map | None]  # panels and maps row by row; None: an empty place
-    arms: Sequence[str]
+    arms: Sequence[str]  # empty: none is named
     caption: str = ""
     columns: int = 2  # panels in a row
     panel_size: tuple[float, float] | None = None  # width and height of a panel in inches; None: the default size of its kind
     # axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side
     shared: Literal["", "x", "y", "xy"] = ""
-    names_arms: bool = True  # whether the names of the arms stand above
 
     @property
     def shown_arms(self) -> list[int]:
         """Indices of the arms that are named above all panels: arms with a trace that has points and stands in no panel's legend."""
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
-        return sorted({trace.arm for trace in traces if not trace.in_legend and trace.arm >= 0})
+        return sorted({trace.arm for trace in traces if not trace.in_legend and trace.arm >= 0}) if self.arms else []
 
     @property
     def has_maps(self) -> bool:
@@ -163,8 +162,8 @@ class Picture:
         """One picture for each panel (None for an empty place), for a page to arrange by its width; a picture with maps is not divided."""
         if self.has_maps:
             return [self]
-        single_panels = [panel and replace(self, panels=[panel], columns=1, names_arms=False) for panel in self.panels]
-        return single_panels if len(single_panels) > 1 else [replace(self, names_arms=False)]
+        single_panels = [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
+        return single_panels if len(single_panels) > 1 else [replace(self, arms=[])]
 
     def sign(self, arm: int) -> str:
         """A character that shows the marker of an arm, for text next to the picture."""
@@ -231,8 +230,7 @@ def dark_style() -> str:
 
 def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the machine."""
-    (rows, columns), (width, height), arms = picture.grid, picture.size, picture.arms
-    shown_arms = picture.shown_arms if picture.names_arms else []
+    (rows, columns), (width, height), arms, shown_arms = picture.grid, picture.size, picture.arms, picture.shown_arms
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout
