@@ -78,10 +78,8 @@ class Fields:
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
         """Return the value of a field as `take` does. Raises RunError if it is not a whole number from 1 to `maximum`."""
         size = self.take(name, int, default)
-        if size is not None and size > maximum:
-            raise self.refusal(name, f"must be at most {maximum:,}")
-        if size is not None and size < 1:
-            raise self.refusal(name, "must be 1 or more")
+        if size is not None and not 1 <= size <= maximum:
+            raise self.refusal(name, "must be 1 or more" if size < 1 else f"must be at most {maximum:,}")
         return size
 
     def number(self, name: str, default: Plain = MISSING) -> float:

@@ -57,9 +57,8 @@ def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
 
 def overview(comparison: RunComparison) -> Picture:
     """Join the pictures of losses while training and of each section with an axis into one picture."""
-    candidates = [curves(comparison.names, drawn_runs(comparison), LOSSES, comparison)]
-    candidates += [axis_picture(comparison, section) for section in comparison.sections if section.shape != "number"]
-    pictures = [picture for picture in candidates if picture]
+    axis_pictures = [axis_picture(comparison, section) for section in comparison.sections if section.shape != "number"]
+    pictures = [*filter(None, [curves(comparison.names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])]
     arms = [f"{arm.label} ({_seed_count(len(arm.runs))})" for arm in comparison.arms]
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
