@@ -84,17 +84,14 @@ def _training_section(loaded_model: Loaded) -> str:
 
 def _evaluation_table(loaded_model: Loaded) -> str:
     """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one can't be read."""
-    table_rows = []
-    for (_, step), path in sorted(evaluation_files(loaded_model.folder).items()):
-        evaluation = load_evaluation(path) if step == loaded_model.stamp["step"] else None
-        for series in evaluation.series if evaluation else ():
-            if series.shown is None or len(series.places) > MAX_SERIES_VALUES:
-                continue
-            for axis_value in series.places:
-                n_units = len(series.column(series.column_at(axis_value))[0].values) if series.samples else ""
-                name = " ".join(word for word in (series.metric, series.what, f"({series.unit})" if series.unit else "") if word)
-                axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""
-                table_rows.append(_table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units))
+    files, table_rows = sorted(evaluation_files(loaded_model.folder).items()), []
+    evaluations = [load_evaluation(path) for (_, step), path in files if step == loaded_model.stamp["step"]]
+    for series in (series for evaluation in filter(None, evaluations) for series in evaluation.series if series.shown):
+        for axis_value in series.places if len(series.places) <= MAX_SERIES_VALUES else ():
+            n_units = len(series.column(series.column_at(axis_value))[0].values) if series.samples else ""
+            name = " ".join(filter(None, (series.metric, series.what, f"({series.unit})" if series.unit else "")))
+            axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""
+            table_rows.append(_table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units))
     header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
     return header + "\n".join(table_rows) if table_rows else ""
 

@@ -51,8 +51,7 @@ def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
     tokens, token_types = metadata["tokens"], metadata["token_type"]
     scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], token_types, strict=True) if kind == NORMAL}
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
-    bpe = models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
     prepends_space = metadata.get("add_space_prefix", True)
     prepend_steps = [normalizers.Prepend(SPACE)] if prepends_space else []
     tokenizer.normalizer = normalizers.Sequence([*prepend_steps, normalizers.Replace(" ", SPACE)])
