@@ -214,10 +214,8 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     noise_source = f"{seeds} seeds and {has_weight.sum()} documents"
     denominator = seed_variance**2 / seed_degrees + document_variance**2 / document_degrees
     degrees = np.divide(total**2, denominator, out=np.full(total.shape, float(seed_degrees)), where=denominator > 0)
-    floors = (
-        _estimate(mean, seed_variance, seed_degrees, largest_value, noise_source),
-        _estimate(mean, document_variance, document_degrees, largest_value, noise_source),
-    )
+    sources = (seed_variance, seed_degrees), (document_variance, document_degrees)
+    floors = tuple(_estimate(mean, *source, largest_value, noise_source) for source in sources)
     return replace(_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source), floors=floors)
 
 

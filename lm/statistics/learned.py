@@ -27,9 +27,8 @@ class LearnedCounts:
     @property
     def p(self) -> list[float]:
         """p of Fisher's test at each pair of learning rates; 1 where the difference has another sign than at the first pair."""
-        arm_count, base_count = self.learned[0]
-        tests = ((fisher_exact(a, self.ended, b, self.ended), np.sign(a - b)) for a, b in self.learned)
-        return [p if sign == np.sign(arm_count - base_count) else 1.0 for p, sign in tests]
+        first_sign = np.sign(np.subtract(*self.learned[0]))
+        return [fisher_exact(a, self.ended, b, self.ended) if np.sign(a - b) == first_sign else 1.0 for a, b in self.learned]
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
@@ -113,17 +112,13 @@ def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float
     Returns:
         The number of tokens; 0 if the first evaluation has reached the level already, infinite if no evaluation has.
     """
-    previous_evaluation: tuple[int, float] | None = None
-    for tokens_seen, value in zip(tokens, values, strict=True):
-        if not math.isfinite(value):
-            continue
-        if has_learned(value, level, better):
-            if previous_evaluation is None:
-                return 0.0
-            fraction = (previous_evaluation[1] - level) / (previous_evaluation[1] - value)
-            return math.exp(math.log(previous_evaluation[0]) + fraction * math.log(tokens_seen / previous_evaluation[0]))
-        previous_evaluation = tokens_seen, value
-    return math.inf
+    evaluations = [(seen, value) for seen, value in zip(tokens, values, strict=True) if math.isfinite(value)]
+    first_index = next((index for index, (_, value) in enumerate(evaluations) if has_learned(value, level, better)), None)
+    if not first_index:
+        return math.inf if first_index is None else 0.0
+    (tokens_before, value_before), (tokens_after, value_after) = evaluations[first_index - 1 : first_index + 1]
+    fraction = (value_before - level) / (value_before - value_after)
+    return math.exp(math.log(tokens_before) + fraction * math.log(tokens_after / tokens_before))
 
 
 def log_tokens(tokens: float) -> float:

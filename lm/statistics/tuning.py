@@ -43,9 +43,8 @@ def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str |
     presence: for each key, whether the run has the key (else its value is `ANY_VALUE`); empty: the run has all keys.
     """
     if rate is not None and not all(presence):
-        return _SEPARATOR.join(
-            repr(value) if is_present else ANY_VALUE for value, is_present in zip(key_values(rate), presence, strict=True)
-        )
+        texts = (repr(value) if is_present else ANY_VALUE for value, is_present in zip(key_values(rate), presence, strict=True))
+        return _SEPARATOR.join(texts)
     return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
 
@@ -63,14 +62,11 @@ def cells_by_partial_cell(
         return {}
     axes = [sorted({value for value in values if value != ANY_VALUE}, key=float) for values in zip(*grid_values.values(), strict=True)]
     key_indices = [index for index, axis in enumerate(axes) if axis]
+    full_rates = [values for values in cell_values.values() if all(values[index] != ANY_VALUE for index in key_indices)]
     expansion: dict[float | str, list[float | str | None]] = {}
     for cell, values in cell_values.items():
         middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY_VALUE else value for value, axis in zip(values, axes, strict=True)]
-        candidates = [
-            middle,
-            *(candidate for candidate in cell_values.values() if all(candidate[index] != ANY_VALUE for index in key_indices)),
-        ]
-        matches = (rate for rate in candidates if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices))
+        matches = (rate for rate in [middle, *full_rates] if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices))
         rates = [[rate[index] for index in key_indices] for rate in matches]
         expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)]
     return expansion
@@ -129,8 +125,8 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)
         best = rate_by_arm[arm] = best_rate(by_rate, candidates)
-        edges = [(values[0], values[-1]) for values in _axes(candidates)]
-        if any(value in ends for value, ends in zip(key_values(best), edges, strict=True)) or mean_loss(by_rate[best]) == math.inf:
+        is_at_edge = any(value in (axis[0], axis[-1]) for value, axis in zip(key_values(best), _axes(candidates), strict=True))
+        if is_at_edge or mean_loss(by_rate[best]) == math.inf:
             edge_arms.append(arm)
     return TuningOutcome({arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms))
 

@@ -82,10 +82,9 @@ class Comparison:
             return replace(mirror, mean=float(estimates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
         interval = estimates[self.judged_pair].interval(family)
         shared_estimate = estimates[:, : self.n_shared_rates]
-        all_pairs = self.all_pairs
-        arm_rates, base_rates = (1, 1) if all_pairs else shared_estimate.mean.shape
-        high = combine_over_rates(estimates.mean + estimates.half_width(arm_rates * family), all_pairs)
-        low = -combine_over_rates((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, all_pairs)
+        arm_rates, base_rates = (1, 1) if self.all_pairs else shared_estimate.mean.shape
+        high = combine_over_rates(estimates.mean + estimates.half_width(arm_rates * family), self.all_pairs)
+        low = -combine_over_rates((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, self.all_pairs)
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
 
@@ -223,11 +222,8 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
     """The numbers of `Verdict.seeds_needed` for a difference of `margin`, by the measured spread and by the ends of its 95 % interval."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
-    rates = (
-        1
-        if comparison.all_pairs or comparison.unreached_runs
-        else max(comparison.rate_difference_array[:, : comparison.n_shared_rates].shape[:2])
-    )
+    shared_differences = comparison.rate_difference_array[:, : comparison.n_shared_rates]
+    rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(shared_differences.shape[:2])
     factors = (math.sqrt((seeds - 1) / chdtri(seeds - 1, tail)) for tail in (0.025, 0.975))
     return tuple(seeds_needed(spread * factor, margin, ALPHA / family / rates) for factor in (1.0, *factors))
 
@@ -295,9 +291,8 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
     *outer_shape, seeds = values.shape
     if outer_shape:
         return np.array([sign_flip(row) for row in values])
-    first_sums, second_sums = (
-        (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in np.array_split(values, 2)
-    )
+    halves = np.array_split(values, 2)
+    first_sums, second_sums = ((1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in halves)
     second_sums = np.sort(second_sums)
     threshold = values.sum() - 1e-12 * np.abs(values).sum()  # equal sums stay equal when they are added in another order
     return (len(second_sums) - np.searchsorted(second_sums, threshold - first_sums)).sum() / 2**seeds
