@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.diagnostics.limits import RandomKeys, TopKeys, counts_up_to, random_keys, top_distances, top_keys
+from lm.diagnostics.limits import RandomKeys, TopKeys, many_key_counts, random_keys, top_distances, top_keys
 
 
 def row(rng: np.random.Generator, keys: int, size: int, scale: float = 2.0, unit: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -153,7 +153,7 @@ def test_the_fraction_that_can_be_told_apart_falls_as_in_the_reference():
 
 
 def test_numbers_of_keys_grow_by_a_tenth():
-    counts = counts_up_to(300)
+    counts = many_key_counts(1200)
     assert counts[:12] == [*range(1, 11), 11, 12]
     assert counts[-1] == 300
     assert max(after / before for before, after in pairwise(counts[10:])) < 1.13

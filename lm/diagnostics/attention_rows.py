@@ -147,6 +147,10 @@ class AttentionRows:
         visible, after = self.visible[queries], self.after[queries]
         return replace(self, queries=self.queries[queries], after=after, layout=layout, scores=scores, weights=weights, visible=visible)
 
+    def normalize(self, scores: Tensor) -> Tensor:
+        """The weights (H, T, S) that the layer's normalizer gives these queries for other scores (H, T, S)."""
+        return self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
+
     @cached_property
     def without_first(self) -> "AttentionRows":
         """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys do not change."""
@@ -164,14 +168,12 @@ class AttentionRows:
         destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
         ordered_scores = self.scores.gather(-1, origins.expand(self.scores.shape))
         scores = torch.empty_like(self.scores).scatter_(-1, destinations.expand(self.scores.shape), ordered_scores)
-        weights = self.normalizer.normalize(scores.unsqueeze(0), self.layout)[0]
-        return replace(self, scores=scores, weights=weights, is_shuffled=True)
+        return replace(self, scores=scores, weights=self.normalize(scores), is_shuffled=True)
 
 
 def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
     """The layout of the same queries and keys with `tokens` more tokens before them."""
-    shifted_fields = {name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
-    return replace(layout, **shifted_fields)
+    return replace(layout, **{name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")})
 
 
 def _query_by_key(values: Tensor) -> Tensor:
@@ -279,10 +281,8 @@ class Measures:
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
         # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
-        self.shapes = [
-            (len(self.names), layers, heads, len(queries)),
-            *((layers, heads, *accumulator.size(length)) for accumulator in self.accumulated),
-        ]
+        self.shapes = [(len(self.names), layers, heads, len(queries))]
+        self.shapes += [(layers, heads, *accumulator.size(length)) for accumulator in self.accumulated]
 
     @property
     def vector_length(self) -> int:
@@ -332,14 +332,10 @@ class Measures:
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
-        by_query, *sums = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        by_query, *totals = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
-        totals = {accumulator.name: part.astype("f8") for accumulator, part in zip(self.accumulated, sums, strict=True)}
-        by_head = {
-            accumulator.name: accumulator.head_values(totals[accumulator.name])
-            for accumulator in self.accumulated
-            if accumulator.head_values
-        }
+        totals = {sums.name: total.astype("f8") for sums, total in zip(self.accumulated, totals, strict=True)}
+        by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.accumulated if sums.head_values}
         return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 
 

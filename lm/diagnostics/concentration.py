@@ -50,6 +50,11 @@ def log_sum(rows: AttentionRows) -> Tensor | None:
     return None if sums is None else sums[0]
 
 
+def weighted_mean(rows: AttentionRows, values: Tensor) -> Tensor:
+    """Each row's mean of `values` of keys, weighted by |weights|; of a mask it is the fraction of the row's weight on the keys in it."""
+    return (rows.magnitudes * values).sum(-1) / rows.abs_sum
+
+
 def family(top_k: list[int], nearest: list[int]) -> StatisticFamily:
     """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
 
@@ -59,9 +64,7 @@ def family(top_k: list[int], nearest: list[int]) -> StatisticFamily:
         )
 
     def nearest_weight(n_keys: int) -> Statistic:
-        return Statistic(
-            f"weight on the nearest {n_keys}", "fraction", lambda rows: (rows.magnitudes * (rows.distance < n_keys)).sum(-1) / rows.abs_sum
-        )
+        return Statistic(f"weight on the nearest {n_keys}", "fraction", lambda rows: weighted_mean(rows, rows.distance < n_keys))
 
     def row_sum(rows: AttentionRows) -> Tensor | None:
         return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
@@ -74,17 +77,12 @@ def family(top_k: list[int], nearest: list[int]) -> StatisticFamily:
         Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
         Statistic("exact zeros", "fraction", lambda rows: ((rows.weights == 0) & rows.visible).sum(-1) / rows.n),
-        Statistic("mean distance", "tokens", lambda rows: (rows.magnitudes * rows.distance).sum(-1) / rows.abs_sum),
+        Statistic("mean distance", "tokens", lambda rows: weighted_mean(rows, rows.distance)),
         *map(largest_weight, top_k),
         *map(nearest_weight, nearest),
     ]
     row_totals = [
-        Statistic(
-            "weight on the first token",
-            "fraction",
-            lambda rows: (rows.magnitudes * rows.is_first_token).sum(-1) / rows.abs_sum,
-            in_reports=True,
-        ),
+        Statistic("weight on the first token", "fraction", lambda rows: weighted_mean(rows, rows.is_first_token), in_reports=True),
         Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +48,7 @@ from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 from lm.runs.evaluations import Axis
 
 
-@dataclass(frozen=True)
-class TopKeys:
+class TopKeys(NamedTuple):
     """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|: (G, R) for G numbers N, R queries.
 
     NaN where a query sees too few keys. The module's docstring defines s, d~ and r. The envelopes are no bounds: they assume keys that lie
@@ -64,8 +64,7 @@ class TopKeys:
     top_mask: Tensor  # (G, R, S) bool: the N keys
 
 
-@dataclass(frozen=True)
-class RandomKeys:
+class RandomKeys(NamedTuple):
     """Expected d~ (see the module) of N random keys (Theorem 1, arXiv 2508.17821): (G, R) for G numbers N, R queries.
 
     NaN where a query sees too few keys. In the formulas n is the number of visible keys, and x- is the sum of a_j x_j over all of them.
@@ -125,20 +124,10 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
         corrected = (1 + c).square() * own_squares - 2 * c * (1 + c) * cross_products + c.square() * mean_square
         spread = c * (n - 1 - count) / (n - 2) * rest_spread
         rest_fraction = ((n - count) / n).squeeze(-1)
-        expectations = [
-            rest_fraction * (squared_norm.clamp(min=0).sqrt() * visible).sum(-1)
-            for squared_norm in (uncorrected, corrected, corrected + spread)
-        ]
+        squared_norms = uncorrected, corrected, corrected + spread
+        expectations = [rest_fraction * (squared_norm.clamp(min=0).sqrt() * visible).sum(-1) for squared_norm in squared_norms]
         by_count.append(torch.stack(expectations).masked_fill(n.squeeze(-1) < count, torch.nan))
     return RandomKeys(*torch.stack(by_count, 1), _distances(weights, visible, x, order, counts))
-
-
-def counts_up_to(largest: int) -> list[int]:
-    """Numbers of keys N at which curves are measured: from 1 in steps of a tenth of N, at least 1, up to `largest`."""
-    counts = [1]
-    while counts[-1] < largest:
-        counts.append(min(largest, max(counts[-1] + 1, round(counts[-1] * 1.1))))
-    return counts
 
 
 def _keys_by_weight(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
@@ -227,8 +216,11 @@ def octaves(length: int) -> list[tuple[int, int]]:
 
 
 def many_key_counts(length: int) -> list[int]:
-    """The numbers of keys N for which Theorem 1 is measured, up to a quarter of the `length` keys."""
-    return counts_up_to(length // 4)
+    """The numbers of keys N for which Theorem 1 is measured: from 1 in steps of a tenth of N, at least 1, to a quarter of `length` keys."""
+    counts, largest = [1], length // 4
+    while counts[-1] < largest:
+        counts.append(min(largest, max(counts[-1] + 1, round(counts[-1] * 1.1))))
+    return counts
 
 
 def few_key_counts(length: int) -> list[int]:
@@ -270,8 +262,7 @@ class Theorems:
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
-                random = random_keys(weights, visible, x, counts, draws)
-                return torch.stack((top_distances(weights, visible, x, counts), *vars(random).values()))
+                return torch.stack((top_distances(weights, visible, x, counts), *random_keys(weights, visible, x, counts, draws)))
 
             values, missing_count = self._by_rows(octave_rows, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
             return F.pad(values, (0, 0, 0, 0, 0, missing_count), value=math.nan)
@@ -346,8 +337,7 @@ class Theorems:
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
         heads, queries, width = weights.shape
         size, values = max(1, MAX_PRODUCTS // (points * width)), []
-        for index, vectors in enumerate(x):  # one x for all heads, or one for each head
-            head_weights = weights if len(x) == 1 else weights[index : index + 1]
+        for vectors, head_weights in zip(x, weights.split(heads // len(x)), strict=True):  # one x for all heads, or one for each head
             visible = rows.visible[:, keys].expand(head_weights.shape).flatten(0, 1)
             values += [measure(*pair, vectors) for pair in zip(head_weights.flatten(0, 1).split(size), visible.split(size), strict=True)]
         return torch.cat(values, -1).unflatten(-1, (heads, queries))
@@ -426,6 +416,7 @@ PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N betwee
 def family(config: LimitsConfig, every: int) -> StatisticFamily:
     """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems take one query in `every`, others all."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
+    derivations = _derived_distances, _derived_critical, _derived_separable, _derived_differences
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
         return (rows.after % every == 0).nonzero().squeeze(-1)  # the last query of the sequence is always among them
@@ -441,15 +432,8 @@ def family(config: LimitsConfig, every: int) -> StatisticFamily:
 
         return measure
 
-    def norm(rows: AttentionRows) -> Tensor:
-        return lemmas.jacobian_norm(rows, torch.Generator().manual_seed(0))
-
     def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> QuerySums:
-        def chosen_sums(rows: AttentionRows, length: int) -> Tensor | None:
-            indices = chosen_queries(rows)
-            return function(rows.select(indices), length) if len(indices) else None
-
-        return QuerySums(name, "", size, chosen_sums)
+        return QuerySums(name, "", size, lambda rows, length: function(rows.select(chosen_queries(rows)), length))
 
     return StatisticFamily(
         (
@@ -457,7 +441,7 @@ def family(config: LimitsConfig, every: int) -> StatisticFamily:
             Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_of_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_of_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
-            Statistic("norm of the Jacobian", "", at_chosen_queries(norm), in_reports=True, has_exponent=True),
+            Statistic("norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_norm), in_reports=True, has_exponent=True),
             Statistic("bound on the norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_ceiling)),
         ),
         (
@@ -467,7 +451,7 @@ def family(config: LimitsConfig, every: int) -> StatisticFamily:
             ),
             sums("differences", lambda length: (1, 2, len(DIFFERENCES), steps), theorems.differences),
         ),
-        lambda values: [numbers for derive in DERIVATIONS for numbers in derive(config, values)],
+        lambda values: [numbers for derive in derivations for numbers in derive(config, values)],
     )
 
 
@@ -555,6 +539,3 @@ def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[Deriv
         label = f"{DIFFERENCES[number]}, step {step:g}"
         yield DerivedNumbers("change of weights", "", largest[number, :, index], axis, in_reports=True, label=label)
     yield DerivedNumbers("change of weights", "", largest[2, :, 0], axis, in_reports=True, label=DIFFERENCES[2])
-
-
-DERIVATIONS = _derived_distances, _derived_critical, _derived_separable, _derived_differences

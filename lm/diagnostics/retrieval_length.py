@@ -95,9 +95,8 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
                 formula_holds[block.layer] = is_exp_map
     best_head: RetrievingHead | None = None
     for layer, blocks in parts.items():
-        needle, other_scores, filler, n, slope, weight, effective_keys, entropy = (
-            np.concatenate(values) for values in zip(*blocks, strict=True)
-        )
+        arrays = (np.concatenate(values) for values in zip(*blocks, strict=True))
+        needle, other_scores, filler, n, slope, weight, effective_keys, entropy = arrays
         head = int(weight.mean(0).argmax())
         if best_head is None or weight[:, head].mean() > best_head.weight:
             scores = Retrieval(needle[:, head], other_scores[:, head], filler, n, slope[:, head])
