@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lm.config.eval_config import NeedleConfig, lengths_from_factors
 from lm.config.task_config import Needle, Task, task_names
@@ -28,7 +29,7 @@ from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache
 from lm.model.cross_entropy import argmax_tokens, token_nll, training_loss
 from lm.model.decoder import Decoder
-from lm.model.device import Device, all_reduce_sum, eval_mode, preserved_random_state
+from lm.model.device import Device, all_reduce_sum, preserved_random_state
 from lm.model.swapped import applicable_settings, for_inference
 from lm.model.transfer import Scaling, gradients_to_norm, scalings
 from lm.progress import Progress
@@ -151,13 +152,10 @@ class AnswerMeasurement(Measurement):
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
         """A series, for reports, of the fraction of correct whole answers. `chance` is the mean accuracy of guessing, None if unknown."""
-        display = Shown(
-            "Accuracy by sequence length",
-            "sequences with questions",
-            f"{int(samples[0].weights.sum()):,} different ones a length",
-            f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} after the model's own",
-            "chance, picking among the answers shown and not yet given",
-        )
+        amount = f"{int(samples[0].weights.sum()):,} different ones a length"
+        levels = "chance, picking among the answers shown and not yet given"
+        caption = f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} after the model's own"
+        display = Shown("Accuracy by sequence length", "sequences with questions", amount, caption, levels)
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
         fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": display}
         return self.length_series("accuracy", "fraction", samples, **fields)
@@ -203,23 +201,22 @@ class Recall(AnswerMeasurement):
         return series
 
     def _task_series(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
-        samples: dict[str, list[Sample]] = {metric: [] for metric in ("whole", "rolled out", "token", "loss")}  # one a length
-        for length in self.lengths:
+        def length_samples(length: int) -> list[Sample]:
             examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.eval_config.sequences)]
             sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
-            question_sequence = answers.sequence[answers.token_index == 0]
-            samples["whole"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.hits)))
-            samples["rolled out"].append(sequence_sample(sha256, question_sequence, answers.whole_answers(answers.rolled_out_hits)))
-            samples["token"].append(sequence_sample(sha256, answers.sequence, answers.hits))
-            samples["loss"].append(sequence_sample(sha256, answers.sequence, answers.nll))
+            by_question = [answers.whole_answers(hits) for hits in (answers.hits, answers.rolled_out_hits)]
+            question_samples = [sequence_sample(sha256, answers.sequence[answers.token_index == 0], hits) for hits in by_question]
+            return question_samples + [sequence_sample(sha256, answers.sequence, values) for values in (answers.hits, answers.nll)]
+
+        whole, rolled_out, token, loss = zip(*map(length_samples, self.lengths), strict=True)  # each has one sample a length
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
         log_names = tuple(self.eval_config.metric(name, length, setting) for length in self.lengths)
-        series = [self.accuracy(samples["whole"], chance and chance.teacher_forced, setting, logged=log_names, **fields)]
-        if any(sample.weights.max() > 1 for sample in samples["whole"]):  # else a roll-out has the same accuracy
-            series.append(self.accuracy(samples["rolled out"], chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
-        series.append(self.length_series("token accuracy", "fraction", samples["token"], setting=setting, **fields))
-        return [*series, self.length_series("loss of answers", "nats per token", samples["loss"], setting=setting, **fields)]
+        series = [self.accuracy(whole, chance and chance.teacher_forced, setting, logged=log_names, **fields)]
+        if any(sample.weights.max() > 1 for sample in whole):  # else a roll-out has the same accuracy
+            series.append(self.accuracy(rolled_out, chance and chance.rollout, f"{setting}, {ROLL_OUT}", **fields))
+        series.append(self.length_series("token accuracy", "fraction", token, setting=setting, **fields))
+        return [*series, self.length_series("loss of answers", "nats per token", loss, setting=setting, **fields)]
 
 
 # ---------------------------------------------------------------- needles in a haystack
@@ -274,9 +271,8 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
         prediction = text.decode(outputs[index].cpu().numpy()).strip()
         first_digit, exact = prediction[:1] == trial.number[:1], prediction.startswith(trial.number)
         gap = nll[0] - nll[1:].min() if trial.others else 0
-        score_rows.append(
-            [float(value) for value in (exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap)]
-        )
+        scores = exact, first_digit, hits, better_count == 0, 1 + better_count, nll[0] / len(trial.answer), gap
+        score_rows.append([*map(float, scores)])
     return torch.tensor(score_rows)
 
 
@@ -290,14 +286,11 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
 
 def _candidate_nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
     """Losses -log p of whole candidates, (candidates,), nats, and whether each token of the first candidate is the most probable one."""
-    max_length = max(map(len, candidates))
-    tokens = torch.zeros(len(candidates), max_length, dtype=torch.int64)
-    mask = torch.zeros(len(candidates), max_length)
-    for number, candidate in enumerate(candidates):
-        tokens[number, : len(candidate)], mask[number, : len(candidate)] = torch.from_numpy(candidate), 1.0
-    tokens, mask = tokens.to(first_logits.device), mask.to(first_logits.device)
+    tokens = pad_sequence([torch.from_numpy(candidate) for candidate in candidates], batch_first=True).to(first_logits.device)
+    lengths = torch.tensor([*map(len, candidates)], device=tokens.device)
+    mask = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
     logits = first_logits.expand(len(candidates), -1, -1)
-    if max_length > 1:
+    if tokens.size(1) > 1:
         logits = torch.cat((logits, decoder.head(decoder(tokens[:, :-1], cache=cache)).float()), 1)
     log_p = logits.log_softmax(-1).gather(2, tokens.unsqueeze(-1)).squeeze(-1)
     hits = (logits[0].argmax(-1) == tokens[0])[: len(candidates[0])]
@@ -306,13 +299,9 @@ def _candidate_nll(decoder: Decoder, candidates: list[np.ndarray], first_logits:
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
     """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every model."""
-    questions: list[Trial] = []
-    for index in range(count):
-        sequence = example(task, QUESTION_SEED, index, length, "test", text)
-        questions += [_make_trial(sequence, question, index, text) for question in range(len(sequence.questions))]
-        if len(questions) >= count:
-            break
-    return questions[:count]
+    sequences = (example(task, QUESTION_SEED, index, length, "test", text) for index in range(count))
+    questions = (_make_trial(item, question, index, text) for index, item in enumerate(sequences) for question in range(task.needles))
+    return [*islice(questions, count)]
 
 
 def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Trial:
@@ -325,9 +314,8 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
         if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode(f" {candidate}")) == len(answer):
             drawn_numbers.add(candidate)
     alternatives = [text.encode(f" {candidate}") for candidate in sorted((text_numbers | drawn_numbers) - {number})]
-    return Trial(
-        sequence.tokens[:start], answer, alternatives, number, np.stack((sequence.evidence[question], sequence.needles[question])), index
-    )
+    spans = np.stack((sequence.evidence[question], sequence.needles[question]))
+    return Trial(sequence.tokens[:start], answer, alternatives, number, spans, index)
 
 
 def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
@@ -377,10 +365,8 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     states no definition, so this definition is ours. Memory holds the weights of one query.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
-    layers = [
-        torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans])
-        for block in attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
-    ]
+    blocks = attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
+    layers = [torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans]) for block in blocks]
     return torch.stack(layers, 1).cpu()
 
 
@@ -428,10 +414,7 @@ class NeedleMeasurement(AnswerMeasurement):
         base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
         for inference in applicable_settings(decoder, self.eval_config.inference):
-            model, setting_label = (
-                for_inference(base, inference),
-                f"{inference.label}, fine-tuned {steps} steps" if steps else inference.label,
-            )
+            model, setting_label = for_inference(base, inference), inference.label + (f", fine-tuned {steps} steps" if steps else "")
             series += self._answer_series(model, inference.label, setting_label, device, progress)
             heads_series += self._head_series(model, setting_label, device) if self.eval_config.heads_at else []
         return series + heads_series
@@ -444,8 +427,7 @@ class NeedleMeasurement(AnswerMeasurement):
             copies.append(finetuned_copy(decoder, self.eval_config, self.config.data.seq_len, self.haystack, device))
             return torch.zeros(1)
 
-        with eval_mode(decoder):
-            all_reduce_sum(device, finetune)
+        all_reduce_sum(device, finetune)
         if device.world > 1:
             for value in copies[0].state_dict().values():
                 torch.distributed.broadcast(value, 0)
@@ -466,21 +448,16 @@ class NeedleMeasurement(AnswerMeasurement):
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
         }
-        common_fields = {
-            "options": {"needles": self.eval_config.needles, "distractors": self.eval_config.distractors},
-            "setting": setting_label,
-        }
+        options = {"needles": self.eval_config.needles, "distractors": self.eval_config.distractors}
+        common_fields = {"options": options, "setting": setting_label}
         series: list[Series] = []
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
                 continue
             pools = [self._pooled_sample(depth_scores) for depth_scores in zip(*(scores[name] for name in names), strict=True)]
-            series.append(
-                self.accuracy(
-                    pools, self._chance(self.tasks[names[0]]), control=control, what="needle, control without it" if control else "needle",
-                    logged=tuple(self.eval_config.metric(control, length, label) for length in self.lengths), **common_fields,
-                )
-            )  # fmt: skip
+            log_names = tuple(self.eval_config.metric(control, length, label) for length in self.lengths)
+            fields = {"control": control, "what": "needle, control without it" if control else "needle", "logged": log_names}
+            series.append(self.accuracy(pools, self._chance(self.tasks[names[0]]), **fields, **common_fields))
         for name, task in self.tasks.items():
             guess_accuracies = [np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials]) for length_scores in scores[name]]
             chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
@@ -502,11 +479,9 @@ class NeedleMeasurement(AnswerMeasurement):
 
     def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
         """A sample of each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the same question."""
-        sha256 = hashlib.sha256(
-            json.dumps([to_plain(self.eval_config.finetune), *(scores.sha256 for scores in depths)]).encode()
-        ).hexdigest()
+        identity = json.dumps([to_plain(self.eval_config.finetune), *(scores.sha256 for scores in depths)])
         fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
-        return replace(depths[0].sample(fractions[:, None]), sha256=sha256)
+        return replace(depths[0].sample(fractions[:, None]), sha256=hashlib.sha256(identity.encode()).hexdigest())
 
     def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
         """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and correct first digits."""
@@ -524,14 +499,10 @@ class NeedleMeasurement(AnswerMeasurement):
         weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
         uniform_attention = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0)
         heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
-        attention_series = [
-            series(
-                f"attention to the {span}", weights[:, number, layer],
-                what=f"layer {layer}", axis=heads, references={"uniform attention": float(uniform_attention[number])},
-            )
-            for number, span in enumerate(("number", "sentence"))
-            for layer in range(shape[1])
-        ]  # fmt: skip
+        attention_series = []
+        for (number, span), layer in product(enumerate(("number", "sentence")), range(shape[1])):
+            fields = {"axis": heads, "references": {"uniform attention": float(uniform_attention[number])}}
+            attention_series.append(series(f"attention to the {span}", weights[:, number, layer], what=f"layer {layer}", **fields))
         return attention_series + [series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)]
 
 

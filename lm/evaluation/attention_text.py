@@ -1,6 +1,7 @@
 """`lm diagnose --text`: the attention weights of single heads on a text, for several models side by side, as pictures and a table."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,10 +184,7 @@ def show_attention(
 
 def read_text(text_or_path: str) -> str:
     """The text of the file `text_or_path`, else the argument itself. Raises RunError: an empty text, no UTF-8, a path without a file."""
-    try:
-        is_file = Path(text_or_path).is_file()
-    except (OSError, ValueError):  # a name that is too long, or has a null byte
-        is_file = False
+    is_file = os.path.isfile(text_or_path)  # False, too, for a name that is too long, or has a null byte
     looks_like_a_path = "/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv")
     if not is_file and looks_like_a_path and len(text_or_path.split()) == 1:
         raise RunError(f"--text {text_or_path}: no such file")

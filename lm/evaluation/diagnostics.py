@@ -203,9 +203,9 @@ def describe(
         models |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
     if not settings:
         return []
-    model_series = _ModelSeries(models, measures, held_out, fingerprint)
-    series_groups = [model_series.overall_means(), model_series.curves(), model_series.derived_series(), model_series.head_means()]
-    return [series for group in series_groups + [model_series.head_means_by_keys()] * options.by_position for series in group]
+    groups = _ModelSeries(models, measures, held_out, fingerprint)
+    series = [*groups.overall_means(), *groups.curves(), *groups.derived_series(), *groups.head_means()]
+    return series + (list(groups.head_means_by_keys()) if options.by_position else [])
 
 
 def statistics_of(
@@ -282,9 +282,8 @@ class _ModelSeries:
     def overall_means(self) -> Iterator[Series]:
         """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a value for each query.
         Further series give the mean over heads and layers of b in fits statistic ~ n^b, where n is the number of visible keys."""
-        for statistic, setting, values in self._model_values(
-            [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.accumulated]
-        ):
+        statistics = [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.accumulated]
+        for statistic, setting, values in self._model_values(statistics):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
             samples, statistic_values = (), values.by_head.get(statistic.name)
             if statistic_values is None:
@@ -298,7 +297,7 @@ class _ModelSeries:
 
     def curves(self) -> Iterator[Series]:
         """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
-        for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
+        for statistic, setting, values in self._model_values(self.measures.query_statistics):
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
@@ -313,9 +312,8 @@ class _ModelSeries:
     def head_means(self) -> Iterator[Series]:
         """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit statistic ~ n^b.
         Here n is the number of visible keys."""
-        for statistic, setting, values in self._model_values(
-            [*self.measures.query_statistics, *self.measures.accumulated, *UNDEFINED_FRACTIONS]
-        ):
+        statistics = [*self.measures.query_statistics, *self.measures.accumulated, *UNDEFINED_FRACTIONS]
+        for statistic, setting, values in self._model_values(statistics):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
             yield from self._head_series(statistic, setting, by_head)
@@ -333,9 +331,8 @@ class _ModelSeries:
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
         """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that see
         n <= `train_length` keys. The arrays b and R^2 have the shape (layers, H)."""
-        for statistic, setting, values in self._model_values(
-            statistic for statistic in self.measures.query_statistics if statistic.has_exponent
-        ):
+        statistics = (statistic for statistic in self.measures.query_statistics if statistic.has_exponent)
+        for statistic, setting, values in self._model_values(statistics):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
             exponents, r_squared = exponent(values.by_query[statistic.name], n, statistic.log)
             if np.isfinite(exponents).any():
@@ -365,7 +362,7 @@ class _ModelSeries:
         """Title and caption with which reports show a statistic; None if reports leave it out."""
         if not statistic.in_reports:
             return None
-        sequences_text = f"{len(self.held_out.sequences):,} of {self.held_out.length:,} tokens, {len(self.measures.queries)} queries each"
+        sequences_text = f"{self.held_out.amount}, {len(self.measures.queries)} queries each"
         caption = f"{statistic.name} of attention weights, mean over heads"
         return Shown(f"Attention: {statistic.name}", "held-out sequences of diagnostics", sequences_text, caption)
 

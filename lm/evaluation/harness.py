@@ -185,10 +185,8 @@ class HarnessLM(LM):
         """Read a request of `generate_until`, and cut its context to fit `max_length`. Raises ConfigError: an unsupported option."""
         (context, options), task = request.args, request.task_name
         unknown_names = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
-        if unknown_names:
-            raise ConfigError(
-                [Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown_names]
-            )
+        if problems := [Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown_names]:
+            raise ConfigError(problems)
         limit = next((int(options[name]) for name in _NEW_TOKENS_KEYS if options.get(name) is not None), NEW_TOKENS)
         ids = [self.prefix_token_id, *self.tok_encode(context)]
         room = max(self.max_length - limit, self.max_length // 2)
@@ -209,10 +207,8 @@ class HarnessLM(LM):
         """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the batch."""
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
         starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
-        new_tokens = texts[0].new
-        continuation = Continuation(
-            self.decoder, [text.ids for text in texts], len(texts[0].ids) + new_tokens, [text.sampling for text in texts]
-        )
+        prompts, samplings, new_tokens = [text.ids for text in texts], [text.sampling for text in texts], texts[0].new
+        continuation = Continuation(self.decoder, prompts, len(prompts[0]) + new_tokens, samplings)
         for _ in range(new_tokens):
             self.device_and_precision.check_time()
             with self.device_and_precision.autocast():
@@ -335,9 +331,8 @@ class Downstream(Measurement):
             name = key.removesuffix(",none")
             answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == filter_name]
             answers.sort(key=lambda answer: answer["doc_id"])
-            values = np.array(
-                [answer.get(metric, math.nan) for answer in answers if not isinstance(answer.get(metric), list | tuple)], float
-            )
+            numbers = (answer.get(metric, math.nan) for answer in answers)
+            values = np.array([number for number in numbers if not isinstance(number, list | tuple)], float)
             by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
             sample = Sample(hashlib.sha256(hashes.encode()).hexdigest(), values[:, None], np.ones(len(values)), np.arange(len(values)))

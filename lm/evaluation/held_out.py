@@ -60,6 +60,11 @@ class HeldOut:
         return [self.length] * len(self.sequences)
 
     @property
+    def amount(self) -> str:
+        """The number and length of the sequences in words, as in `Shown`."""
+        return f"{len(self.sequences):,} of {self.length:,} tokens"
+
+    @property
     def document_labels(self) -> np.ndarray:
         """Labels (N,), equal for sequences of one document."""
         return np.arange(len(self.sequences)) if self.documents is None else self.documents
@@ -111,10 +116,8 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(count), "right")
-    starts = np.concatenate(([0], ends))
-    examples = [
-        example(tasks[number].task, STORE_SEED, int(index - starts[number]), length, "test") for index, number in enumerate(sources)
-    ]
+    indices = np.arange(count) - np.concatenate(([0], ends))[sources]  # index of each sequence among those of its task
+    examples = [example(tasks[source].task, STORE_SEED, int(index), length, "test") for source, index in zip(sources, indices, strict=True)]
     sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
     return HeldOut(sequences, store.token_bytes, None, sources, answers)
 
@@ -289,11 +292,8 @@ class Validation(Measurement):
         (loss, _), (_, sample) = sequences.means(nll, trained_mask), sequences.means(nll)
         unigram_level, level_name = unigram_loss(self.store, data)
         series = validation_series(loss, bits, unigram_level, sequences.length, sample.part(trained_mask), self.fingerprint, level_name)
-        labels = (
-            task_names([to_plain(task.task) for task in data.tasks])
-            if data.symbolic
-            else [source.label for source in self.store.val.sources]
-        )
+        tasks = [to_plain(weighted.task) for weighted in data.tasks]
+        labels = task_names(tasks) if data.symbolic else [source.label for source in self.store.val.sources]
         for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
             selection = sequences.sources == number
             if selection.any():
@@ -341,23 +341,15 @@ class Texts(Measurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         series = []
         for name, sequences in self.held_out.items():
-            nll = nll_by_token(decoder, sequences, device, progress)
-            count, fingerprint = len(nll), self.stores[name].fingerprint
+            nll, fingerprint = nll_by_token(decoder, sequences, device, progress), self.stores[name].fingerprint
             selection = selection_mask(fingerprint, sequences.document_labels)
-            display = Shown("Other texts, at the training length", "sequences of other texts", f"{count:,} of {sequences.length:,} tokens")
+            display = Shown("Other texts, at the training length", "sequences of other texts", sequences.amount)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
-            sequence_means = nll.mean(1, dtype=np.float64)[:, None]
-            series += [
-                self.series(
-                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(sequences.sample(sequence_means),),
-                    data_fingerprint=fingerprint if splits else "", interval="documents", shown=display,
-                    logged=(self.eval_config.metric(name),),
-                ),
-                self.series(
-                    "bits per byte", "", "lower", bits_per_byte(nll, sequences), what=name,
-                    logged=(self.eval_config.metric(name, "bits_per_byte"),), shown=display,
-                ),
-            ]  # fmt: skip
+            fields = {"samples": (sequences.sample(nll.mean(1, dtype=np.float64)[:, None]),), "interval": "documents"}
+            fields |= {"data_fingerprint": fingerprint if splits else "", "logged": (self.eval_config.metric(name),)}
+            series.append(self.series("loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, shown=display, **fields))
+            bits, log_names = bits_per_byte(nll, sequences), (self.eval_config.metric(name, "bits_per_byte"),)
+            series.append(self.series("bits per byte", "", "lower", bits, what=name, shown=display, logged=log_names))
         return series
 
 
@@ -379,22 +371,14 @@ class LongContext(Measurement):
         return len(self.held_out.sequences) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        sequences, count, length, series = self.held_out, len(self.held_out.sequences), self.held_out.length, []
-        display = Shown(
-            "Long sequences, by position",
-            "long-context sequences",
-            f"{count:,} of {length:,} tokens",
-            "loss by position, mean over sequences",
-        )
+        sequences, series, caption = self.held_out, [], "loss by position, mean over sequences"
+        display = Shown("Long sequences, by position", "long-context sequences", sequences.amount, caption)
         for setting in applicable_settings(decoder, self.eval_config.inference):
             nll = nll_by_token(for_inference(decoder, setting), sequences, device, progress)
-            series += [
-                self.series(
-                    "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len), setting=setting.label, shown=display,
-                    data_fingerprint=self.fingerprint, interval="documents", logged=(self.eval_config.metric(setting.label),),
-                ),
-                self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
-            ]  # fmt: skip
+            fields = by_position(sequences, nll, self.config.data.seq_len) | {"interval": "documents", "shown": display}
+            fields |= {"data_fingerprint": self.fingerprint, "logged": (self.eval_config.metric(setting.label),)}
+            series.append(self.series("loss", NATS, "lower", setting=setting.label, **fields))
+            series.append(self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label))
         return series
 
 
@@ -429,22 +413,14 @@ class ByLength(Measurement):
         return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        count, series = len(self.starts), []
-        display = Shown(
-            "Loss by sequence length",
-            "stretches of held-out text",
-            f"{count:,} of {self.longest:,} tokens",
-            "loss by sequence length, mean over the same tokens",
-        )
+        series, caption = [], "loss by sequence length, mean over the same tokens"
+        display = Shown("Loss by sequence length", "stretches of held-out text", self.stretches.amount, caption)
         for setting in applicable_settings(decoder, self.eval_config.inference):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
-            by_stretch = np.stack([nll.reshape(count, -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
-            series.append(
-                self.series(
-                    "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, axis=lengths_axis(self.lengths),
-                    samples=(self.stretches.sample(by_stretch),), data_fingerprint=self.fingerprint, interval="documents",
-                    logged=tuple(self.eval_config.metric(length, setting.label) for length in self.lengths), shown=display,
-                )
-            )  # fmt: skip
+            by_stretch = np.stack([nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
+            fields = {"axis": lengths_axis(self.lengths), "samples": (self.stretches.sample(by_stretch),), "shown": display}
+            fields |= {"data_fingerprint": self.fingerprint, "interval": "documents"}
+            log_names = tuple(self.eval_config.metric(length, setting.label) for length in self.lengths)
+            series.append(self.series("loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names, **fields))
         return series

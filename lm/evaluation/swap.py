@@ -84,11 +84,9 @@ class SwapMeasurement(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        return {
-            "before": self.old_decoder.config.normalizer.label(),
-            "weights_before_sha256": weights_sha256(self.old_decoder.state_dict()),
-            "sequences_sha256": [held_out.sha256 for held_out in self.held_out],
-        }
+        label, weights = self.old_decoder.config.normalizer.label(), weights_sha256(self.old_decoder.state_dict())
+        sequences: list[Plain] = [held_out.sha256 for held_out in self.held_out]
+        return {"before": label, "weights_before_sha256": weights, "sequences_sha256": sequences}
 
     @property
     def work(self) -> int:
@@ -104,7 +102,11 @@ class SwapMeasurement(Measurement):
             label = f"sequences of {sequences.length:,}"
             for (metric, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
                 fields = {"what": label, "logged": (f"swap/{name}",) if index == logged_index else ()} | fingerprint
-                series.append(self._position_series(metric, numbers, sequences, **fields))
+                if sequences.answers is None:
+                    fields |= by_position(sequences, numbers, self.config.data.seq_len)
+                else:
+                    fields["means"] = numbers.mean(where=sequences.target_mask)
+                series.append(self.series(metric, NATS, "lower", **fields))
             drift = attention_drift(*models, sequences, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
             series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
@@ -113,16 +115,10 @@ class SwapMeasurement(Measurement):
             series.append(self._length_series("KL divergence", [kl for _, _, kl in comparisons]))
         return series
 
-    def _position_series(self, metric: str, values: np.ndarray, held_out: HeldOut, **fields: object) -> Series:
-        """A series of means of `values`, (sequences, length), by position bucket, or of one mean over answer tokens if there are any."""
-        if held_out.answers is not None:
-            return self.series(metric, NATS, "lower", values.mean(where=held_out.target_mask), **fields)
-        return self.series(metric, NATS, "lower", **by_position(held_out, values, self.config.data.seq_len), **fields)
-
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
         """A series of means by length, for reports, with intervals over documents. `values`: (sequences, length) for each length."""
         means, samples = zip(*(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True)
-        sequences_text = "; ".join(f"{len(sequences.sequences):,} of {sequences.length:,} tokens" for sequences in self.held_out)
+        sequences_text = "; ".join(sequences.amount for sequences in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
         return self.series(
             metric, NATS, "lower", np.array(means), axis=lengths_axis(sequences.length for sequences in self.held_out),
@@ -223,7 +219,7 @@ def swap_run(
         old.to(device.device), new.to(device.device)
         facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(model.config), environment)}
         facts["normalizer"] = old.config.normalizer.label()
-        facts["init"] = "fit" if init == "fit" else getattr(config.model.normalizer, "init", None)
+        facts["init"] = init if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
             full_length = replace(config, data=replace(config.data, lengths=FullLength()))  # the first steps of a curriculum are short
             sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
@@ -237,9 +233,8 @@ def swap_run(
     asked_lengths = lengths_from_factors(config.eval.swap_lengths, config.data)
     if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
         missing_text = ", ".join(f"{length:,}" for length in missing_lengths)
-        reason = (
-            "into which the task does not fit" if config.data.symbolic else "which no held-out document has, or no position of the model"
-        )
+        text_reason = "which no held-out document has, or no position of the model"
+        reason = "into which the task does not fit" if config.data.symbolic else text_reason
         models.append(f"not measured: {missing_text} tokens (eval.swap_lengths), {reason}")
     if not evaluation.series:
         models.append("nothing measured")
@@ -329,9 +324,8 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
         raise ConfigError([Problem("--to", name, "unknown normalizer", remedy)]) from None
     user_options = changes.get("model", {}).get("normalizer", {})
     if not isinstance(user_options, dict) or "name" in user_options:
-        raise ConfigError(
-            [Problem("model.normalizer", user_options, f"the new normalizer is --to {name}", "set its options by their keys")]
-        )
+        reason = f"the new normalizer is --to {name}"
+        raise ConfigError([Problem("model.normalizer", user_options, reason, "set its options by their keys")])
     normalizer: dict[str, Plain] = {"name": name}
     first_init = getattr(options, "init", None)  # the default
     if init not in (None, "fit") and first_init is None:
@@ -351,15 +345,10 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
 
 def _write_run(folder: Path, config: Config, model: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
-    metadata = {
-        "format": CHECKPOINT_FORMAT,
-        "config": to_yaml(config),
-        "phase": 0,
-        "best": None,
-        "plugins": PLUGINS.versions(config.normalizer_names),
-    }
+    metadata = {**model.metadata, "format": CHECKPOINT_FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
+    metadata["plugins"] = PLUGINS.versions(config.normalizer_names)
     path = step_path(folder / CHECKPOINTS, model.metadata["step"])
-    save_checkpoint({"state_dict": decoder.state_dict(), "lm": {**model.metadata, **metadata}}, path)
+    save_checkpoint({"state_dict": decoder.state_dict(), "lm": metadata}, path)
     link_checkpoint(LAST, path)
     write_text(folder / CONFIG, to_yaml(config))
     if model.tokenizer:
