@@ -180,13 +180,7 @@ class Diagnostics(Measurement):
 
 
 def describe(
-    decoder: Decoder,
-    held_out: HeldOut,
-    options: DiagnosticsConfig,
-    device: Device,
-    seed: int = 1,
-    fingerprint: str = "",
-    progress: Advance = ignore,
+    decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, seed: int, fingerprint: str, progress: Advance = ignore
 ) -> list[Series]:
     """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head. All ranks call it.
 

@@ -112,7 +112,7 @@ def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float
     Returns:
         The number of tokens; 0 if the first evaluation has reached the level already, infinite if no evaluation has.
     """
-    evaluations = [(seen, value) for seen, value in zip(tokens, values, strict=True) if math.isfinite(value)]
+    evaluations = [(count, value) for count, value in zip(tokens, values, strict=True) if math.isfinite(value)]
     first_index = next((index for index, (_, value) in enumerate(evaluations) if has_learned(value, level, better)), None)
     if not first_index:
         return math.inf if first_index is None else 0.0

@@ -33,8 +33,7 @@ def grid_rates(axes: Iterable[Iterable[float]]) -> list[Rate]:
 
 def rate_text(rate: Rate | str) -> str:
     """The text of a rate, or of a table cell with a rate (`rate_cell`), for example `0.002`, or `0.002 / 0.1` for two keys."""
-    values = _split_cell(rate) if isinstance(rate, str) else key_values(rate)
-    return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in values)
+    return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in _split_cell(rate))
 
 
 def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str | None:
@@ -72,9 +71,9 @@ def cells_by_partial_cell(
     return expansion
 
 
-def _split_cell(cell: float | str) -> list[str]:
-    """The texts of the tuned keys' values in a cell."""
-    return cell.split(_SEPARATOR) if isinstance(cell, str) else [str(cell)]
+def _split_cell(cell: Rate | str) -> list[str]:
+    """The texts of the tuned keys' values at a rate, or in a cell."""
+    return cell.split(_SEPARATOR) if isinstance(cell, str) else [*map(str, key_values(cell))]
 
 
 def read_rate(cell: Rate | str) -> Rate:
