@@ -69,10 +69,8 @@ class AttentionRows:
         """The rows of a block of queries of one sequence; `later`: the number of queries in the sequence's later blocks."""
         visible = _query_by_key(block.normalizer.visible(block.layout))
         after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
-        return cls(
-            block.layer, block.queries, after, block.normalizer, block.layout, block.scores[0], block.weights[0], visible, block.inputs,
-            embedding, seed,
-        )  # fmt: skip
+        tensors = block.scores[0], block.weights[0], visible
+        return cls(block.layer, block.queries, after, block.normalizer, block.layout, *tensors, block.inputs, embedding, seed)
 
     @cached_property
     def n(self) -> Tensor:

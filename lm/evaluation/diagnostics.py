@@ -346,11 +346,10 @@ class _ModelSeries:
         self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
     ) -> Series:
         """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed from the statistic."""
-        return Series(
-            KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
-            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
-            interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
-        )  # fmt: skip
+        name, unit = (metric, "") if metric else (statistic.name, statistic.unit)
+        fields |= {"setting": setting, "control": setting != self.first_setting, "data_fingerprint": self.fingerprint}
+        fields["interval"] = "documents" if fields.get("samples") else "none"
+        return Series(KIND, name, unit, "none", self.models[setting].train_length, np.atleast_1d(np.asarray(means, "f8")), **fields)
 
     def _display(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
         """Title and caption with which reports show a statistic; None if reports leave it out."""

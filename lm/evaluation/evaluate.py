@@ -1,5 +1,6 @@
 """`lm eval`: measure checkpoints of runs on their held-out text, and models without a training run on the text of a configuration."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -27,9 +28,7 @@ from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
 
 
-def evaluate_runs(
-    folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: list[str] | None = None
-) -> list[EvaluationResult]:
+def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
     """Evaluate one checkpoint of each run, keep the results in its evaluations/, and return them.
 
     A result that was measured before, with the same weights, data, precision and options, is not measured again.
@@ -42,7 +41,7 @@ def evaluate_runs(
 
     Raises LMError: not a run, no such checkpoint, other data than the model was trained on, no such suite.
     """
-    changes = overrides_in("eval", overrides or [])
+    changes = overrides_in("eval", [*overrides])
     folders, files = split_configurations(folders)
     if not folders:
         raise ConfigError(f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too")

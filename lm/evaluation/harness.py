@@ -339,10 +339,9 @@ class Downstream(Measurement):
             better = {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none")
             display = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{request_notes}")
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
-            yield self.series(
-                name, unit, better, float(mean), what=task, samples=(sample,) * by_document,
-                interval="documents" if by_document else "none", logged=(f"{self.kind}/{task}/{name}",), shown=display,
-            )  # fmt: skip
+            fields = {"samples": (sample,), "interval": "documents"} if by_document else {}
+            log_names = (f"{self.kind}/{task}/{name}",)
+            yield self.series(name, unit, better, float(mean), what=task, logged=log_names, shown=display, **fields)
 
 
 @contextmanager

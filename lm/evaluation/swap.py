@@ -120,11 +120,10 @@ class SwapMeasurement(Measurement):
         means, samples = zip(*(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True)
         sequences_text = "; ".join(sequences.amount for sequences in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
-        return self.series(
-            metric, NATS, "lower", np.array(means), axis=lengths_axis(sequences.length for sequences in self.held_out),
-            samples=samples, interval="documents", data_fingerprint=self.fingerprint,
-            shown=Shown(title, "sequences around the swap", sequences_text, f"{metric} at the swap, by sequence length"),
-        )  # fmt: skip
+        display = Shown(title, "sequences around the swap", sequences_text, f"{metric} at the swap, by sequence length")
+        axis = lengths_axis(sequences.length for sequences in self.held_out)
+        fields = {"samples": samples, "interval": "documents", "data_fingerprint": self.fingerprint}
+        return self.series(metric, NATS, "lower", np.array(means), axis=axis, shown=display, **fields)
 
 
 _LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # by metric, its name in the metrics log

@@ -10,6 +10,7 @@ EXTENSIONS = 2  # how often a grid may grow
 MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
+Cell = float | str | None  # a table's cell with a rate, or without one (`rate_cell`)
 Losses = Mapping[Rate, Sequence[float]]  # by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
 ANY_VALUE = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
@@ -36,7 +37,7 @@ def rate_text(rate: Rate | str) -> str:
     return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in _split_cell(rate))
 
 
-def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str | None:
+def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> Cell:
     """The table cell that holds a rate: a number, or for several keys the text of their exact values; None for None.
 
     presence: for each key, whether the run has the key (else its value is `ANY_VALUE`); empty: the run has all keys.
@@ -47,9 +48,7 @@ def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> float | str |
     return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
 
-def cells_by_partial_cell(
-    cells: Iterable[float | str | None], grid: Iterable[float | str | None]
-) -> dict[float | str, list[float | str | None]]:
+def cells_by_partial_cell(cells: Iterable[Cell], grid: Iterable[Cell]) -> dict[Cell, list[Cell]]:
     """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY_VALUE` that it stands for.
 
     A run that lacks a tuned key has `ANY_VALUE` as that key's value. Its cell stands for all `cells` with the same values of its keys. It
@@ -62,7 +61,7 @@ def cells_by_partial_cell(
     axes = [sorted({value for value in values if value != ANY_VALUE}, key=float) for values in zip(*grid_values.values(), strict=True)]
     key_indices = [index for index, axis in enumerate(axes) if axis]
     full_rates = [values for values in cell_values.values() if all(values[index] != ANY_VALUE for index in key_indices)]
-    expansion: dict[float | str, list[float | str | None]] = {}
+    expansion: dict[Cell, list[Cell]] = {}
     for cell, values in cell_values.items():
         middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY_VALUE else value for value, axis in zip(values, axes, strict=True)]
         matches = (rate for rate in [middle, *full_rates] if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices))

@@ -160,15 +160,11 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
-    document_estimate = comparison.document_estimate
+    intervals = {"single_interval": comparison.interval(looks) if has_interval else None}
+    intervals["document_interval"] = comparison.document_estimate and comparison.enclosing(comparison.document_estimate, family)
 
     def untested_verdict(kind: Kind, reason: str, open_reason: str) -> Verdict:
-        return Verdict(
-            kind, reason, interval, 1.0, needed_seeds,
-            single_interval=comparison.interval(looks) if has_interval else None,
-            document_interval=document_estimate and comparison.enclosing(document_estimate, family),
-            margin=margin_text, open_reason=open_reason,
-        )  # fmt: skip
+        return Verdict(kind, reason, interval, 1.0, needed_seeds, **intervals, margin=margin_text, open_reason=open_reason)
 
     if comparison.diverged:
         runs = f"{comparison.diverged} final run{'s' * (comparison.diverged > 1)} diverged"
