@@ -110,18 +110,17 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
     top, scale = float(np.abs(shown_weights).max(initial=0.0)) or 1.0, "signed" if (shown_weights < 0).any() else "log"
     column_counts = [math.ceil(math.sqrt(len(model.heads))) for model in models]
     row_count = max(math.ceil(len(model.heads) / columns) for model, columns in zip(models, column_counts, strict=True))
-    grids: list[list[Map | None]] = []  # the maps of each model, row by row
+    grids: list[np.ndarray] = []  # (rows, columns) of each model, with maps and None
     for model, columns in zip(models, column_counts, strict=True):
         labels, axis_note, maps = _labels(model), "" if len(model.tokens) <= MAX_LABELS else ", token (character)", []
         for layer, head in model.heads:
             title = "\n".join([model.name, model.amount] * (not maps) + [f"layer {layer}, head {head}"])
             weights, axes = model.maps.weights[layer, head], (f"key{axis_note}", labels, labels)
             maps.append(Map(title, *axes, weights, top, top / 10**DECADES, False, f"query{axis_note}", scale, "weight"))
-        grids.append(maps + [None] * (row_count * columns - len(maps)))
-    starts = [(grid, row * columns, columns) for row in range(row_count) for grid, columns in zip(grids, column_counts, strict=True)]
-    cells = [cell for grid, start, columns in starts for cell in grid[start : start + columns]]
+        grids.append(np.array(maps + [None] * (row_count * columns - len(maps)), object).reshape(row_count, columns))
     side = 4.2 if min(len(model.tokens) for model in models) <= MAX_LABELS else 2.9
     same_tokens = all(model.tokens == models[0].tokens for model in models)
+    cells = np.concatenate(grids, axis=1).ravel().tolist()
     return Picture(cells, [], "", sum(column_counts), (side, side), shared="xy" if same_tokens else "x")
 
 
@@ -184,7 +183,7 @@ def show_attention(
 
 def read_text(text_or_path: str) -> str:
     """The text of the file `text_or_path`, else the argument itself. Raises RunError: an empty text, no UTF-8, a path without a file."""
-    is_file = os.path.isfile(text_or_path)  # False, too, for a name that is too long, or has a null byte
+    is_file = os.path.isfile(Path(text_or_path))  # False, too, for a name that is too long, or has a null byte
     looks_like_a_path = "/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv")
     if not is_file and looks_like_a_path and len(text_or_path.split()) == 1:
         raise RunError(f"--text {text_or_path}: no such file")
