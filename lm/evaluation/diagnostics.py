@@ -367,7 +367,7 @@ def _exponent_of(statistic: Statistic) -> str:
 # ---------------------------------------------------------------- lm diagnose
 
 
-def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str] | None = None) -> list[EvaluationResult]:
+def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
     """Measure diagnostics of models, and return the results; a run folder keeps its results in evaluations/, as with `lm eval`.
 
     Args:
@@ -381,7 +381,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
     sources, files = split_configurations(sources)
     for source in sources or files:
         check_source(source)
-    changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides or []))
+    changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", [*overrides]))
     if changes["eval"]["diagnostics"] is None:
         raise ConfigError([Problem("eval.diagnostics", None, "leaves nothing to describe", "leave it out, or give keys of the block")])
     results: list[EvaluationResult] = []
@@ -392,7 +392,7 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: list[str]
         if checkpoint != "last" and not source.is_dir():
             raise RunError(f"{source}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     for source, folder in zip(sources, folders, strict=True):
-        if (folder / DESCRIPTION).is_file() and files:
+        if files:
             model = load(source, checkpoint)
             text = text_config(model, files)
             text.eval = _diagnostics_alone(text.eval.diagnostics)
