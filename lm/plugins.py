@@ -143,7 +143,7 @@ class Plugins:
 PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
-class Table(dict[str, type]):
+class Registry(dict[str, type]):
     """A registry {name: options class} of lm's classes and plugins of one kind. A lookup imports a plugin; iteration leaves plugins out."""
 
     def __init__(self, kind: Kind, options: Mapping[str, type]):

@@ -180,7 +180,7 @@ class Unavailable(KeyError):
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
     """Return advice on an unknown `word`, for an error message: the most similar of `names`, or else all of them, or, if there are none,
-    how to name a plugin. If `names` is a `Table` of lm.plugins, the installed plugins are among them."""
+    how to name a plugin. If `names` is a `Registry` of lm.plugins, the installed plugins are among them."""
     names = [*names, *getattr(names, "installed", tuple)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:

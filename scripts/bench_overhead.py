@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.data.batches import Batch
 from lm.model.device import Device
 from lm.training import fit
@@ -84,7 +84,7 @@ def measured(arguments: list[str]) -> tuple[dict[str, list[float]], str, int]:
         return trainer
 
     with tempfile.TemporaryDirectory() as runs, mock.patch.object(fit, "make_trainer", with_callback):
-        config = load([*(arguments or DEFAULT), *FIXED, f"runs={runs}"])
+        config = load_config([*(arguments or DEFAULT), *FIXED, f"runs={runs}"])
         steps = config.trainer.max_steps
         config.trainer.checkpoint_every = config.eval.every = steps
         train(config)

@@ -30,7 +30,7 @@ from lm.attention.elementwise_sums import why_tiles
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
 from lm.attention.query_scale import QueryScale
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
 from lm.evaluation.held_out import HeldOut, nll_by_token
@@ -151,7 +151,7 @@ def model(normalizer: str) -> ModelConfig:
     """GPT-2's shape with RoPE; tiny without a GPU."""
     shape = ["configs/softmax.yaml", "configs/models/gpt2-124m.yaml", "model.position=rope", f"model.normalizer={normalizer}"]
     small = ["model.n_layer=1", "model.n_head=2", "model.n_embd=64"]
-    return load([*shape, *([] if ON_GPU else small)]).model
+    return load_config([*shape, *([] if ON_GPU else small)]).model
 
 
 def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:

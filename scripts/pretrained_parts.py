@@ -12,8 +12,7 @@ import torch
 
 from lm.attention.catalogue import LogN, Softmax, SSMax
 from lm.attention.options import Options
-from lm.config.load import load as load_config
-from lm.config.load import merge, overrides_in, parse
+from lm.config.load import load_config, merge, overrides_in, parse
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.data.prepare import prepare
@@ -26,7 +25,8 @@ from lm.model.decoder import Decoder
 from lm.model.swapped import fit_normalizers, with_normalizer
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.evaluations import Evaluation, evaluation_path
-from lm.runs.loading import load, with_shape_of
+from lm.runs.folder import with_shape_of
+from lm.runs.loading import load
 from lm.schema import Plain, to_plain
 from lm.training.train import train
 

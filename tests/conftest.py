@@ -23,7 +23,7 @@ from texts import TEXTS, files_config, write_texts
 
 from lm.cli import main
 from lm.config.data_config import DataConfig
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.experiments.plan import Costs, Times
 from lm.experiments.procedure import Procedure, Run
@@ -95,7 +95,7 @@ def tiny(arguments: list[str]):
     """A function: overrides -> the tiny configuration with them."""
 
     def make(*overrides: str) -> Config:
-        return load([*arguments, *overrides])
+        return load_config([*arguments, *overrides])
 
     return make
 
@@ -105,7 +105,7 @@ def tiny_below(corpus: Path, store_root: Path):
     """A function: folder, overrides -> the tiny configuration of runs in that folder, for runs that several tests share."""
 
     def make(runs: Path, *overrides: str) -> Config:
-        return load(
+        return load_config(
             [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", *overrides]
         )
 

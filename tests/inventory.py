@@ -31,7 +31,7 @@ from safetensors import safe_open
 from typer.main import get_command
 
 from lm.cli import app
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.model.decoder import Decoder
 
 Tree = dict[str, "Tree"] | list[str] | str
@@ -151,7 +151,7 @@ def decoders() -> Tree:
 
 
 def _parameters(*changes: str) -> dict[str, str]:
-    config = load([TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, inference: [{}]}", *changes])
+    config = load_config([TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, inference: [{}]}", *changes])
     decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
     buffers = {name for name, _ in decoder.named_buffers()}
     return {name: _shape(value) + (", no parameter" if name in buffers else "") for name, value in decoder.state_dict().items()}

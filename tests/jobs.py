@@ -5,7 +5,7 @@ import sys
 import torch
 from processes import command
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.experiments import compare, plan
 from lm.training.module import TrainModule
 from lm.training.train import train
@@ -14,7 +14,7 @@ from lm.training.train import train
 def train_each(jobs: list[list[str]]) -> None:
     """Train as each list of arguments says."""
     for arguments in jobs:
-        assert train(load(arguments)) == 0
+        assert train(load_config(arguments)) == 0
 
 
 def compare_with(pilot: str, *arguments: str) -> None:

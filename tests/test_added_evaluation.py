@@ -32,7 +32,7 @@ class Spread(Measurement):
         return {"positions": self.eval_config.positions}
 
     @property
-    def work(self):
+    def work_units(self):
         return self.config.eval.sequences
 
     def measure(self, decoder, where, progress):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from texts import tokens_of
 
 from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files, FixedLength, MixedLengths, TrainedTokenizer
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import effect_of
 from lm.data.batches import (
     SLOTS_PER_BLOCK,
@@ -127,11 +127,11 @@ def test_a_seed_of_the_data_decides_the_batches_alone(store: Store, more: str):
     tiny = [str(ROOT / "tests" / "tiny.yaml"), "data.source=package", "data.seq_len=128", *([more] if more else [])]
 
     def read(*overrides: str) -> list[str]:
-        sequences = train_sequences(store, load([*tiny, *overrides]))
+        sequences = train_sequences(store, load_config([*tiny, *overrides]))
         return digests(np.stack([sequences.batch(step).tokens.ravel()[:256] for step in range(4)]))
 
     assert read("seed=5") == read("seed=3", "data.seed=5") == read("seed=5", "data.seed=5") != read("seed=3")
-    assert "seed" not in to_plain(load(tiny))["data"], "the configurations of existing runs stay as they are"
+    assert "seed" not in to_plain(load_config(tiny))["data"], "the configurations of existing runs stay as they are"
     assert effect_of("data.seed") == effect_of("seed")
 
 
@@ -348,18 +348,18 @@ def test_a_fixed_length_cuts_all_slots(store):
 )
 def test_wrong_lengths_are_refused_in_one_line(lengths: str, problem: str):
     with pytest.raises(ConfigError, match=problem) as error:
-        load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", f"data.lengths={lengths}"])
+        load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", f"data.lengths={lengths}"])
     assert "\n" not in str(error.value)
 
 
 def test_pieces_of_documents_need_documents_and_a_power_of_two():
     tiny = [str(ROOT / "tests" / "tiny.yaml"), "data.source=package", "data.lengths=documents"]
     with pytest.raises(ConfigError, match=r"needs a data\.seq_len that is a power of two of 16 or more, not 24"):
-        load([*tiny, "data.seq_len=24", "optim.batch_tokens=240"])
+        load_config([*tiny, "data.seq_len=24", "optim.batch_tokens=240"])
     with pytest.raises(ConfigError, match="reads the documents of one source as they come"):
-        load([*tiny, "data.tasks=[{weight: 0.5, task: needle}]"])
+        load_config([*tiny, "data.tasks=[{weight: 0.5, task: needle}]"])
     with pytest.raises(ConfigError, match=r"data\.lengths = 'documents': short sequences train the first learned positions only"):
-        load([*tiny, "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"])
+        load_config([*tiny, "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"])
 
 
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20), seed=st.integers(0, 9))

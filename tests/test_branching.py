@@ -11,7 +11,7 @@ from fabricated import finish
 from folders import EVERY_STEP, curve, metrics, same, weights
 from trials import written
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
@@ -118,11 +118,11 @@ def test_a_branch_gives_its_weights_to_a_new_run_and_to_a_swap(tiny, trunk: Path
     config = branched(tiny, trunk, 3)
     train(config)
     folder = config.run_folder
-    fresh = load([str(folder / "config.yaml"), f"init_from={folder}", "name=fresh"])
+    fresh = load_config([str(folder / "config.yaml"), f"init_from={folder}", "name=fresh"])
     assert (fresh.init_from, fresh.branch_from) == (str(folder), "")
-    assert load([str(folder / "config.yaml"), "branch_from=", "name=fresh"]).branch_from == ""
+    assert load_config([str(folder / "config.yaml"), "branch_from=", "name=fresh"]).branch_from == ""
     assert lm("swap", str(folder), "--to", "softmax", "-o", str(tmp_path / "swapped")).returncode == 0
-    assert load([str(tmp_path / "swapped" / "config.yaml")]).branch_from == ""
+    assert load_config([str(tmp_path / "swapped" / "config.yaml")]).branch_from == ""
 
 
 def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
@@ -264,4 +264,4 @@ def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(
 
 
 def test_every_key_has_a_default():
-    assert load(["seed=3"]).name == "run"
+    assert load_config(["seed=3"]).name == "run"

@@ -28,7 +28,7 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len, seed=1).eval()
     measurement, units = ByLength(config, store), []
     (curve,) = measurement.measure(decoder, CPU, units.append)
-    assert sum(units) == measurement.work == 5 * (1 + 4 + 2)
+    assert sum(units) == measurement.work_units == 5 * (1 + 4 + 2)
     tokens = store.val.take(measurement.starts, 65).astype(np.int64)  # (stretches, 65)
     for column, length in enumerate((16, 32, 64)):
         losses = []

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lm.attention import catalogue
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder
@@ -113,7 +113,7 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
 
 def test_training_on_tasks_alone_stays_eager_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shutil.which", lambda name: name)
-    config = load([str(ROOT / "configs" / "recall.yaml")])
+    config = load_config([str(ROOT / "configs" / "recall.yaml")])
     assert str(resolve_compile(config, 1e20, "cpu", {})) == "false (auto: steps on tasks alone compute less eager)"
     assert resolve_compile(config, 1e20, "gpu", {}).value == "true"
 
@@ -147,9 +147,9 @@ def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu
 
 COUNTED = """
 import json, sys
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.training.train import train
-assert train(load(sys.argv[1:])) == 0
+assert train(load_config(sys.argv[1:])) == 0
 from torch._dynamo.utils import counters
 print(json.dumps({name: counters[of][name] for of, names in {
     "inductor": ["fxgraph_cache_hit", "fxgraph_cache_miss"], "aot_autograd": ["autograd_cache_hit", "autograd_cache_miss"]
@@ -190,10 +190,10 @@ def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny,
 WITHOUT_TRAINING = """
 import sys, torch
 from lm.attention.layout import AttentionLayout
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.model.decoder import Decoder
 for name in ("ssmax", "entmax15", "sigmoid"):
-    model = load(["name=x", f"model.normalizer={name}", "model.n_layer=1", "model.n_embd=32", "model.n_head=2"]).model
+    model = load_config(["name=x", f"model.normalizer={name}", "model.n_layer=1", "model.n_embd=32", "model.n_head=2"]).model
     for device in ("meta", "cpu"):
         with torch.device(device):
             decoder = Decoder(model, 300, 64, seed=None if device == "meta" else 0)

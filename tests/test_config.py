@@ -13,7 +13,7 @@ from conftest import lm, thinned
 
 from lm.attention import catalogue
 from lm.config.data_config import Files
-from lm.config.load import load, merge, parse, reference_markdown, to_yaml
+from lm.config.load import load_config, merge, parse, reference_markdown, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated
@@ -29,7 +29,7 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 def problems(*arguments: str) -> dict[str, str]:
     with pytest.raises(ConfigError) as error:
-        load(["name=x", *arguments])
+        load_config(["name=x", *arguments])
     return {problem.path: str(problem) for problem in error.value.problems}
 
 
@@ -38,11 +38,11 @@ def test_every_shipped_configuration_is_valid(path: Path):
     if "experiments" in path.parts:
         assert read_experiment(path, []).name == path.stem
         return
-    assert load([str(path)]).name == path.stem
+    assert load_config([str(path)]).name == path.stem
 
 
 def test_the_resolved_yaml_loads_as_the_same_configuration():
-    config = load([str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"])
+    config = load_config([str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"])
     assert isinstance(config.data.source, Files)
     assert parse(yaml.safe_load(to_yaml(config))) == config
 
@@ -51,7 +51,7 @@ def test_overrides_win_over_files_and_files_over_their_bases(tmp_path: Path):
     (tmp_path / "base.yaml").write_text("optim: {lr: 0.1, optimizer: {beta1: 0.5}}\nseed: 3\n")
     (tmp_path / "child.yaml").write_text("base: base.yaml\noptim: {lr: 0.2}\n")
     (tmp_path / "other.yaml").write_text("seed: 4\n")
-    config = load([str(tmp_path / "child.yaml"), str(tmp_path / "other.yaml"), "optim.optimizer.beta2=0.9"])
+    config = load_config([str(tmp_path / "child.yaml"), str(tmp_path / "other.yaml"), "optim.optimizer.beta2=0.9"])
     optimizer = config.optim.optimizer
     assert (config.optim.lr, optimizer.beta1, optimizer.beta2, config.seed, config.name) == (0.2, 0.5, 0.9, 4, "child")
 
@@ -147,16 +147,16 @@ def test_an_override_is_read_back_as_it_was_given(value: object):
 
 @pytest.mark.parametrize("text", ["#3", "run #3", "#", "a#b", "50 %", "'#3' "])
 def test_a_command_line_has_no_comments(text: str):
-    assert load(["softmax", f"log.notes={text}"]).log.notes == text.strip(" '")
+    assert load_config(["softmax", f"log.notes={text}"]).log.notes == text.strip(" '")
     with pytest.raises(ConfigError, match=r"optim\.lr = '0\.1 #3': must be a number"):
-        load(["softmax", "optim.lr=0.1 #3"])
+        load_config(["softmax", "optim.lr=0.1 #3"])
 
 
 def test_nor_do_lists_on_it():
-    assert load(["softmax", "log.tags=[a, '#3']"]).log.tags == load(["softmax", "log.tags=[a, #3]"]).log.tags == ["a", "#3"]
+    assert load_config(["softmax", "log.tags=[a, '#3']"]).log.tags == load_config(["softmax", "log.tags=[a, #3]"]).log.tags == ["a", "#3"]
     for text in ("log.tags=[a, b] #c", "log.notes=try #3: bigger"):
         with pytest.raises(ConfigError, match="#") as error:
-            load(["softmax", text])
+            load_config(["softmax", text])
         assert "\ue000" not in str(error.value)
 
 
@@ -164,7 +164,7 @@ def test_needles_leave_room_for_what_is_read_after_them_before_learned_positions
     learned = "name=x", "model.position=learned", "eval.long_context.length_factor=0", "data.seq_len=256"
     said = problems(*learned, "eval.needle.length_factors=[1]")["eval.needle.length_factors"]
     assert "learned positions end at the training length, and 7 tokens after the sequence are read" in said
-    assert load([*learned, "eval.needle.length_factors=[0.97]"])
+    assert load_config([*learned, "eval.needle.length_factors=[0.97]"])
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_an_inference_setting_may_set_those_options_of_normalizers_that_training
     arguments.append("data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]")
     arguments += ["eval.long_context.length_factor=0", "data.seq_len=64"]
     if said is None:
-        assert load(arguments).eval.recall.inference[0].label.startswith("as trained, clip=true")
+        assert load_config(arguments).eval.recall.inference[0].label.startswith("as trained, clip=true")
     else:
         with pytest.raises(ConfigError, match=said):
-            load(arguments)
+            load_config(arguments)
 
 
 def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
@@ -200,14 +200,14 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
         setting = f"eval.long_context.inference=[{{rope: {{name: yarn, temperature: {temperature}}}}}]"
         return ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", "model.normalizer=[softmax, cosine]", setting]
 
-    assert load(inference("false")).eval.long_context.inference[0].label == "yarn, temperature 0"
+    assert load_config(inference("false")).eval.long_context.inference[0].label == "yarn, temperature 0"
     with pytest.raises(ConfigError, match=r"inference\[0\]\.rope\.temperature = true: is a factor on queries, and none on"):
-        load(inference("true"))
+        load_config(inference("true"))
     linear = "model.normalizer={name: linear, features: identity, n: visible}"  # a factor on q is one on its scores
-    assert load([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
-    trained = to_plain(load(inference("false")))
+    assert load_config([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
+    trained = to_plain(load_config(inference("false")))
     trained["eval"]["long_context"]["inference"][0]["rope"]["temperature"] = True
-    suite = suite_changes("full", parse(to_plain(load(inference("false")))))["eval"]["long_context"]["inference"]
+    suite = suite_changes("full", parse(to_plain(load_config(inference("false")))))["eval"]["long_context"]["inference"]
     assert suite[-1] == {"rope": {"name": "yarn", "temperature": False}}
     with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):  # an older run
         for_inference(Decoder((config := parse(trained)).model, 300, 32), config.eval.long_context.inference[0])
@@ -215,14 +215,14 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
 
 @pytest.mark.parametrize("name", ["010", "-07", "0_1", "08", "0"])
 def test_a_name_with_leading_zeros_stays_as_it_is(name: str):
-    config = load([f"name='{name}'", "data.source={name: files, paths: [a.txt]}"])
+    config = load_config([f"name='{name}'", "data.source={name: files, paths: [a.txt]}"])
     assert config.name == name == parse(parse_yaml(to_yaml(config), "it")).name == yaml.safe_load(to_yaml(config))["name"]
 
 
 @pytest.mark.parametrize("name", ["0", "false", "{}"])
 def test_a_name_that_is_no_text_is_refused(name: str):
     with pytest.raises(ConfigError, match="must be text; "):
-        load(["softmax", f"name={name}"])
+        load_config(["softmax", f"name={name}"])
 
 
 def test_a_renamed_block_drops_the_options_of_the_old_name():
@@ -243,9 +243,9 @@ def test_a_renamed_block_drops_the_options_of_the_old_name():
 def test_null_turns_off_a_block_that_may_be_null(tmp_path: Path):
     file = tmp_path / "all.yaml"
     file.write_text("model: {transfer: {base_width: 64}}\ntrainer: {profile: {first: 3}}\neval: {by_length: {}}\n")
-    with_blocks = load([str(file)])
+    with_blocks = load_config([str(file)])
     assert all((with_blocks.model.transfer, with_blocks.trainer.profile, with_blocks.eval.by_length))
-    without_blocks = load([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
+    without_blocks = load_config([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
     assert (without_blocks.model.transfer, without_blocks.trainer.profile, without_blocks.eval.by_length) == (None, None, None)
 
 
@@ -255,12 +255,12 @@ def test_null_does_not_look_as_if_it_turned_off_a_block_that_may_not_be_null(pat
     file.write_text("eval: {long_context: {length_factor: 4}}\noptim: {schedule: {name: wsd}}\n")
     for arguments in ([str(file)], ["name=x"]):
         with pytest.raises(ConfigError, match=rf"{path} = null: must be a (block of keys|name or a block)"):
-            load([*arguments, f"{path}=null"])
+            load_config([*arguments, f"{path}=null"])
 
 
 def test_the_order_of_overrides_of_one_block_does_not_matter():
-    forwards = load(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
-    backwards = load(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])
+    forwards = load_config(["name=x", "model.normalizer=ssmax", "model.normalizer.bias=true"])
+    backwards = load_config(["name=x", "model.normalizer.bias=true", "model.normalizer=ssmax"])
     assert forwards == backwards
     assert backwards.model.normalizer.bias
 
@@ -299,7 +299,7 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
 def test_a_configuration_file_that_cannot_be_read_is_an_error_of_one_line(text: bytes, reason: str, tmp_path: Path):
     (tmp_path / "file.yaml").write_bytes(text)
     with pytest.raises(ConfigError, match=re.escape(reason)) as error:
-        load([str(tmp_path / "file.yaml"), "name=x"])
+        load_config([str(tmp_path / "file.yaml"), "name=x"])
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
 
@@ -313,9 +313,9 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         "": "a folder, not a configuration file; name a YAML file",
     }.items():
         with pytest.raises(ConfigError, match=reason):
-            load([str(tmp_path / name)])
+            load_config([str(tmp_path / name)])
     with pytest.raises(ConfigError, match="YAML"):
-        load([])
+        load_config([])
 
 
 @pytest.mark.parametrize(
@@ -349,13 +349,13 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
 )
 def test_an_override_that_means_nothing_is_an_error_that_names_it(override: str, reason: str):
     with pytest.raises(ConfigError, match=re.escape(reason)) as error:
-        load(["name=x", "runs=r", "optim.lr=0.1", "phases=[{until: 1}]", override])
+        load_config(["name=x", "runs=r", "optim.lr=0.1", "phases=[{until: 1}]", override])
     assert all(len(line) < 600 for line in str(error.value).splitlines())
 
 
 def test_of_very_many_problems_the_first_are_printed():
     with pytest.raises(ConfigError) as error:
-        load([f"data={{{', '.join(f'key{number}: 1' for number in range(4000))}}}", "name=x"])
+        load_config([f"data={{{', '.join(f'key{number}: 1' for number in range(4000))}}}", "name=x"])
     lines = str(error.value).splitlines()
     assert (len(error.value.problems), len(lines), lines[-1].strip()) == (4000, 32, "... and 3970 more")
 
@@ -364,11 +364,11 @@ def test_bases_that_are_inherited_twice_are_read_once_and_long_chains_are_refuse
     for number in range(40):
         (tmp_path / f"diamond{number}.yaml").write_text(f"base: [diamond{number + 1}.yaml, diamond{number + 1}.yaml]\n")
     (tmp_path / "diamond40.yaml").write_text("seed: 5\n")
-    assert load([str(tmp_path / "diamond0.yaml")]).seed == 5
+    assert load_config([str(tmp_path / "diamond0.yaml")]).seed == 5
     for number in range(1200):
         (tmp_path / f"chain{number}.yaml").write_text(f"base: chain{number + 1}.yaml\n")
     with pytest.raises(ConfigError, match="more than 50 files by `base:`"):
-        load([str(tmp_path / "chain0.yaml")])
+        load_config([str(tmp_path / "chain0.yaml")])
 
 
 @pytest.mark.parametrize("doubled", ["${{a.x{0}}}${{a.x{0}}}", "['${{a.x{0}}}', '${{a.x{0}}}']"])
@@ -376,19 +376,19 @@ def test_interpolations_that_double_again_and_again_are_refused(doubled: str, tm
     doublings = "".join(f"  x{number}: {doubled.format(number + 1)}\n" for number in range(40))
     (tmp_path / "file.yaml").write_text(f"a:\n{doublings}  x40: text\n")
     with pytest.raises(ConfigError, match="more than 16 interpolations"):
-        load([str(tmp_path / "file.yaml")])
+        load_config([str(tmp_path / "file.yaml")])
 
 
 def test_the_interpolations_that_are_allowed_take_no_time_and_keep_the_bound_on_keys(tmp_path: Path):
     triples = "".join(f"  x{number}: ['${{a.x{number + 1}}}', '${{a.x{number + 1}}}', '${{a.x{number + 1}}}']\n" for number in range(5))
     (tmp_path / "file.yaml").write_text(f"a:\n{triples}  x5: [{', '.join('0' * 50)}]\n")
     with pytest.raises(ConfigError, match="more than 10,000 values"):
-        load([str(tmp_path / "file.yaml")])
+        load_config([str(tmp_path / "file.yaml")])
 
 
 def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LM_TEST_STEPS", "7")
-    config = load(
+    config = load_config(
         [
             "name=run-${seed}-${model.bias}",
             "seed=3",
@@ -433,7 +433,7 @@ def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: p
 def test_text_that_looks_like_something_else_stays_text_in_the_resolved_yaml(text: str, tmp_path: Path):
     config = parse({"name": "x", "log": {"project": text}})
     (tmp_path / "x.yaml").write_text(to_yaml(config), encoding="utf-8")
-    assert load([str(tmp_path / "x.yaml")]) == config
+    assert load_config([str(tmp_path / "x.yaml")]) == config
     assert yaml.safe_load(to_yaml(config))["log"]["project"] == text
 
 
@@ -508,7 +508,7 @@ def test_lightning_is_imported_in_one_place():
 def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
     key = f"eval.{kind}.inference"
     with pytest.raises(ConfigError, match=rf"{key}\[0\]\.normalizer\.clpi = true: no normalizer of this model has this option"):
-        load(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{key}=[{{normalizer: {{clpi: true}}}}]"])
+        load_config(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{key}=[{{normalizer: {{clpi: true}}}}]"])
 
 
 @pytest.mark.parametrize(
@@ -530,24 +530,24 @@ def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
     with pytest.raises(
         ConfigError, match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon: set optim\.optimizer\.name$"
     ):
-        load(["name=x", "optim.optimizer.momentum=0.9"])
+        load_config(["name=x", "optim.optimizer.momentum=0.9"])
     with pytest.raises(
         ConfigError, match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*: set model\.normalizer\.name$"
     ):
-        load(["name=x", "model.normalizer={name: softmax, bias: true}"])
+        load_config(["name=x", "model.normalizer={name: softmax, bias: true}"])
 
 
 def test_a_dotted_key_in_a_file_is_answered_with_its_block(tmp_path):
     (tmp_path / "mine.yaml").write_text("optim.schedule.final_fraction: 0.2\n")
     with pytest.raises(ConfigError, match=r"unknown key; nest it: optim: \{schedule: \{final_fraction: \.\.\.\}\}$"):
-        load([str(tmp_path / "mine.yaml")])
+        load_config([str(tmp_path / "mine.yaml")])
 
 
 def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
     options = ["name=x", "model.normalizer=ssmax", "train_only=normalizer", "model.out_init=zero"]
     with pytest.raises(ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"):
-        load(options)
-    load([*options, "init_from=runs/other"])
+        load_config(options)
+    load_config([*options, "init_from=runs/other"])
 
 
 def test_the_json_schema_has_every_key_of_the_top_level():

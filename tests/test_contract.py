@@ -117,16 +117,16 @@ class Coarse(QueryScale):
 
 BROKEN = {
     Drawn: {"initial_values"},
-    DividedAlongKeys: {"own_row", "decoding"},
-    ScaledAlongKeys: {"own_row"},
+    DividedAlongKeys: {"row_independence", "decoding"},
+    ScaledAlongKeys: {"row_independence"},
     OtherForward: {"fast_path"},
     NoGradient: {"fast_path", "finite_differences"},
     Acausal: {"row_sums", "causality"},
     HalfSums: {"row_sums"},
-    LooksAtOtherRows: {"scores_apart", "packed", "row_length"},
+    LooksAtOtherRows: {"score_independence", "packed_documents", "row_length"},
     NamesAnotherMap: {"score_map"},
     NamesAnotherScale: {"scale_by_position"},
-    NFromWidth: {"decoding", "packed", "documents", "row_length"},
+    NFromWidth: {"decoding", "packed_documents", "document_starts", "row_length"},
     ForgetsAKey: {"decoding"},
     ForgetsTheGroups: {"shared_keys"},
     StaysBehind: {"one_device"},
@@ -162,7 +162,7 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
 def test_a_factor_along_the_wrong_axis_is_named(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(contract, "make_normalizer", broken)
     with pytest.raises(AssertionError, match="changes other queries' weights of key 3: it lies along the axis of keys instead of queries"):
-        contract.own_row(OfBroken())
+        contract.row_independence(OfBroken())
 
 
 def test_a_normalizer_that_can_not_be_used_is_said_so_once_without_a_hint(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from conftest import ROOT, lm, thinned
 from folders import differences, kill_after, metrics
 
 from lm.attention.routes import with_device_limits
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.data.batches import Batch
 from lm.machine import peak_process_bytes
@@ -193,7 +193,7 @@ grown()
 def grown() -> None:
     """Print the estimate for a step, what its tensors took and what the process grew by, in MiB, after a small step, for libraries."""
     shape = [str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[x]", "model.n_embd=256", "data.seq_len=256"]
-    small, large = (load([*shape, f"optim.batch_tokens={tokens}"]) for tokens in (512, 8192))
+    small, large = (load_config([*shape, f"optim.batch_tokens={tokens}"]) for tokens in (512, 8192))
     measured(small)
     before = peak_process_bytes()
     tensors = measured(large)
@@ -273,7 +273,7 @@ def test_vectors_of_tokens_for_values_are_looked_up_layer_by_layer(tiny):
 
 
 def test_mfu_counts_what_the_mask_hides_in_one_of_two_conventions():
-    config = load([str(ROOT / "configs" / "models" / "gpt2-124m.yaml")])
+    config = load_config([str(ROOT / "configs" / "models" / "gpt2-124m.yaml")])
     with torch.device("meta"):
         decoder = Decoder(config.model, 50257, 1024, seed=None)
     attention = 12 * 12 * 12 * 64 * 1024  # 12 L H Q T

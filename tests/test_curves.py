@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.training.train import train
 from scripts.curves import CASES, PINNED, TOLERANCE, curves, differences
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_curve_is_as_it_was(case: str, folder: Path):
-    actual = curves([case], folder, 1, lambda arguments: train(load(arguments)))
+    actual = curves([case], folder, 1, lambda arguments: train(load_config(arguments)))
     assert not differences(actual, {case: json.loads(PINNED.read_text())[case]}, TOLERANCE)
 
 

@@ -33,7 +33,7 @@ from lm.diagnostics.attention_rows import (
     query_indices,
     shuffling_numbers,
 )
-from lm.evaluation.diagnostics import Diagnostics, describe, diagnostic_sequences, families
+from lm.evaluation.diagnostics import Diagnostics, diagnostic_sequences, diagnostic_series, families
 from lm.evaluation.held_out import HeldOut
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -220,7 +220,7 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
     held_out = HeldOut(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
     settings = [InferenceSetting(), InferenceSetting(ThetaFactor(factor=1e4), normalizer={"n": "fixed:2"})]
     config = DiagnosticsConfig(sequences=3, queries=16, statistics=["concentration"], inference=settings)
-    curves = describe(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
+    curves = diagnostic_series(decoder, held_out, config, Device(torch.device("cpu"), bf16=False), 7, "")
     measures, untrained = (
         Measures(families(config), 2, 3, query_indices(length, 16), length),
         Decoder(decoder.config, VOCAB, train_length, seed=7),
@@ -385,7 +385,9 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     config, folders = DiagnosticsConfig(sequences=3, queries=6, statistics=["sparsity"]), []
     for name in ("softmax", "relu2"):
         folders.append(build_run(tmp_path, name))
-        curves = describe(make_decoder(catalogue.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False), 1, "")
+        curves = diagnostic_series(
+            make_decoder(catalogue.OPTIONS[name]()), held_out, config, Device(torch.device("cpu"), bf16=False), 1, ""
+        )
         assert {curve.better for curve in curves} == {"none"}
         write_series(folders[-1], "diagnostics", curves)
     report = write_report(folders, tmp_path / "report")

@@ -22,7 +22,7 @@ from typer.main import get_command
 
 from lm.attention.catalogue import SINGLE
 from lm.cli import app
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.errors import ConfigError, RunError
 from lm.schema import reference
@@ -112,7 +112,7 @@ def wrong_configuration(words: list[str], folder: Path) -> str | None:
 def problem_of(arguments: list[str]) -> str | None:
     """What is wrong with a configuration; None if nothing is."""
     try:
-        load(arguments)
+        load_config(arguments)
     except ConfigError as error:
         return str(error)
     return None

@@ -20,7 +20,7 @@ import lm.functional as L
 from lm.attention import catalogue as opt
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.batches import Batch
-from lm.huggingface.inside import NORMALIZER_ATTRIBUTE
+from lm.huggingface.attention_functions import NORMALIZER_ATTRIBUTE
 from lm.model.decoder import Decoder
 
 PAGE = (ROOT / "docs" / "elsewhere.md").read_text()

@@ -14,7 +14,7 @@ from conftest import lm
 from fabricated import finish, finish_all, launching
 from trials import written
 
-from lm.config.load import load, to_yaml
+from lm.config.load import load_config, to_yaml
 from lm.config.training_config import OPTIMIZERS, LogConfig
 from lm.config.tree import Config, ExperimentConfig
 from lm.data.prepare import prepare
@@ -448,7 +448,7 @@ def test_each_run_records_its_place_in_the_experiment(tmp_path, overrides):
     procedure = Procedure(read_experiment(written(tmp_path, sizes={"s": {}}), overrides))
     for run in procedure.known_runs():
         assert run.config.experiment == ExperimentConfig("trial", run.arm, "s", "tune", run.rate)
-    assert load([str(dumped(tmp_path, run.config))]) == run.config
+    assert load_config([str(dumped(tmp_path, run.config))]) == run.config
     first = procedure.run("s", procedure.experiment.arms[0], "final", 1e-2, 1, {})
     assert (first.config.experiment.stage, first.config.experiment.rate) == ("final", 1e-2)
 
@@ -458,7 +458,7 @@ def test_a_run_without_its_place_in_the_experiment_stays_usable_and_keeps_its_na
     first, _ = procedure.known_runs()
     before = replace(first.config, experiment=ExperimentConfig())
     assert config_hash(before) == config_hash(first.config)
-    assert train(load([str(dumped(tmp_path, before))])) == 0
+    assert train(load_config([str(dumped(tmp_path, before))])) == 0
     config = before.run_folder / "config.yaml"
     content = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key != "experiment"}
     config.write_text(yaml.safe_dump(content))

@@ -11,7 +11,7 @@ from conftest import ROOT, lm
 from outside import forget, installed, outside_package
 
 from lm.commands.extension_checks import KINDS
-from lm.config.load import load, merge, parse
+from lm.config.load import load_config, merge, parse
 from lm.errors import ConfigError
 from lm.evaluation.evaluate import suite_changes
 from lm.runs.folder import ENVIRONMENT
@@ -141,7 +141,7 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
     run = [*(argument for argument in arguments if not argument.startswith("data.source")), *overrides, "name=run"]
     result = lm("train", *run)
     assert result.returncode == 0, result.stderr
-    folder = load(run).run_folder
+    folder = load_config(run).run_folder
     environment = json.loads((folder / ENVIRONMENT).read_text())
     for kind in ("optimizer", "source", "evaluation"):
         assert re.fullmatch("source sha256 [0-9a-f]{12}", environment["versions"][NAMES[kind]])
@@ -179,11 +179,11 @@ def test_a_suite_and_an_error_name_the_block_of_an_evaluation_from_outside(mine:
     code, imports = mine / "evaluation.py", "from lm.config.inference_config import InferenceSetting\nfrom lm.schema import key, sections"
     keys = '    quick_suite = {"position": 3}\n    inference: list[InferenceSetting] = sections(InferenceSetting, "settings")\n'
     code.write_text(code.read_text().replace("from lm.schema import key", imports).replace("    position:", f"{keys}    position:"))
-    config = load([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', max_seconds: 60}}]"])
+    config = load_config([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', max_seconds: 60}}]"])
     (evaluation,) = parse(merge(to_plain(config), suite_changes("quick", config))).eval.others
     assert (evaluation.position, evaluation.max_seconds) == (3, 60)
     with pytest.raises(ConfigError, match=r"eval\.others\[0\]\.inference\[0\]\.normalizer\.clip = true"):
-        load([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', inference: [{{normalizer: {{clip: true}}}}]}}]"])
+        load_config([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', inference: [{{normalizer: {{clip: true}}}}]}}]"])
 
 
 def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str], tmp_path: Path):
@@ -191,7 +191,7 @@ def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Pat
     run.append("eval.long_context.length_factor=0")
     result = lm("train", *run)
     assert result.returncode == 0, result.stderr
-    folder = load(run).run_folder
+    folder = load_config(run).run_folder
     assert "recall/" in (folder / "metrics.jsonl").read_text()
     (evaluation,) = (folder / "evaluations").glob("recall.step-*.json")
     assert f'"{NAMES["task"]}"' in str(json.loads(evaluation.read_text())["code"]).replace("'", '"'), "another task is measured anew"
@@ -209,19 +209,19 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
     installed(mine, "".join(f"[lm.{kind}s]\nshort = {name}\n" for kind, name in NAMES.items()))
     rest = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
     tasks = ["data.tasks=[{weight: 1, task: short}]", "eval.long_context.length_factor=0"]
-    config = load([*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
+    config = load_config([*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
     assert {*config.plugin_names_by_key.values()} == set(NAMES.values())
     assert lm("check-extension", "source", "short").returncode == 0
     with pytest.raises(ConfigError, match="unknown name; did you mean 'short'"):
-        load([*rest, "optim.optimizer=shorts", "name=short"])
+        load_config([*rest, "optim.optimizer=shorts", "name=short"])
     with pytest.raises(ConfigError, match="unknown name; choose from: adamw, muon, short"):
-        load([*rest, "optim.optimizer=unlike", "name=short"])
+        load_config([*rest, "optim.optimizer=unlike", "name=short"])
 
 
 def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, arguments: list[str], capsys: pytest.CaptureFixture):
     installed(mine, f"[lm.optimizers]\nadamw = {NAMES['optimizer']}\n")
     for _ in range(2):
-        assert not load([*arguments, "optim.optimizer=adamw"]).plugin_names_by_key
+        assert not load_config([*arguments, "optim.optimizer=adamw"]).plugin_names_by_key
     note = f"note: adamw is lm's own; the entry point of that name is meant by {NAMES['optimizer']}\n"
     assert capsys.readouterr().err == note
 
@@ -239,7 +239,7 @@ def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, a
 )
 def test_a_name_of_another_kind_is_refused_in_one_line(mine: Path, arguments: list[str], name: str, said: str):
     with pytest.raises(ConfigError, match=said) as error:
-        load([*arguments, f"optim.optimizer={{name: '{name}'}}"])
+        load_config([*arguments, f"optim.optimizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lm
-from lm.config.load import load as configured
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.data.store import Store
@@ -113,7 +113,7 @@ def equal(results: tuple[dict[str, torch.Tensor], list[object]], other_results: 
 def finished(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("fuzzed")
     options = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder}", "name=a", *SHORT]
-    config = configured([str(ROOT / "tests" / "tiny.yaml"), *options])
+    config = load_config([str(ROOT / "tests" / "tiny.yaml"), *options])
     train(config)
     export(config.run_folder, "last", folder / "exported")
     return Finished(folder, config, prepare(config.data, progress=False))

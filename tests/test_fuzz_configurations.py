@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lm.config.load import load, parse, to_yaml
+from lm.config.load import load_config, parse, to_yaml
 from lm.config.tree import Config
 from lm.errors import ConfigError
 from lm.machine import peak_process_bytes
@@ -120,7 +120,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> Config | None:
     path = folder / "drawn.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     try:
-        config = load([str(path), *overrides])
+        config = load_config([str(path), *overrides])
     except ConfigError as error:
         lines = str(error).splitlines()
         assert 0 < len(lines) <= 32
@@ -129,7 +129,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> Config | None:
     assert config.micro_batch > 0
     assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.plan)  # None: known with the vocabulary
     path.write_text(to_yaml(config), encoding="utf-8")
-    assert load([str(path)]) == config
+    assert load_config([str(path)]) == config
     assert parse(to_plain(config)) == config
     return config
 

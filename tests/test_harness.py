@@ -28,10 +28,10 @@ from lm.config.data_config import TokenizerFile  # noqa: E402
 from lm.config.load import to_yaml  # noqa: E402
 from lm.config.model_config import Learned  # noqa: E402
 from lm.data.prepare import prepare  # noqa: E402
-from lm.data.tokenizer import identity  # noqa: E402
+from lm.data.tokenizer import tokenizer_identity  # noqa: E402
 from lm.errors import ConfigError, RunError  # noqa: E402
 from lm.evaluation.evaluate import evaluate_runs  # noqa: E402
-from lm.evaluation.generation import Sampling, generate, pieces  # noqa: E402
+from lm.evaluation.generation import Sampling, generate, text_pieces  # noqa: E402
 from lm.evaluation.harness import Downstream, HarnessLM, _restored_random_state  # noqa: E402
 from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
@@ -187,7 +187,8 @@ def test_text_ends_at_the_tokens_that_end_documents(tiny, monkeypatch):
     config, models = tiny("eval.downstream.tasks=[]"), []
     store = prepare(config.data)
     config.data.tokenizer = TokenizerFile(str(store.path / "tokenizer.json"), end_tokens=["~"])
-    assert identity(config.data.tokenizer) == identity(TokenizerFile(config.data.tokenizer.path))  # the tokens are the same
+    same_tokens = TokenizerFile(config.data.tokenizer.path)
+    assert tokenizer_identity(config.data.tokenizer) == tokenizer_identity(same_tokens)
     monkeypatch.setattr("lm.evaluation.harness._evaluate", lambda model, *_: models.append(model) or {"samples": {}})
     measurement = Downstream(config, store)
     measurement.measure(model.decoder, CPU, lambda units: None)
@@ -227,7 +228,7 @@ def alone(model: HarnessLM, context: str, options: dict, seed: int = 0) -> str:
     ids = [model.prefix_token_id, *model.tok_encode(context)]
     sampling = bool(options.get("do_sample"))
     tokens = generate(model.decoder, ids, options["max_gen_toks"], Sampling(1.0 if sampling else 0.0, options.get("top_k"), None, seed))
-    text = "".join(list(pieces(model.tokenizer, ids, model.end_ids, tokens))[1:])
+    text = "".join(list(text_pieces(model.tokenizer, ids, model.end_ids, tokens))[1:])
     return text[: min([text.index(stop) for stop in options.get("until", ()) if stop in text], default=len(text))]
 
 

@@ -10,7 +10,7 @@ import yaml
 from conftest import ROOT, lm
 from folders import differences, kill_after, losses
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ def recorded(config: Config) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(path: Path):
-    config = load([str(path)])
+    config = load_config([str(path)])
     vocab_size = config.data.tokenizer.vocab_size
     parameters = counted(config, vocab_size)["total"]
     millions = float(path.stem.split("-")[-1].removesuffix("m"))
@@ -52,7 +52,7 @@ def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(p
 def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Path):
     rate = parse_yaml(recipe.read_bytes(), recipe.name)["optim"].get("lr")
     for shape in (path for path in MODELS if "gau" not in path.stem):
-        shape_config, first, last = (load(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
+        shape_config, first, last = (load_config(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
         assert (first.optim.lr, last.optim.lr) == (rate or shape_config.optim.lr, shape_config.optim.lr)
         assert last.trainer.tokens_per_parameter == 20
         assert all(getattr(last.model, name) == getattr(shape_config.model, name) for name in SIZES), "what a recipe says of them stays"
@@ -69,7 +69,7 @@ def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpu
         "trainer={accelerator: cpu, precision: 32, threads: 1, compile: false, max_steps: 20}",
         "log={wandb: disabled, progress: none}",
     ]
-    config = load([str(shape), str(recipe), *tiny_data, *steps, *machine, "name=modern"])
+    config = load_config([str(shape), str(recipe), *tiny_data, *steps, *machine, "name=modern"])
     assert train(config) == 0
     values = losses(config.run_folder)
     assert values[0] == pytest.approx(math.log(400), rel=0.02)
@@ -105,9 +105,9 @@ def test_of_steps_and_tokens_a_parameter_the_later_counts(tiny, tmp_path: Path):
     file = tmp_path / "both.yaml"
     file.write_text("trainer: {max_steps: 3, tokens_per_parameter: 20}\n")
     with pytest.raises(ConfigError, match=r"trainer\.tokens_per_parameter = 20\.0: trainer\.max_steps = 3 is given, too; drop one"):
-        load([str(file)])
+        load_config([str(file)])
     with pytest.raises(ConfigError, match=r"trainer\.max_steps = null: is not given; set it, or trainer\.tokens_per_parameter"):
-        load([str(file), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
+        load_config([str(file), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
 
 
 def test_steps_that_leave_no_room_are_refused_before_the_run_is_made(arguments: list[str], tmp_path: Path):

@@ -11,7 +11,7 @@ from texts import TEXTS, documents, one_line_error, skipping, start, stored_text
 from lm.config.data_config import DataConfig, Hub, Mixture, TrainedTokenizer, WeightedSource
 from lm.data import sources as module
 from lm.data.prepare import prepare, summary
-from lm.data.sources import identity
+from lm.data.sources import source_identity
 from lm.data.store import Store
 from lm.errors import DataError
 
@@ -96,7 +96,7 @@ def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
 
 def test_a_pinned_commit_is_identified_without_a_network():
     source = Hub(dataset="someone/something", revision="0123456789" * 4)
-    assert identity(source, Path("data")) != identity(dataclasses.replace(source, revision="1123456789" * 4), Path("data"))
+    assert source_identity(source, Path("data")) != source_identity(dataclasses.replace(source, revision="1123456789" * 4), Path("data"))
 
 
 # ---------------------------------------------------------------- streams
@@ -195,7 +195,7 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     source = Hub(dataset=str(tmp_path / "splits"), split="test")
     assert list(documents(source)) == TEXTS[:3]
     assert "it was saved with the splits train, test" in one_line_error(dataclasses.replace(source, split="dev"))
-    assert identity(source, tmp_path) != identity(Hub(dataset=str(tmp_path / "one"), split="test"), tmp_path)
+    assert source_identity(source, tmp_path) != source_identity(Hub(dataset=str(tmp_path / "one"), split="test"), tmp_path)
 
 
 def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -206,7 +206,7 @@ def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytes
     for folder in ("dataset", "saved"):
         source = Hub(dataset=f"~/{folder}")
         assert list(documents(source)) == TEXTS
-        assert identity(source, tmp_path)["files"] == identity(Hub(dataset=str(tmp_path / folder)), tmp_path)["files"]
+        assert source_identity(source, tmp_path)["files"] == source_identity(Hub(dataset=str(tmp_path / folder)), tmp_path)["files"]
     assert "~/nowhere': no such folder" in one_line_error(Hub(dataset="~/nowhere"))
 
 

@@ -19,8 +19,8 @@ from lm.attention.layout import AttentionLayout
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.architectures import ARCHITECTURES
+from lm.huggingface.attention_functions import NORMALIZER_ATTRIBUTE
 from lm.huggingface.fields import Fields
-from lm.huggingface.inside import NORMALIZER_ATTRIBUTE
 from lm.model.decoder import Decoder
 
 T = 60
@@ -45,7 +45,7 @@ def llama(folder: Path, kind: str, start: str) -> PreTrainedModel:
     else:
         torch.manual_seed(5)
         model = LlamaForCausalLM._from_config(LlamaConfig(**SMALL), attn_implementation=kind)
-    lm.huggingface.add_parameters(model)
+    lm.huggingface.add_normalizer_parameters(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if NORMALIZER_ATTRIBUTE in name:
@@ -125,11 +125,11 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     first = dict(model.named_parameters())[f"model.layers.1.self_attn.{NORMALIZER_ATTRIBUTE}.s"]
     model.save_pretrained(tmp_path / "learned")
     reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
-    with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_parameters"):
+    with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_normalizer_parameters"):
         reloaded(tokens())
-    lm.huggingface.add_parameters(reloaded)
+    lm.huggingface.add_normalizer_parameters(reloaded)
     with pytest.raises(ValueError, match="has these parameters already"):
-        lm.huggingface.add_parameters(reloaded)
+        lm.huggingface.add_normalizer_parameters(reloaded)
     assert torch.equal(dict(reloaded.named_parameters())[f"model.layers.1.self_attn.{NORMALIZER_ATTRIBUTE}.s"], first)
     assert torch.equal(reloaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
     weights = load_file(tmp_path / "learned" / "model.safetensors")
@@ -137,10 +137,10 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     save_file(rest, tmp_path / "learned" / "model.safetensors", {"format": "pt"})
     damaged = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
     with pytest.raises(ValueError, match=r"and it has no tensor model\.layers\.1\.self_attn\.lm_normalizer\.s of shape"):
-        lm.huggingface.add_parameters(damaged)
+        lm.huggingface.add_normalizer_parameters(damaged)
     other = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_log_n")
     with pytest.raises(ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"):
-        lm.huggingface.add_parameters(other)
+        lm.huggingface.add_normalizer_parameters(other)
 
 
 def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -152,7 +152,7 @@ def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, 
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, revision, **options: calls.append((name, revision)) or tmp_path / "learned"
     )
-    lm.huggingface.add_parameters(reloaded)
+    lm.huggingface.add_normalizer_parameters(reloaded)
     assert calls == [("me/learned", "abc")]
     assert torch.equal(reloaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
 
@@ -203,9 +203,9 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
         with pytest.raises(ValueError, match="this mask has a window, a prefix or gaps"):
             model(tokens()[:1], attention_mask=mask)
     with pytest.raises(ValueError, match=r"attn_implementation is sdpa: call lm\.huggingface\.register"):
-        lm.huggingface.add_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
+        lm.huggingface.add_normalizer_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
     with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):
-        lm.huggingface.add_parameters(
+        lm.huggingface.add_normalizer_parameters(
             transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_ssmax")
         )
     alone = transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_log_n")

@@ -10,7 +10,7 @@ from conftest import lm
 from texts import TEXTS, files_config, write_texts
 
 from lm.config.data_config import DataConfig, TokenizerFile
-from lm.data.inspect import N_GRAM, describe, histogram, n_gram_hashes, overlap, sample_documents
+from lm.data.inspect import N_GRAM, histogram, n_gram_hashes, overlap, sample_documents, store_description
 from lm.data.prepare import prepare
 from lm.data.store import Split, Store
 from lm.errors import DataError
@@ -29,7 +29,7 @@ def test_a_store_of_held_out_text_alone_is_described(data: DataConfig):
     """As `eval.texts` makes it."""
     tokenizer = TokenizerFile(path=str(prepare(data).path / "tokenizer.json"))
     store = prepare(dataclasses.replace(data, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False))
-    lines = list(describe(store, 2))
+    lines = list(store_description(store, 2))
     assert f"tokens       uint16 in 1 shard(s), vocabulary of {store.vocab_size:,}, bytes per token: exact" in lines
     assert "train: no documents" in lines
 
@@ -75,7 +75,7 @@ def test_the_overlap_is_the_fraction_of_held_out_n_grams_that_training_text_has(
     assert (label, count) == ("texts", len(held_out))
     assert fraction == pytest.approx(np.mean([n_gram in training for n_gram in held_out]))
     assert 0 < fraction < 1
-    assert f"{fraction:.1%} of {count:,} looked up" in "\n".join(describe(store, 0))
+    assert f"{fraction:.1%} of {count:,} looked up" in "\n".join(store_description(store, 0))
 
 
 def test_n_grams_are_told_apart_by_order_and_length():
@@ -101,4 +101,4 @@ def test_samples_are_spread_over_each_part(data: DataConfig):
     assert indices[0] == 0
     assert len(set(indices)) == 4
     assert max(indices) >= split.n_documents // 2
-    assert not any("training document" in line for line in describe(prepare(data), 0))
+    assert not any("training document" in line for line in store_description(prepare(data), 0))

@@ -26,7 +26,7 @@ from lm.experiments.summary import summary_lines
 from lm.files import read_json
 from lm.machine import process_start
 from lm.runs.folder import last_logged, step_path
-from lm.training.train import find_checkpoint, train
+from lm.training.train import starting_checkpoint, train
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(ti
     config = tiny("name=killed", "resume=auto")
     checkpoints = config.run_folder / "checkpoints"
     checkpoints.mkdir(parents=True)
-    assert find_checkpoint(config) is None
+    assert starting_checkpoint(config) is None
     first = checkpoints / "step-000004.ckpt"
     first.touch()
-    assert find_checkpoint(config) == first
+    assert starting_checkpoint(config) == first
     (checkpoints / "step-000008.ckpt").touch()
     with pytest.raises(RunError, match=r"last\.ckpt: missing, but the run has other checkpoints; go on .*step-000008\.ckpt"):
-        find_checkpoint(config)
+        starting_checkpoint(config)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS])

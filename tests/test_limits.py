@@ -21,9 +21,9 @@ from lm.diagnostics.limits import (
     TESTED_EXPECTATIONS,
     Theorems,
     critical_count,
-    family,
     few_key_counts,
     head_mean_samples,
+    limit_statistics,
     many_key_counts,
     means,
     octaves,
@@ -61,7 +61,7 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "att
 def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[Values, list]:
     """Values of some sequences, and what is derived of them."""
     statistics, model = (
-        family(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), every=1),
+        limit_statistics(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), every=1),
         decoder(normalizer, block),
     )
     measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
@@ -198,10 +198,8 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
 
 
 def test_what_is_measured_does_not_depend_on_how_many_queries_fit_in_memory(monkeypatch: pytest.MonkeyPatch):
-    model = decoder(opt.Softmax())
-    measures = Measures(
-        (family(LimitsConfig(temperatures=[0.1], directions=2), every=3),), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH
-    )
+    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[0.1], directions=2), every=3)
+    measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
     expected = measures.vectors(model, batch())[0]
     monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 5 * 3 * LENGTH)  # five queries at a time
     places = np.cumsum([math.prod(shape) for shape in measures.shapes])
@@ -302,7 +300,7 @@ def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name:
 
 @torch.no_grad()
 def test_scores_that_are_not_finite_leave_the_others_alone():
-    model, statistics = decoder(opt.Softmax()), family(LimitsConfig(temperatures=[1.0], directions=1), every=1)
+    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[1.0], directions=1), every=1)
     measures = Measures((statistics,), LAYERS, HEADS, QUERIES, LENGTH)
     before = measures.values(measures.vectors(model, batch())[0].numpy()[None], 64)
     model.blocks[1].attention.qkv.weight[0] = math.nan  # of the last layer's first head

@@ -14,11 +14,11 @@ from conftest import ROOT
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_parquet, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TrainedTokenizer, WeightedSource, WeightedTask
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.task_config import Needle
 from lm.config.tree import Config
 from lm.data.batches import TrainSequences, train_sequences
-from lm.data.inspect import describe
+from lm.data.inspect import store_description
 from lm.data.prepare import check_sequences, prepare, summary
 from lm.data.store import Split, Store
 from lm.errors import ConfigError, DataError
@@ -117,7 +117,7 @@ def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
 )
 def test_a_bad_mixture_is_named(source: str, problem: str):
     with pytest.raises(ConfigError, match=problem):
-        load(["configs/softmax.yaml", f"data.source={source}"])
+        load_config(["configs/softmax.yaml", f"data.source={source}"])
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str]
     source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
     tiny = [str(ROOT / "tests" / "tiny.yaml"), source]
     with pytest.raises(ConfigError, match=problem):
-        load([*tiny, *options])
-    load([*tiny, *options, "trainer.max_steps=400"])
+        load_config([*tiny, *options])
+    load_config([*tiny, *options, "trainer.max_steps=400"])
 
 
 def test_sources_of_filler_alone_need_no_sequences():
     source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
-    load([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
+    load_config([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
 
 
 def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
@@ -230,7 +230,7 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     n_lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
     assert unreadable["bytes"] == n_lost
     assert f"7 files, documents or rows ({n_lost:,} bytes) unreadable, the first:" in summary(store)
-    assert f"unreadable   7 files, documents or rows, {n_lost:,} bytes" in list(describe(store, 0))
+    assert f"unreadable   7 files, documents or rows, {n_lost:,} bytes" in list(store_description(store, 0))
 
 
 def test_a_link_to_nothing_is_refused_or_left_out_and_counted(tmp_path: Path):
@@ -294,18 +294,18 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
 def test_a_run_reads_a_mixture_and_refuses_the_lengths_of_documents(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     config = dataclasses.replace(
-        load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]), data=dataclasses.replace(data, seq_len=32)
+        load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]), data=dataclasses.replace(data, seq_len=32)
     )
     assert train_sequences(prepare(data), config).batch(0).tokens.shape == (8, 32)
     with pytest.raises(ConfigError, match="without a mixture's weights"):
-        load(
+        load_config(
             [str(ROOT / "tests" / "tiny.yaml"), "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}", "data.lengths=documents"]
         )
 
 
 def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
-    base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
+    base = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
     config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
@@ -322,7 +322,7 @@ def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     for weighted, weight in zip(data.source.of, (0.0, 1.0), strict=True):
         weighted.weight = weight
-    base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
+    base = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
     config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
     store = prepare(data)
     decoder, device = Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
@@ -341,7 +341,7 @@ def test_the_loss_has_a_level_to_be_below_where_text_is_trained_on_as_the_store_
     sources = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     sources.source.of[0].weight, sources.source.of[1].weight = letters, 1 - letters
     tasks = f"data.tasks=[{{weight: {weight}, task: needle}}]"
-    base = load([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", tasks])
+    base = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package", tasks])
     config = dataclasses.replace(
         base, data=dataclasses.replace(base.data, source=sources.source, tokenizer=sources.tokenizer, root=sources.root)
     )

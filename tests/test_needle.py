@@ -202,7 +202,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     units: list[int] = []
     result = needle.measure(decoder, CPU, units.append)
     assert decoder.training
-    assert sum(units) == needle.work == 18
+    assert sum(units) == needle.work_units == 18
     exact = [series for series in result if series.metric == "exact"]
     assert [(series.what, series.axis.values) for series in exact] == [
         (name, (192, 256)) for name in ("depth 0%", "depth 100%", "no needle")

@@ -13,13 +13,14 @@ from folders import kill_after
 from texts import write_texts
 
 from lm.config.data_config import TrainedTokenizer
-from lm.config.load import load as load_config
+from lm.config.load import load_config
 from lm.config.model_config import Learned, ModelConfig
 from lm.data.prepare import prepare
 from lm.data.tokenizer import train_tokenizer
 from lm.files import read_json, read_sealed, write_sealed
 from lm.model.decoder import Decoder
-from lm.runs.loading import export, load, save_model, with_shape_of
+from lm.runs.folder import with_shape_of
+from lm.runs.loading import export, load, save_model
 from lm.training.starting import start_new_run
 
 

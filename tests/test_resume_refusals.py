@@ -25,7 +25,7 @@ from lm.errors import ConfigError, DataError, RunError
 from lm.files import ABANDONED_FILE_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
 from lm.machine import process_start, this_machine
 from lm.runs.checkpoints import save_checkpoint
-from lm.runs.folder import CONFIG, METRICS, TRAINING
+from lm.runs.folder import ALREADY_TRAINING, CONFIG, METRICS
 from lm.runs.loading import export, load
 from lm.runs.metadata import load_metadata
 from lm.runs.same_run import check_text
@@ -35,7 +35,7 @@ from lm.training.train import create_run_folder, train
 def test_a_run_folder_in_use_is_refused(tiny):
     config = tiny("name=used")
     train(config)
-    with locked_folder(config.run_folder, TRAINING), pytest.raises(RunError, match="another process is training"):
+    with locked_folder(config.run_folder, ALREADY_TRAINING), pytest.raises(RunError, match="another process is training"):
         train(tiny("name=used", "resume=auto"))
 
 
@@ -45,7 +45,7 @@ def test_a_process_that_made_the_folder_leaves_it_to_the_one_that_locked_it_firs
 
         def made(folder: Path, resume: bool) -> bool:
             is_new = create_run_folder(folder, resume)
-            other_process.enter_context(locked_folder(folder, TRAINING))
+            other_process.enter_context(locked_folder(folder, ALREADY_TRAINING))
             return is_new
 
         monkeypatch.setattr("lm.training.train.create_run_folder", made)
@@ -165,7 +165,7 @@ def test_locks_are_taken_in_one_place():
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):
     read_end, write_end = os.pipe()
-    with locked_folder(tmp_path, TRAINING):
+    with locked_folder(tmp_path, ALREADY_TRAINING):
         worker = os.fork()
         if not worker:
             os.write(write_end, b".")
@@ -173,7 +173,7 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path)
             os._exit(0)
         os.read(read_end, 1)
     try:
-        with locked_folder(tmp_path, TRAINING):
+        with locked_folder(tmp_path, ALREADY_TRAINING):
             pass
     finally:
         os.kill(worker, signal.SIGKILL)

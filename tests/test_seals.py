@@ -14,7 +14,7 @@ from fabricated import finish_all, keep, save, validate
 from reported import two_runs
 from test_house import MODULES
 
-from lm.config.load import load as configured
+from lm.config.load import load_config
 from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
@@ -217,12 +217,12 @@ def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, roo
 def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch):
     class Probe(Measurement):
         kind = "long_context"
-        options, work = {}, 1
+        options, work_units = {}, 1
 
         def measure(self, decoder, where, progress):
             return []
 
-    probe = Probe(configured([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
+    probe = Probe(load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
     device = Device(torch.device("cpu"), False)
     evaluation = Evaluation("long_context", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
     probe.cache(tmp_path, evaluation, device)

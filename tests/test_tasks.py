@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from texts import occurrences, tokens_of
 
 from lm.config.data_config import DataConfig, Files, TrainedTokenizer
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.task_config import MQAR, TASKS, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.data.prepare import prepare
 from lm.data.tasks import Draw, Example, TaskError, Text, check_task, example
@@ -197,9 +197,9 @@ def test_test_sequences_that_can_not_all_differ_are_refused():
         "eval.swap_lengths=[1]",
         "data.source=package",
     ]
-    load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={count}"])
+    load_config([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={count}"])
     with pytest.raises(ConfigError, match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {count} test sequences of 16"):
-        load([TINY, *symbols, "data.tasks=[{task: flip_flop}]", "eval.sequences=5000"])
+        load_config([TINY, *symbols, "data.tasks=[{task: flip_flop}]", "eval.sequences=5000"])
 
 
 @pytest.mark.parametrize("task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: copy, symbols: 2, span: 100}"])
@@ -211,7 +211,7 @@ def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path
         "eval.swap_lengths=[1]",
         "data.source=package",
     ]
-    data = load([TINY, *overrides, f"data.tasks=[{{task: {task}}}]", "eval.sequences=1"]).data
+    data = load_config([TINY, *overrides, f"data.tasks=[{{task: {task}}}]", "eval.sequences=1"]).data
     with pytest.raises(DataError, match=r"^data\.tasks: (mqar|copy): .*; change data\.seq_len or the task's options$"):
         prepare(data)
     assert not list(tmp_path.rglob("manifest.json"))

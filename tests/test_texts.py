@@ -14,7 +14,7 @@ from trials import written
 from lm.config.eval_config import EvalConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError
-from lm.evaluation.held_out import Texts, long_sequences
+from lm.evaluation.held_out import OtherTexts, long_sequences
 from lm.experiments.experiment_file import read_experiment
 from lm.runs.evaluations import evaluation_files
 from lm.runs.loading import load
@@ -82,7 +82,7 @@ def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(arguments: 
 
 def test_documents_are_divided_into_those_that_select_and_report_where_there_are_enough(tiny, verse: Path, code: Path):
     config = tiny(OFF, asked(verse, code))
-    texts = Texts(config, prepare(config.data))
+    texts = OtherTexts(config, prepare(config.data))
     assert len(set(texts.held_out["code"].document_labels.tolist())) > 3
     assert set(texts.held_out["verse"].document_labels.tolist()) == {0}
     train(tiny("name=run", OFF, asked(verse, code)))

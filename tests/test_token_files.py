@@ -16,8 +16,8 @@ from test_tokenizer import write_tokenizer
 from texts import TEXTS, documents, files_config, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TokenizerFile, Tokens, WeightedSource
-from lm.config.load import load
-from lm.data.inspect import describe
+from lm.config.load import load_config
+from lm.data.inspect import store_description
 from lm.data.prepare import prepare, summary
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
@@ -122,7 +122,7 @@ def test_ids_are_read_back_document_for_document(tmp_path: Path, tokenizer: Toke
     assert store.manifest["token_bytes"] == "exact"
     assert store.train.n_bytes + store.val.n_bytes == sum(len(text.encode()) for text in TEXTS)
     assert store.manifest["ids"] == vocabulary.seen
-    assert any(line.startswith(f"ids          {len(TEXTS)} documents") for line in describe(store, 1))
+    assert any(line.startswith(f"ids          {len(TEXTS)} documents") for line in store_description(store, 1))
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_named(source: str, path: str):
     with pytest.raises(ConfigError) as error:
-        load(["configs/softmax.yaml", f"data.source={source}"])
+        load_config(["configs/softmax.yaml", f"data.source={source}"])
     assert path in str(error.value)
 
 

@@ -12,9 +12,9 @@ from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import DataConfig, Files, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
-from lm.config.load import load
-from lm.data.encoding import MAX_WORD_LENGTH, Document, cuts_between_words, encode_all, pieces, short_words
-from lm.data.inspect import describe
+from lm.config.load import load_config
+from lm.data.encoding import MAX_WORD_LENGTH, Document, cuts_between_words, encode_all, short_words, split_text
+from lm.data.inspect import store_description
 from lm.data.prepare import prepare
 from lm.data.sources import read_archive
 from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
@@ -215,12 +215,12 @@ def test_a_special_token_that_text_becomes_is_refused(data: DataConfig, tmp_path
 @pytest.mark.parametrize("special", ["def", "a", "Ġdef", "Ġ<", "¡a", "<<<", "123", "'s", "don't", "漢字", " "])
 def test_special_tokens_that_may_be_words_are_refused(special: str):
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.special_tokens = .* may be a word of the text.*<\|def\|>"):
-        load(["configs/softmax.yaml", "data.tokenizer.special_tokens=" + json.dumps([special])])
+        load_config(["configs/softmax.yaml", "data.tokenizer.special_tokens=" + json.dumps([special])])
 
 
 @pytest.mark.parametrize("special", ["<|pad|>", "<pad>", "[SEP]", "</s>", "_x", "don't_"])
 def test_text_never_becomes_a_special_token_however_often_it_has_it(special: str):
-    load(["configs/softmax.yaml", "data.tokenizer.special_tokens=" + json.dumps([special])])
+    load_config(["configs/softmax.yaml", "data.tokenizer.special_tokens=" + json.dumps([special])])
     texts = [f"{special} {special}{special}\n{special}é 1{special}2" * 50]
     tokenizer = train_tokenizer(iter(texts), TrainedTokenizer(261, [special]))
     assert not np.isin(encode(tokenizer, texts)[0], [0, 1]).any()
@@ -257,10 +257,10 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
     plain_ids = [[end, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
     assert (tokens.tolist(), n_documents) == ([index for ids in plain_ids for index in ids], len(texts))
     monkeypatch.setattr("lm.data.encoding.PIECE_CHARACTERS", 10)
-    assert sum(len(list(pieces(text))) for text in texts) > 1_000
-    assert all("".join(pieces(text)) == text for text in texts)
+    assert sum(len(list(split_text(text))) for text in texts) > 1_000
+    assert all("".join(split_text(text)) == text for text in texts)
     for plain in ("word1 word2. ", "行\n", "A, b\n"):
-        assert max(map(len, pieces(plain * 100))) < 50
+        assert max(map(len, split_text(plain * 100))) < 50
     monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 1_000)
     in_pieces, in_pieces_bytes, n_pieces = encoded()
     np.testing.assert_array_equal(in_pieces, tokens)
@@ -402,7 +402,7 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
 
 def test_a_vocabulary_beyond_reason_is_refused_before_anything_is_allocated(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_size = 2147483648"):
-        load(["data.tokenizer.vocab_size=2147483648"])
+        load_config(["data.tokenizer.vocab_size=2147483648"])
     with pytest.raises(DataError, match=r"letters\.json: its largest id is 2,147,483,648; a vocabulary has at most 16,777,216 entries"):
         tokenizer_of(words_tokenizer(tmp_path / "letters.json", 2**31))
     assert "valid Unicode" in next(TrainedTokenizer(300, ["<\ud800>"]).problems()).reason
@@ -437,7 +437,7 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(data
     store = prepare(dataclasses.replace(data, tokenizer=remote))
     assert store.fingerprint == by_file.fingerprint
     assert store.manifest["tokenizer_origin"] == {"model": "someone/model", "commit": COMMIT}
-    assert f"tokenizer    someone/model at {COMMIT}" in list(describe(store, 0))
+    assert f"tokenizer    someone/model at {COMMIT}" in list(store_description(store, 0))
     assert prepare(dataclasses.replace(data, tokenizer=local)).path == store.path
     assert "tokenizer_origin" not in prepare(dataclasses.replace(data, tokenizer=local, root=str(tmp_path / "other"))).manifest
     other = json.loads((hub / "tokenizer.json").read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.attention.elementwise_sums import is_interpreted, why_tiles
+from lm.attention.elementwise_sums import triton_is_interpreted, why_tiles
 
 triton = pytest.importorskip("triton", minversion="3.4")
 
@@ -20,7 +20,7 @@ def test_the_interpreted_kernel_agrees_with_the_definition():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.skipif(is_interpreted(), reason="compiles")
+@pytest.mark.skipif(triton_is_interpreted(), reason="compiles")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("dtype", "size", "width", "kind", "summed"),
@@ -56,6 +56,6 @@ def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
         assert "tf32" not in compiled.asm["ptx"]
 
 
-@pytest.mark.skipif(is_interpreted(), reason="the interpreter serves the CPU")
+@pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter serves the CPU")
 def test_a_cpu_uses_tiles():
     assert "CUDA" in why_tiles(torch.device("cpu"), torch.float32, 64)

@@ -15,8 +15,7 @@ from conftest import ROOT
 from folders import contents, members, rewritten, same, weights
 
 import lm
-from lm.config.load import load as configured
-from lm.config.load import parse, to_yaml
+from lm.config.load import load_config, parse, to_yaml
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.swap import swap_run
@@ -349,7 +348,7 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
 def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LM_TEST_ROWS", "3")
     (tmp_path / "own.yaml").write_text("eval: {sequences: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.sequences}'}}")
-    config = configured([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
+    config = load_config([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
     assert (config.eval.sequences, config.eval.needle.trials, config.name, config.runs) == (3, 3, "3", "3")
     (result,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
     assert len(result.evaluation.series[0].samples[0].values) == 3

@@ -19,7 +19,7 @@ from waiting import wait_until
 
 from lm.errors import ConfigError, RunError
 from lm.experiments import engine, slots
-from lm.experiments.engine import LOCK, Cluster, Training, experiment_lock, read_options
+from lm.experiments.engine import LOCK, Cluster, Training, experiment_lock, read_scheduler_options
 from lm.experiments.experiment_folder import open_experiment, start
 from lm.experiments.slots import log_path
 from lm.files import read_json, write_json
@@ -51,7 +51,7 @@ def scheduler(tmp_path: Path, monkeypatch) -> Path:
 
 @INSTALLED
 def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
-    options = read_options("partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120")
+    options = read_scheduler_options("partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120")
     assert Cluster(tmp_path, options, "slurm").submit(Path.cwd).job_id == "42"
     lines = scheduler.read_text().splitlines()
     directives = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR1@120", "job-name=lm", "open-mode=append")
@@ -62,7 +62,7 @@ def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
 @INSTALLED
 def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path, scheduler, monkeypatch):
     with pytest.raises(ConfigError, match="--job-options partition: must be KEY=VALUE,KEY=VALUE"):
-        read_options("partition")
+        read_scheduler_options("partition")
     with pytest.raises(ConfigError, match=r"--job-options partitoin=gpu: .*partitoin") as error:
         Cluster(tmp_path, {"partitoin": "gpu"}, "slurm")
     assert "\n" not in str(error.value)

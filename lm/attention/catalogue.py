@@ -19,7 +19,7 @@ from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMa
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
 from lm.errors import Problem
-from lm.plugins import PLUGINS, Kind, Table
+from lm.plugins import PLUGINS, Kind, Registry
 from lm.schema import Plain, Unavailable, build, reference, variants, yaml_flow
 
 ENTRIES: dict[str, type[Options]] = {
@@ -55,7 +55,7 @@ class _NormalizerKind(Kind):
 NORMALIZERS = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
 
 
-SINGLE = Table(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
+SINGLE = Registry(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _layers_label(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS = Table(NORMALIZERS, {**SINGLE, Layers.name: Layers})
+OPTIONS = Registry(NORMALIZERS, {**SINGLE, Layers.name: Layers})
 
 
 _DEFINITION_METHODS = ("define_scores", "normalize", "visible")
@@ -126,7 +126,7 @@ def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
     return implementation(options.name)(options, layer)
 
 
-def read(plain: Mapping[str, Plain]) -> Options | None:
+def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
     """Options made of those in a run folder, `plain`. None for plugins, which are not imported, and if this version of lm rejects them."""
     problems: list[Problem] = []
     options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
@@ -138,7 +138,7 @@ def label(plain: Mapping[str, Plain]) -> str:
     `ssmax (n=sample)`. The label names all options if `read` returns None."""
     if plain["name"] == Layers.name:
         return _layers_label(map(label, plain["of"]))
-    options = read(plain)
+    options = options_from_plain(plain)
     return options.label() if options else label_text(plain["name"], {option: value for option, value in plain.items() if option != "name"})
 
 

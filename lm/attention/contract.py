@@ -165,7 +165,7 @@ def finite_differences(options: Options) -> None:
         require(is_right, f"the gradient of {name} is not that of finite differences")
 
 
-def own_row(options: Options) -> None:
+def row_independence(options: Options) -> None:
     """each query has its own n and mask: if the position and the document length of one query change, no other query's weights change
 
     n is one number per query, so give `row_length(layout)`, which is (1, T) or (B, 1, T), an axis of keys by `.unsqueeze(-1)`
@@ -199,7 +199,7 @@ def row_sums(options: Options) -> None:
     require(sums_to_one == is_declared, f"`sums_to_one` is {is_declared}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
 
 
-def scores_apart(options: Options) -> None:
+def score_independence(options: Options) -> None:
     """the weights of a query depend on its own scores of visible keys alone
 
     take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()` hides
@@ -285,7 +285,7 @@ def shared_keys(options: Options) -> None:
     assert_decodes(normalizer, q, k, v, whole_output, [5, 1, 17, 7])
 
 
-def packed(options: Options) -> None:
+def packed_documents(options: Options) -> None:
     """each document packed into a sequence has the output that it has alone
 
     with packed documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
@@ -297,7 +297,7 @@ def packed(options: Options) -> None:
         assert_close(document_output, normalizer(*qkv, AttentionLayout.full(length)), f"output of a packed document of {length}")
 
 
-def documents(options: Options) -> None:
+def document_starts(options: Options) -> None:
     """outputs and gradients are those of `weights(q, k, layout)` @ v where documents begin at different tokens in each sequence
 
     with such documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
@@ -400,8 +400,8 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    initial_values, own_row, fast_path, finite_differences, row_sums, scores_apart, scale_by_position, score_map, causality, decoding,
-    shared_keys, packed, documents, row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
+    initial_values, row_independence, fast_path, finite_differences, row_sums, score_independence, scale_by_position, score_map, causality,
+    decoding, shared_keys, packed_documents, document_starts, row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
 )  # fmt: skip
 
 

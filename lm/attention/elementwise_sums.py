@@ -145,7 +145,7 @@ def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = Non
 # ---------------------------------------------------------------- the Triton kernel, or tiles
 
 
-def is_interpreted() -> bool:
+def triton_is_interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -156,7 +156,7 @@ def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
         return f"the Triton kernel has no {dtype}"
     if size > MAX_HEAD_SIZE:
         return f"the Triton kernel has no head size over {MAX_HEAD_SIZE}"
-    if device.type != "cuda" and not is_interpreted():
+    if device.type != "cuda" and not triton_is_interpreted():
         return "the Triton kernel needs a CUDA GPU"
     return _why_unusable(device)
 
@@ -170,7 +170,7 @@ def _why_unusable(device: torch.device) -> str:
 
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:  # triton 3.2 aborts when it compiles for wide values
         return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
-    if is_interpreted():
+    if triton_is_interpreted():
         return ""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernel needs a GPU of compute capability 8.0"

@@ -8,8 +8,6 @@ import typer
 from lm.config.presets import is_override
 from lm.errors import ConfigError
 from lm.files import expand_home
-from lm.machine import without_garbage_collection
-from lm.schema import Plain
 
 OutFile = Annotated[Path | None, typer.Option("--out", "-o", help="also write all numbers to this .csv or .json file")]
 Checkpoint = Annotated[str, typer.Option(help="last, best (lowest selection loss), a step, or a checkpoint's path")]
@@ -26,15 +24,6 @@ def _allow(packages: list[str] | None) -> None:
 AllowPlugin = Annotated[
     list[str] | None, typer.Option(metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package")
 ]
-
-
-def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Merge keys of files, keys that the model at `init_from` determines, such as its shape, and overrides, as the function of this
-    name in `lm.runs.loading` does. That module is imported only now, since it imports torch."""
-    with without_garbage_collection():
-        from lm.runs.loading import with_shape_of
-
-    return with_shape_of(init_from, file_keys, overrides)
 
 
 def check_out_file(out: Path | None) -> None:

@@ -29,7 +29,7 @@ from lm.errors import ConfigError, Problem
 from lm.evaluation.evaluation_kind import measurements
 from lm.model.decoder import Decoder
 from lm.model.device import Device
-from lm.plugins import PLUGINS, Table
+from lm.plugins import PLUGINS, Registry
 from lm.schema import Plain, build_named, to_plain
 from lm.training.optimizers import load_named_state, make_optimizer, named_state, optimizer_mismatch
 
@@ -107,7 +107,7 @@ def resumed_state(options: Optimizer) -> None:
         require(torch.equal(a, b), f"{name} differs after {STEPS_PER_START} steps from the saved state")
 
 
-def implied_state(options: Optimizer) -> None:
+def meta_device_state(options: Optimizer) -> None:
     """a step on torch's meta device makes optimizer state of the same names and shapes as a real step; lm checks checkpoints by this
 
     create state by `torch.zeros_like(parameter)`, and read no number of a tensor on the host
@@ -240,8 +240,8 @@ def leaves_model(options: EvaluationConfig) -> None:
         require(not decoder.training, "the decoder is left in training mode")
 
 
-KINDS: dict[str, tuple[Table, tuple[Callable[..., None], ...]]] = {  # by kind: its table of classes, and its checks
-    "optimizer": (OPTIMIZERS, (lower_loss, rate_of_zero, resumed_state, implied_state)),
+KINDS: dict[str, tuple[Registry, tuple[Callable[..., None], ...]]] = {  # by kind: its table of classes, and its checks
+    "optimizer": (OPTIMIZERS, (lower_loss, rate_of_zero, resumed_state, meta_device_state)),
     "source": (SOURCES, (same_documents, plain_identity)),
     "task": (TASKS, (pure_sequences, answers_in_place, different_sequences)),
     "evaluation": (EVALUATIONS, (same_numbers, leaves_model)),

@@ -17,8 +17,8 @@ from pathlib import Path
 import pandas as pd
 
 from lm import Given
-from lm.commands.arguments import paths_and_overrides, with_shape_of
-from lm.config.load import load
+from lm.commands.arguments import paths_and_overrides
+from lm.config.load import load_config
 from lm.config.yaml_text import override
 from lm.errors import ConfigError, RunError
 from lm.experiments.compare import REPORT, VERDICTS, TrainingOptions, compare_experiments
@@ -29,7 +29,7 @@ from lm.machine import child_environment
 from lm.report.frame import evaluation_blocks, frame, results, run_columns
 from lm.report.html import PAGE
 from lm.report.tables import csv_text
-from lm.runs.folder import CONFIG
+from lm.runs.folder import CONFIG, with_shape_of
 from lm.runs.record import read_run
 
 
@@ -67,7 +67,7 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
         RunError: training failed; the message is the message of `lm train`.
     """
     arguments = _arguments(configuration)
-    config = load(arguments, with_shape_of)
+    config = load_config(arguments, with_shape_of)
     process = subprocess.Popen(
         [sys.executable, "-m", "lm", "train", *arguments], stdout=None if verbose else subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True, env=child_environment(), start_new_session=True,

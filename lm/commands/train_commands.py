@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, with_shape_of
+from lm.commands.arguments import AllowPlugin
 from lm.machine import without_garbage_collection
 
 Configuration = Annotated[
@@ -24,8 +24,9 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 
     If something is wrong with it, print every problem instead and exit with status 2.
     """
-    from lm.config.load import load, reference_markdown, to_yaml
+    from lm.config.load import load_config, reference_markdown, to_yaml
     from lm.errors import ConfigError
+    from lm.runs.folder import with_shape_of
 
     if reference and schema:
         raise ConfigError("--reference and --schema exclude each other")
@@ -34,7 +35,7 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
 
         print(json.dumps(configuration_schema(), indent=1))
         return
-    print(reference_markdown() if reference else to_yaml(load(arguments, with_shape_of)), end="")
+    print(reference_markdown() if reference else to_yaml(load_config(arguments, with_shape_of)), end="")
 
 
 def configs(copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None) -> None:
@@ -45,7 +46,7 @@ def configs(copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", h
     from lm.config import presets
 
     if copy:
-        print(presets.copy(copy))
+        print(presets.copy_presets(copy))
         return
     rows = list(presets.names())
     width = max(len(name) for name, _ in rows)
@@ -124,9 +125,10 @@ def prepare(arguments: Configuration) -> None:
       lm prepare softmax 'data.source={name: tokens, format: nanogpt, paths: [train.bin]}' \\
           'data.tokenizer={name: gpt2, vocab: vocab.json, merges: merges.txt}'
     """
-    from lm.config.load import load
+    from lm.config.load import load_config
+    from lm.runs.folder import with_shape_of
 
-    configuration = load(arguments, with_shape_of)
+    configuration = load_config(arguments, with_shape_of)
     from lm.data.prepare import prepare
 
     prepare(configuration.data, progress=True)
@@ -154,9 +156,10 @@ def train(arguments: Configuration, allow_plugin: AllowPlugin = None) -> None:
     (`run` if there is none) unless name=NAME is given. resume=auto continues a run from its last checkpoint.
     """
     with without_garbage_collection():
-        from lm.config.load import load
+        from lm.config.load import load_config
+        from lm.runs.folder import with_shape_of
         from lm.training.train import train
 
-    configuration = load(arguments, with_shape_of)
+    configuration = load_config(arguments, with_shape_of)
 
     raise typer.Exit(train(configuration))

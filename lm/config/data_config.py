@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, get_args
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.files import expand_home
-from lm.plugins import Kind, Table
+from lm.plugins import Kind, Registry
 from lm.schema import Plain, key, sections, variant
 
 SHORTEST_PIECE = 16  # fewest tokens in a piece of `DocumentLengths`
@@ -271,7 +271,9 @@ class OutsideSource(ABC):
 
 
 Source = Package | Files | Hub | Tokens | OutsideSource
-SOURCES = Table(Kind("lm.sources", "source", OutsideSource, ("documents", "identity")), {v.name: v for v in (Package, Files, Hub, Tokens)})
+SOURCES = Registry(
+    Kind("lm.sources", "source", OutsideSource, ("documents", "identity")), {v.name: v for v in (Package, Files, Hub, Tokens)}
+)
 
 
 @dataclass
@@ -404,7 +406,7 @@ class WeightedTask:
 
 @dataclass
 class DataConfig:
-    source: Source | Mixture = variant(Table(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
+    source: Source | Mixture = variant(Registry(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)

@@ -11,7 +11,7 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor, check_infe
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task, task_names
 from lm.errors import Problem
-from lm.plugins import Kind, Table
+from lm.plugins import Kind, Registry
 from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
@@ -47,13 +47,13 @@ class EvaluationConfig(Timing):
 
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
     kind: ClassVar[str]  # the name of a plugin's results; lm's own have the name of their block
-    switch: ClassVar[str] = ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
+    switch_key: ClassVar[str] = ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
     quantity: ClassVar[Quantity | None] = None  # the quantity of `metrics`; None: unknown before the evaluation has run
 
     def wanted(self, data: DataConfig) -> bool:
         """Whether these options switch the evaluation on for a model trained on `data`."""
-        return bool(getattr(self, self.switch))
+        return bool(getattr(self, self.switch_key))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
         """Yield a problem, with a path relative to this block, for each contradiction between this block and other keys. This method is
@@ -106,7 +106,7 @@ def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
 @dataclass
 class LongContextConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:LongContext"
-    switch: ClassVar[str] = "length_factor"
+    switch_key: ClassVar[str] = "length_factor"
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
@@ -149,7 +149,7 @@ class LongContextConfig(EvaluationConfig):
 @dataclass
 class ByLengthConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
-    switch: ClassVar[str] = "lengths"
+    switch_key: ClassVar[str] = "lengths"
     quantity: ClassVar[Quantity] = "loss"
     lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
@@ -178,8 +178,8 @@ class ByLengthConfig(EvaluationConfig):
 
 @dataclass
 class TextsConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.held_out:Texts"
-    switch: ClassVar[str] = "of"
+    measurement: ClassVar[str] = "lm.evaluation.held_out:OtherTexts"
+    switch_key: ClassVar[str] = "of"
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
     of: dict[str, Source] = variants(SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict)
@@ -254,7 +254,7 @@ class FinetuneConfig:
 @dataclass
 class NeedleConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:NeedleMeasurement"
-    switch: ClassVar[str] = "length_factors"
+    switch_key: ClassVar[str] = "length_factors"
     quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
     length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR)
@@ -294,7 +294,7 @@ class NeedleConfig(EvaluationConfig):
 @dataclass
 class DownstreamConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.harness:Downstream"
-    switch: ClassVar[str] = "tasks"
+    switch_key: ClassVar[str] = "tasks"
     tasks: list[str] = key([], "tasks of the lm-evaluation-harness (the package lm-eval), e.g. [arc_easy]; []: off")
     include_path: str | None = key(None, "folder with task files of your own")
     num_fewshot: int | None = key(None, "examples shown before each question; null: the task's", ge=0, le=1000)
@@ -371,7 +371,7 @@ class DiagnosticsConfig(EvaluationConfig):
         yield from self.size_problems("length_factor", self.length_factor, self.sequences, data, model)
 
 
-EVALUATIONS = Table(Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",)), {})  # lm's own have blocks in `EvalConfig`
+EVALUATIONS = Registry(Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",)), {})  # lm's own have blocks in `EvalConfig`
 
 
 @dataclass

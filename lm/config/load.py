@@ -15,7 +15,7 @@ from lm.attention.catalogue import OPTIONS, Layers
 from lm.attention.options import Options
 from lm.config import presets
 from lm.config.eval_config import empty_sequence_problems
-from lm.config.training_config import WSD
+from lm.config.training_config import WSDRate
 from lm.config.tree import Config, keys_acting_in
 from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_override_value, parse_yaml, resolve_interpolations
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
@@ -81,7 +81,7 @@ def check_steps(config: Config) -> Iterator[Problem]:
     data, optim, steps, phases, phase_ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
     profile = config.trainer.profile
     yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
-    if isinstance(optim.schedule, WSD) and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps:
+    if isinstance(optim.schedule, WSDRate) and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps:
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
         yield Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them")
     if profile and profile.first > steps:
@@ -162,7 +162,7 @@ ALTERNATIVES = {
 }
 
 
-def load(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -> Config:
+def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -> Config:
     """Read the user's configuration from YAML files and `key=value` overrides, later ones winning; import the plugins that it names.
 
     merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys of files and

@@ -185,7 +185,7 @@ class AttentionBlock:
 
     def key_dims(self, model: "ModelConfig") -> int:
         """Dimensions of each head's queries and keys; with `differential`, the dimensions in each of a head's two attention maps."""
-        return self.value_dims(model) // model.maps
+        return self.value_dims(model) // model.maps_per_head
 
     def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
         """Return the name and value of the option of `model` that determines `key_dims`, for errors."""
@@ -220,7 +220,7 @@ class AttentionBlock:
         if model.n_head % model.kv_heads:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason, f"e.g. {math.gcd(model.n_head, model.n_kv_head)}")
-        if model.value_dims % model.maps:
+        if model.value_dims % model.maps_per_head:
             name, value = self.key_dims_option(model)
             yield Problem(name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even")
 
@@ -361,7 +361,7 @@ class ModelConfig:
         return self.block.value_dims(self)
 
     @property
-    def maps(self) -> int:
+    def maps_per_head(self) -> int:
         """The number of attention maps of each head: 2 with `differential`, else 1."""
         return 2 if self.differential else 1
 

@@ -58,7 +58,7 @@ def suggestion(path: Path) -> str:
     return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
 
 
-def copy(parent: Path) -> Path:
+def copy_presets(parent: Path) -> Path:
     """Copy all presets, with the .csv tables of tuning runs that experiments name, into the new folder `parent`/configs and return it.
 
     Raises ConfigError: the folder exists already, or can't be written.

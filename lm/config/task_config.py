@@ -10,7 +10,7 @@ from math import exp, lgamma, log
 from typing import ClassVar, Literal
 
 from lm.errors import Problem
-from lm.plugins import Kind, Table
+from lm.plugins import Kind, Registry
 from lm.schema import Plain, key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
@@ -290,7 +290,9 @@ class Passkey(Task):
         return log(9 * 10**4)
 
 
-TASKS = Table(Kind("lm.tasks", "task", Task, ("make",)), {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)})
+TASKS = Registry(
+    Kind("lm.tasks", "task", Task, ("make",)), {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)}
+)
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.errors import Problem
-from lm.plugins import Kind, Table
+from lm.plugins import Kind, Registry
 from lm.schema import key, optional, section, variant
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Constant:
+class ConstantRate:
     """A learning rate that stays at its peak after warm-up."""
 
     name: ClassVar[str] = "constant"
@@ -28,7 +28,7 @@ class Constant:
 
 
 @dataclass
-class Cosine:
+class CosineRate:
     """A learning rate that decays along half a cosine, from the peak to `final_fraction` of the peak."""
 
     name: ClassVar[str] = "cosine"
@@ -40,7 +40,7 @@ class Cosine:
 
 
 @dataclass
-class WSD:
+class WSDRate:
     """A learning rate that stays at its peak after warm-up, then decays linearly over the last fraction `decay_fraction` of the steps."""
 
     name: ClassVar[str] = "wsd"
@@ -129,7 +129,7 @@ class Muon(AdamW):
 
 
 OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))
-OPTIMIZERS = Table(OPTIMIZER, {v.name: v for v in (AdamW, Muon)})  # each of these has a builder in lm.training.optimizers
+OPTIMIZERS = Registry(OPTIMIZER, {v.name: v for v in (AdamW, Muon)})  # each of these has a builder in lm.training.optimizers
 DECAYED_GROUPS = ("matrices", "embedding", "head")  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
 
 
@@ -170,8 +170,8 @@ class OptimConfig:
         {"on_resume": "free"},
     )
     warmup_steps: int = key(100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9)
-    schedule: Constant | Cosine | WSD = variant(
-        {v.name: v for v in (Constant, Cosine, WSD)}, "cosine", "learning rate after warm-up", {"on_resume": "branch"}
+    schedule: ConstantRate | CosineRate | WSDRate = variant(
+        {v.name: v for v in (ConstantRate, CosineRate, WSDRate)}, "cosine", "learning rate after warm-up", {"on_resume": "branch"}
     )
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 

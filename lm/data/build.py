@@ -20,7 +20,7 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
-from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, encode_all, pieces, short_words
+from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, encode_all, short_words, split_text
 from lm.data.sources import labels, reader
 from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file, write_whole
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
@@ -182,7 +182,7 @@ class Reading:
     vocabulary: Vocabulary | None  # for a source of token ids, the ids that the tokenizer has
 
 
-def build(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
+def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
     """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the entries of `spec`.
 
     Raises:
@@ -451,4 +451,4 @@ def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callabl
     for document in _scanned_documents(data, folder, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
-            yield from chain.from_iterable(map(short_words, pieces(document.content)))
+            yield from chain.from_iterable(map(short_words, split_text(document.content)))

@@ -103,7 +103,7 @@ def cuts_between_words(tokenizer: "Tokenizer") -> bool:
     return cuts <= word_starts and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens)
 
 
-def pieces(text: str) -> Iterator[str]:
+def split_text(text: str) -> Iterator[str]:
     """Split a text between words: yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the text."""
     begin = 0
     while len(text) - begin > PIECE_CHARACTERS and (cut := _BETWEEN_WORDS.search(text, begin + PIECE_CHARACTERS)):
@@ -150,7 +150,7 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
 
 def _split_document(document: Document) -> Iterator[Document]:
     end = 0
-    for text in pieces(document.content):
+    for text in split_text(document.content):
         begin, end = end, end + len(text)
         yield replace(document, content=text, n_bytes=len(text.encode()), begins=begin == 0, ends=end == len(document.content))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.data.prepare import open_prepared
 from lm.data.store import MANIFEST, SPLITS, Split, Store
 from lm.data.tokenizer import decode
@@ -83,14 +83,14 @@ def inspect(arguments: list[str], samples: int) -> Store:
     """
     folder = Path(arguments[0])
     is_store = len(arguments) == 1 and (folder.is_dir() or folder.name == MANIFEST)
-    store = Store.open(folder.parent if folder.name == MANIFEST else folder) if is_store else open_prepared(load(arguments).data)
+    store = Store.open(folder.parent if folder.name == MANIFEST else folder) if is_store else open_prepared(load_config(arguments).data)
     store.verify()
-    for line in describe(store, samples):
+    for line in store_description(store, samples):
         print(line)
     return store
 
 
-def describe(store: Store, samples: int) -> Iterator[str]:
+def store_description(store: Store, samples: int) -> Iterator[str]:
     """Yield lines that report files, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())

@@ -7,8 +7,8 @@ from pathlib import Path
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data import tokenizer
-from lm.data.build import build
-from lm.data.sources import identity, labels, reader
+from lm.data.build import build_store
+from lm.data.sources import labels, reader, source_identity
 from lm.data.store import STORE_FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import locked, plain_sha256
@@ -59,7 +59,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                         sources = ", ".join(labels(data))
                         raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
                     _announce(data, target, spec, progress)
-                    build(data, spec, target, progress)
+                    build_store(data, spec, target, progress)
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
         raise
@@ -162,8 +162,8 @@ def _store_identity(data: DataConfig) -> dict[str, Plain]:
         return {"format": STORE_FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
     return {
         "format": STORE_FORMAT,
-        "source": [identity(weighted.source, data.folder) for weighted in data.sources],
-        "tokenizer": tokenizer.identity(data.tokenizer),
+        "source": [source_identity(weighted.source, data.folder) for weighted in data.sources],
+        "tokenizer": tokenizer.tokenizer_identity(data.tokenizer),
         "val_fraction": data.val_fraction,
         "deduplicate": data.deduplicate,
         "document_bytes": [data.min_document_bytes, data.max_document_bytes],

@@ -65,7 +65,7 @@ def reader(source: Source) -> SourceReader:
     return SOURCE_READERS.get(type(source), OUTSIDE_READER)
 
 
-def identity(source: Source, root: Path) -> dict[str, Plain]:
+def source_identity(source: Source, root: Path) -> dict[str, Plain]:
     """Return plain data that changes exactly when a source's documents may change: versions, settings and sha256 of the content.
 
     Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash that the
@@ -419,7 +419,7 @@ def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> 
 OUTSIDE_READER = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
-    Files: SourceReader(text_files.documents, text_files.identity, description=text_files.description),
+    Files: SourceReader(text_files.file_documents, text_files.files_identity, description=text_files.description),
     Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming),
-    Tokens: SourceReader(token_files.documents, token_files.identity, held_out=token_files.held_out),
+    Tokens: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
 }

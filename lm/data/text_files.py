@@ -139,11 +139,11 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
 
-def documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
+def file_documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
     return read_files(expand(source), source, on_error)
 
 
-def identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect reading."""
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}

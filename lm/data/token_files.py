@@ -95,7 +95,7 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 # ---------------------------------------------------------------- sources of ids
 
 
-def documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
+def token_documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
     token_format = FORMATS[source.format]
     for path in token_format.files(source):
         with report_unreadable(on_error, size_of(token_format.parts(path)), str(path)):
@@ -107,7 +107,7 @@ def held_out(source: Tokens) -> Tokens | None:
     return dataclasses.replace(source, paths=source.validation_paths, validation_paths=[]) if source.validation_paths else None
 
 
-def identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
+def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
     """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the held-out files."""
     token_format = FORMATS[source.format]
 

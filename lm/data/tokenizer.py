@@ -43,13 +43,14 @@ def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{failure}: {one_line(error)}{remedy}") from None
 
 
-def identity(spec: TokenizerOptions) -> dict[str, Plain]:
+def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
     """Return plain data that identifies a tokenizer: its options and the sha256 of its files. Raises DataError if a file is missing."""
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
     options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # they end generation only
-    return options | {name: hashlib.sha256(read(Path(options[name]), f"data.tokenizer.{name}")).hexdigest() for name in spec.files}
+    contents = {name: read_tokenizer_file(Path(options[name]), f"data.tokenizer.{name}") for name in spec.files}
+    return options | {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def origin(spec: TokenizerOptions) -> dict[str, Plain]:
@@ -98,7 +99,7 @@ def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
 
     Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, or no token `end_of_text`.
     """
-    content = read(path, "data.tokenizer.path")
+    content = read_tokenizer_file(path, "data.tokenizer.path")
     return _parse_named_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
 
 
@@ -302,13 +303,13 @@ ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o20
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
     """Make a tokenizer from GPT-2's encoder.json (`vocab`) and vocab.bpe (`merges`). Raises DataError if a file is missing or invalid."""
     try:
-        ids = convert(dict[str, int], json.loads(read(vocab, "data.tokenizer.vocab")))
+        ids = convert(dict[str, int], json.loads(read_tokenizer_file(vocab, "data.tokenizer.vocab")))
     except (ValueError, RecursionError):
         ids = MISSING
     if ids is MISSING or not _valid_ids(ids.values()):
         raise DataError(f"{vocab}: not an encoder.json, which holds {{token: id}} (data.tokenizer.vocab)")
     try:
-        lines = read(merges, "data.tokenizer.merges").decode().replace("\r\n", "\n").split("\n")
+        lines = read_tokenizer_file(merges, "data.tokenizer.merges").decode().replace("\r\n", "\n").split("\n")
         merge_pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         assert all(len(pair) == 2 and {*pair, "".join(pair)} <= ids.keys() for pair in merge_pairs)
     except (ValueError, AssertionError):
@@ -327,7 +328,7 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
 
     Raises DataError: the file is missing or not a rank file.
     """
-    lines = read(path, "data.tokenizer.path").split(b"\n")
+    lines = read_tokenizer_file(path, "data.tokenizer.path").split(b"\n")
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in (line.split() for line in lines if line)}
     except (ValueError, binascii.Error):
@@ -373,7 +374,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable_bytes else next(substitutes)) for byte in range(256)]
 
 
-def read(path: Path, key: str) -> bytes:
+def read_tokenizer_file(path: Path, key: str) -> bytes:
     """Return the bytes of a tokenizer's file. Raises DataError with the file, the reason and the configuration key `key`."""
     try:
         return expand_home(path).read_bytes()

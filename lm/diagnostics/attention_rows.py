@@ -17,7 +17,7 @@ from torch import Tensor
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import Normalizer
 from lm.data.batches import Batch
-from lm.model.attention_stream import AttentionBlock, attention_blocks
+from lm.model.attention_stream import QueryBlock, attention_blocks
 from lm.model.blocks import AttentionInputs
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
@@ -65,7 +65,7 @@ class AttentionRows:
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
-    def from_block(cls, block: AttentionBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
+    def from_block(cls, block: QueryBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
         """The rows of a block of queries of one sequence; `later`: the number of queries in the sequence's later blocks."""
         visible = _query_by_key(block.normalizer.visible(block.layout))
         after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)

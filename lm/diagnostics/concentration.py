@@ -55,7 +55,7 @@ def weighted_mean(rows: AttentionRows, values: Tensor) -> Tensor:
     return (rows.magnitudes * values).sum(-1) / rows.abs_sum
 
 
-def family(top_k: list[int], nearest: list[int]) -> StatisticFamily:
+def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticFamily:
     """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
 
     def largest_weight(n_keys: int) -> Statistic:

@@ -264,7 +264,7 @@ class Theorems:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
                 return torch.stack((top_distances(weights, visible, x, counts), *random_keys(weights, visible, x, counts, draws)))
 
-            values, missing_count = self._by_rows(octave_rows, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
+            values, missing_count = self._measure_in_chunks(octave_rows, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
             return F.pad(values, (0, 0, 0, 0, 0, missing_count), value=math.nan)
 
         generator = _generator(rows)
@@ -283,7 +283,7 @@ class Theorems:
                 return torch.stack((top.separable, top.lower, top.upper, top.distance / top.bound))
 
             masks: list[tuple[Tensor, Tensor]] = []
-            head_values = self._by_rows(octave_rows, len(counts), at_counts)
+            head_values = self._measure_in_chunks(octave_rows, len(counts), at_counts)
             shape = len(counts), heads, -1, masks[0][0].size(-1)
             near_count, top_count = (torch.cat(mask, 1).view(shape).any(1).sum(-1) for mask in zip(*masks, strict=True))
             numbers = torch.tensor(counts, device=top_count.device).unsqueeze(-1)
@@ -327,7 +327,7 @@ class Theorems:
         x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.config.vectors].float()
         return F.normalize(x, dim=-1) if self.config.unit else x
 
-    def _by_rows(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def _measure_in_chunks(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The values (quantities, points, H, T) of all rows, computed by `measure` for R rows at a time.
 
         measure: weights (R, S), visible (R, S), x (S, E) -> values (quantities, points, R).
@@ -413,7 +413,7 @@ LENGTH_CURVE_KEYS = 5  # number N of keys in the curves over the number of visib
 PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N between .70 and .85
 
 
-def family(config: LimitsConfig, every: int) -> StatisticFamily:
+def limit_statistics(config: LimitsConfig, every: int) -> StatisticFamily:
     """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems take one query in `every`, others all."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
     derivations = _derived_distances, _derived_critical, _derived_separable, _derived_differences

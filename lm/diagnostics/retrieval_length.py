@@ -24,7 +24,7 @@ from lm.attention.normalizer import Normalizer
 from lm.data.batches import Batch
 from lm.data.tasks import Example
 from lm.diagnostics.attention_rows import AttentionRows, shifted_layout
-from lm.model.attention_stream import AttentionBlock, attention_blocks
+from lm.model.attention_stream import QueryBlock, attention_blocks
 from lm.model.decoder import Decoder
 
 STEPS_AN_OCTAVE = 8  # lengths in an octave that `half_length` searches
@@ -103,7 +103,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
     return max(heads, key=lambda head: head.weight, default=None)
 
 
-def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool) -> tuple[np.ndarray, ...]:
+def _block_scores(block: QueryBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool) -> tuple[np.ndarray, ...]:
     """Arrays for Q questions of a sequence of L tokens: `Retrieval`'s needle (Q, H), other_scores (Q, H, L), is_filler (Q, L), n (Q,) and
     slope (Q, H), then the weight on the needle, effective keys 1 / (sum of squared weights) and the entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
@@ -127,7 +127,7 @@ def _block_scores(block: AttentionBlock, rows: AttentionRows, example: Example, 
     return tuple(values.cpu().numpy() for values in (needle, *padded_arrays, rows.n.double(), slope, weight, effective_keys, entropy))
 
 
-def _shifted_scale(block: AttentionBlock, rows: AttentionRows, length: int) -> Tensor:
+def _shifted_scale(block: QueryBlock, rows: AttentionRows, length: int) -> Tensor:
     """The factor, (Q, H) fp64, by which the scores of the block's queries and keys change if `length` more tokens stand before them."""
     queries, keys = block.inputs.q[:, :, block.queries], block.inputs.k[:, :, : rows.visible.size(-1)]
     shifted_scores = block.normalizer.scores(queries, keys, shifted_layout(block.layout, length))[0].double()

@@ -224,7 +224,7 @@ def difference(rows: AttentionRows) -> Tensor | None:
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
-def family() -> StatisticFamily:
+def sparsity_statistics() -> StatisticFamily:
     """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that positions explain."""
     by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),

@@ -127,7 +127,7 @@ class AnswerMeasurement(Measurement):
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
-    def check_room(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY) -> None:
+    def check_fits(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY) -> None:
         """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of `length` tokens."""
         try:
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
@@ -182,7 +182,7 @@ class Recall(AnswerMeasurement):
         self.tasks = self.eval_config.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
         for task, length in product(self.tasks, self.lengths):
-            self.check_room(task, length, "length_factors", self.eval_config.sequences)
+            self.check_fits(task, length, "length_factors", self.eval_config.sequences)
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -190,7 +190,7 @@ class Recall(AnswerMeasurement):
         return self.with_settings(seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences)
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.eval_config.sequences * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
@@ -387,16 +387,16 @@ class NeedleMeasurement(AnswerMeasurement):
                 example(task, QUESTION_SEED, 0, length, "test", self.haystack)
             except NoRoom as error:
                 reasons[length] = str(error)
-            except TaskError:  # `check_room` raises it as a ConfigError
+            except TaskError:  # `check_fits` raises it as a ConfigError
                 continue
-        self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_room` says so
+        self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_fits` says so
         self.heads_length = round((self.eval_config.heads_at or 0) * config.data.seq_len)
         for length in self.lengths:
-            self.check_room(task, length, "length_factors", self.eval_config.trials)
+            self.check_fits(task, length, "length_factors", self.eval_config.trials)
         if self.eval_config.heads_at:
-            self.check_room(task, self.heads_length, "heads_at")
+            self.check_fits(task, self.heads_length, "heads_at")
         if self.eval_config.finetune.steps:
-            self.check_room(task, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
+            self.check_fits(task, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
                 Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")
@@ -406,7 +406,7 @@ class NeedleMeasurement(AnswerMeasurement):
         return {"seq_len": self.config.data.seq_len, "seed": QUESTION_SEED, **self.plain_eval_config}
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.tasks) * len(self.lengths) * self.eval_config.trials * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:

@@ -51,17 +51,17 @@ from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Axis, Series, Shown
-from lm.runs.folder import CHECKPOINTS, CONFIG, read_config, require_run
-from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
+from lm.runs.folder import CHECKPOINTS, CONFIG, DESCRIPTION, read_config, require_run
+from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
 RECALL_SEQUENCES, SHOWN_OCTAVES = 64, 16  # of `retrieval_series`: sequences with questions, and octaves of sequence length
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[str, Callable[[DiagnosticsConfig], StatisticFamily]] = {  # by their names in `eval.diagnostics.statistics`
-    "concentration": lambda options: concentration.family(options.top_k, options.nearest),
-    "sparsity": lambda options: sparsity.family(),
-    "limits": lambda options: limits.family(options.limits, max(1, options.queries // options.limits.queries)),
+    "concentration": lambda options: concentration.concentration_statistics(options.top_k, options.nearest),
+    "sparsity": lambda options: sparsity.sparsity_statistics(),
+    "limits": lambda options: limits.limit_statistics(options.limits, max(1, options.queries // options.limits.queries)),
 }
 UNDEFINED_FRACTIONS = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
 _LENGTH_KEY = "eval.diagnostics.length_factor"
@@ -159,7 +159,7 @@ class Diagnostics(Measurement):
         return {"seq_len": self.config.data.seq_len, **options, **facts, "least_keys": MIN_KEYS, "untrained_seed": self.config.seed}
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.held_out.sequences) * len(self.eval_config.inference)
 
     def precision(self, device: Device) -> str:
@@ -175,11 +175,11 @@ class Diagnostics(Measurement):
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         fingerprint = "" if self.eval_config.text else self.fingerprint  # no window of a text is held back to select runs
-        series = describe(decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress)
+        series = diagnostic_series(decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress)
         return series + retrieval_series(decoder, self.config, self.eval_config)
 
 
-def describe(
+def diagnostic_series(
     decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, seed: int, fingerprint: str, progress: Advance = ignore
 ) -> list[Series]:
     """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head. All ranks call it.
@@ -431,7 +431,7 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
         check_sequences(store, config)
         measurement = Diagnostics(config, store)
     device, stamp = open_device(config, model.environment), model.stamp
-    with Progress().bar(f"{model.folder.resolve().name}: {KIND}", measurement.work) as advance:
+    with Progress().bar(f"{model.folder.resolve().name}: {KIND}", measurement.work_units) as advance:
         evaluation = measurement.evaluate(model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance)
     return EvaluationResult(model.folder, evaluation, cached=False)
 

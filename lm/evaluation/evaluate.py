@@ -8,8 +8,7 @@ import torch
 
 from lm.config.data_config import DataConfig, TokenizerFile
 from lm.config.eval_config import SUITES
-from lm.config.load import load as load_configuration
-from lm.config.load import merge, overrides_in, parse, read_yaml
+from lm.config.load import load_config, merge, overrides_in, parse, read_yaml
 from lm.config.training_config import OptimConfig, TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import resolve_interpolations
@@ -22,8 +21,8 @@ from lm.model.device import Device, resolve_device, resolve_precision
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
-from lm.runs.folder import CONFIG, ENVIRONMENT, TOKENIZER, read_config, require_run
-from lm.runs.loading import DESCRIPTION, Loaded, find_checkpoint, load
+from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, TOKENIZER, read_config, require_run
+from lm.runs.loading import Loaded, find_checkpoint, load
 from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
 
@@ -102,7 +101,7 @@ def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: 
         evaluation = measurement.cached(folder, weights, device, *stamp)
         cached = evaluation is not None
         if not cached:
-            with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work) as advance:
+            with Progress().bar(f"{folder.resolve().name}: {measurement.kind}", measurement.work_units) as advance:
                 evaluation = measurement.evaluate(decoder, device, *stamp, advance)
             measurement.cache(folder, evaluation, device)
         measurement.write(folder, evaluation)
@@ -154,7 +153,7 @@ def text_config(model: Loaded, files: list[Path]) -> Config:
     Raises ConfigError: a configuration is wrong, or has no text; RunError: the model has no tokenizer.
     """
     model.tokenizer_and_start()
-    base, spec = load_configuration([str(path) for path in files]), model.spec
+    base, spec = load_config([str(path) for path in files]), model.spec
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])

@@ -67,7 +67,7 @@ class Measurement(ABC):
 
     @property
     @abstractmethod
-    def work(self) -> int:
+    def work_units(self) -> int:
         """The sum of all counts with which `measure` calls `progress`, such as the number of sequences."""
 
     @abstractmethod

@@ -105,7 +105,7 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     if model.spec.model.position.has_last_position and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
         raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
-    return pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
+    return text_pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
 
 
 class Writing:
@@ -124,7 +124,7 @@ class Writing:
         return piece
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
+def text_pieces(tokenizer: Tokenizer, ids: list[int], end_ids: list[int], new_tokens: Iterator[int]) -> Iterator[str]:
     """The text of `ids`, then the characters that each new token completes; generation ends at a token of `end_ids`."""
     writing = Writing(tokenizer, ids)
     yield writing.shown

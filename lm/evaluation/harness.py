@@ -303,7 +303,7 @@ class Downstream(Measurement):
         return options | ({"end_tokens": [*end_tokens]} if end_tokens else {})
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.names)
 
     def cacheable(self, series: Sequence[Series]) -> bool:

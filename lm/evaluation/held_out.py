@@ -281,7 +281,7 @@ class Validation(Measurement):
         return options | ({"weights": weights} if len(weights) > 1 else {})
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.held_out.sequences)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
@@ -303,7 +303,7 @@ class Validation(Measurement):
         return series
 
 
-class Texts(Measurement):
+class OtherTexts(Measurement):
     """Loss at the training length on each text of `eval.texts.of`, as `Validation` measures it on the held-out text."""
 
     kind = "texts"
@@ -335,7 +335,7 @@ class Texts(Measurement):
         return {"seq_len": self.config.data.seq_len, "sequences_sha256": sha256, "documents": self.config.data.documents}
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return sum(len(windows.sequences) for windows in self.held_out.values())
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
@@ -367,7 +367,7 @@ class LongContext(Measurement):
         return self.with_settings(length=self.held_out.length, sequences_sha256=self.held_out.sha256)
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.held_out.sequences) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
@@ -409,7 +409,7 @@ class ByLength(Measurement):
         return self.with_settings(lengths=self.lengths, sequences_sha256=self.stretches.sha256, documents=documents)
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:

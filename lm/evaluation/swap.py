@@ -89,7 +89,7 @@ class SwapMeasurement(Measurement):
         return {"before": label, "weights_before_sha256": weights, "sequences_sha256": sequences}
 
     @property
-    def work(self) -> int:
+    def work_units(self) -> int:
         return sum(len(held_out.sequences) for held_out in self.held_out)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:

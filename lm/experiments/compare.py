@@ -11,7 +11,18 @@ from pathlib import Path
 
 from lm.data.prepare import prepare
 from lm.errors import DataError, RunError
-from lm.experiments.engine import LOCK, Cluster, Engine, Jobs, RunsFailed, experiment_lock, failures, holder_words, read_options, retry
+from lm.experiments.engine import (
+    LOCK,
+    Cluster,
+    Engine,
+    Jobs,
+    RunsFailed,
+    experiment_lock,
+    failures,
+    holder_words,
+    read_scheduler_options,
+    retry,
+)
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import is_measured, open_experiment, other_runs_note, start
@@ -67,7 +78,7 @@ class TrainingOptions:
 
     def cluster(self, folder: Path) -> Cluster | None:
         """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as `Cluster` does."""
-        return Cluster(folder, read_options(self.options), self.engine) if self.engine else None
+        return Cluster(folder, read_scheduler_options(self.options), self.engine) if self.engine else None
 
 
 def compare_experiments(

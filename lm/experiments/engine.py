@@ -302,7 +302,7 @@ class Cluster:
         return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
-def read_options(text: str) -> dict[str, str]:
+def read_scheduler_options(text: str) -> dict[str, str]:
     """Parse job options such as `partition=gpu,timeout_min=240` into values by option name. Raises ConfigError."""
     options = {}
     for setting in filter(None, text.split(",")):

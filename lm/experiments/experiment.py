@@ -113,7 +113,7 @@ class Tune:
 
 
 @dataclass
-class Primary:
+class PrimaryMetric:
     """The metric that decides the verdicts, settled before any run, and how its values are compared."""
 
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
@@ -170,7 +170,7 @@ class Experiment:
     sizes: dict[str, dict[str, Plain]]  # changes of the configuration by size; an experiment without sizes has one size with an empty name
     seeds: tuple[int, ...]
     tune: Tune
-    primary: Primary
+    primary: PrimaryMetric
     # file, overrides: the file that was read, and the `key=value` texts that change its base configuration
     file: Path
     overrides: tuple[str, ...]

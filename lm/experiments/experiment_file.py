@@ -18,7 +18,18 @@ from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
-from lm.experiments.experiment import EVAL_KINDS, NOT_REACHED, Arm, Experiment, Primary, Swap, Tune, TuningRun, config_hash, kind_of_metric
+from lm.experiments.experiment import (
+    EVAL_KINDS,
+    NOT_REACHED,
+    Arm,
+    Experiment,
+    PrimaryMetric,
+    Swap,
+    Tune,
+    TuningRun,
+    config_hash,
+    kind_of_metric,
+)
 from lm.experiments.run_outcome import SELECTION
 from lm.plugins import PLUGINS
 from lm.runs.folder import CONFIG, DIVERGED, RESOLVED_FILE, SWAPPED
@@ -34,7 +45,7 @@ class _FileKeys:
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
     more_seeds: list[int] = key([], "seeds of a second look, trained if the first leaves a comparison undecided", ge=0, lt=2**31)
     tune: Tune = section(Tune, "the learning rate of each arm")
-    primary: Primary = section(Primary, "what decides")
+    primary: PrimaryMetric = section(PrimaryMetric, "what decides")
 
 
 TOKENS_KEY = "trainer.tokens_per_parameter"
@@ -471,7 +482,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, "drop the arm, or train it")])
 
 
-def _check_primary(primary: Primary, quantity: Quantity | None) -> None:
+def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
     """Check that `better` is lower for a loss, higher for an accuracy, and that no accuracy in `primary` exceeds 1. Raises ConfigError."""
     problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:

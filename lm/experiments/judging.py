@@ -8,7 +8,7 @@ from itertools import chain, product
 
 import numpy as np
 
-from lm.experiments.experiment import Primary
+from lm.experiments.experiment import PrimaryMetric
 from lm.runs.evaluations import json_value
 from lm.schema import Plain
 from lm.statistics.intervals import ALPHA, over_seeds, over_seeds_and_documents
@@ -49,7 +49,7 @@ RunsByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at ea
 class Judgement:
     """A question about arms, the runs that answer it, and the verdicts on the arms."""
 
-    primary: Primary  # the metric, the direction that is better, and the smallest difference of interest
+    primary: PrimaryMetric  # the metric, the direction that is better, and the smallest difference of interest
     arms: tuple[str, ...]  # the names of the arms, the baseline first
     seeds: tuple[int, ...]  # the seeds that are planned for each arm
     # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. A size has None if no rate is known yet

@@ -23,7 +23,7 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config, effect_of
 from lm.data.prepare import open_prepared, vocabulary
 from lm.errors import ConfigError, RunError, one_line
-from lm.experiments.experiment import SHARED_SETTINGS, Experiment, Primary
+from lm.experiments.experiment import SHARED_SETTINGS, Experiment, PrimaryMetric
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Devices, Slots, Stopped, interruptible, start_process
 from lm.files import read_json, unfinished, write_json, write_text
@@ -146,7 +146,7 @@ def _settings_words(experiment: Experiment) -> str:
     return "; ".join(words)
 
 
-def _seed_count_words(primary: Primary, alpha: float) -> str:
+def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
     """Say how many seeds are needed to find a difference of interest."""
     if primary.learned is not None:
         return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(alpha)} seeds on"

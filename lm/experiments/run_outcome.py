@@ -59,7 +59,7 @@ class Outcome:
             return "unfinished"
         if self.divergence:
             return "diverged"
-        is_finished = self.trained and self.complete and self.measured and self.values(self.metric) is not None
+        is_finished = self.is_trained and self.is_complete and self.is_measured and self.values(self.metric) is not None
         return "finished" if is_finished else "unfinished"
 
     @cached_property
@@ -78,19 +78,19 @@ class Outcome:
     @property
     def _final_loss(self) -> Series | None:
         """The validation loss at the last step; None if the run has not been trained up to this step."""
-        return self.series(SELECTION) if self.trained else None
+        return self.series(SELECTION) if self.is_trained else None
 
     @property
     def checkpoint(self) -> Path:
         return step_path(self.folder / CHECKPOINTS, self.last_step)
 
     @cached_property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at this step."""
         return self.checkpoint.exists() and self.series(SELECTION) is not None
 
     @cached_property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
         return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_evaluations)
@@ -102,7 +102,7 @@ class Outcome:
         return {name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")}
 
     @cached_property
-    def measured(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether each evaluation in `required_options` was made at the last step, with the options required of it."""
         return self.required_options.items() <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
 

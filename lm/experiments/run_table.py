@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lm.errors import ConfigError, Problem, RunError, one_line
-from lm.experiments.experiment import Primary
+from lm.experiments.experiment import PrimaryMetric
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
 from lm.schema import build
@@ -46,7 +46,7 @@ def judge_table(
     """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named `where` and
     `split_columns` is named `by`."""
     problems: list[Problem] = []
-    primary = build(Primary, {"metric": metric, "matters": matters}, "", problems)
+    primary = build(PrimaryMetric, {"metric": metric, "matters": matters}, "", problems)
     if better not in (None, *get_args(Direction)):
         problems.append(Problem("better", better, f"must be {' or '.join(get_args(Direction))}"))
     if problems:
@@ -305,7 +305,7 @@ def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ordered_and_judged_rates(
-    final_rows: pd.DataFrame, selecting_rows: pd.DataFrame, primary: Primary, label: str
+    final_rows: pd.DataFrame, selecting_rows: pd.DataFrame, primary: PrimaryMetric, label: str
 ) -> tuple[list[Rate | None], list[Rate | None]]:
     """Return the rates of an arm's runs, with the rate that tuning chose first; and a list that holds the judged rate, empty if tuning
     found no rate. `label`: names the arm in errors. Raises RunError: no row chooses one of several rates, or no run has the tuned rate."""
@@ -328,7 +328,7 @@ def _ordered_and_judged_rates(
     return rate_order, [best_rate(final_costs, rates) if set(rates) <= final_costs.keys() else tuned_rate]
 
 
-def _costs(rows: pd.DataFrame, primary: Primary) -> dict[Rate, list[float]]:
+def _costs(rows: pd.DataFrame, primary: PrimaryMetric) -> dict[Rate, list[float]]:
     """Costs that the chosen rate minimizes: for each rate a list over seeds; infinite for a run that diverged."""
     costs: dict[Rate, list[float]] = {}
     for (rate, _), run in rows.groupby(["rate", "seed"]):

@@ -25,7 +25,7 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.procedure import Run
 from lm.files import locked_folder, write_text
 from lm.machine import child_environment
-from lm.runs.folder import CONFIG, TRAINING
+from lm.runs.folder import ALREADY_TRAINING, CONFIG
 from lm.schema import to_plain
 
 LOG_FOLDER = "logs"  # folder in the experiment's folder: output, configuration, job record and failure of each run
@@ -117,12 +117,12 @@ def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
         options += [override(f"experiment.{name}", value) for name, value in run_labels.items()]  # else lm.results has the source's arm
         arguments.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
     outcome = run.outcome
-    if run.trained and (not outcome.trained or not outcome.complete or outcome.measured):
+    if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
         # `lm train` makes the evaluations that a kill left out, too
         file = log_path(experiment_folder, run, "yaml")
         write_text(file, to_yaml(config))
         arguments.append(["train", str(file), "resume=auto", "log.progress=none"])
-    if not run.trained or not outcome.measured:
+    if not run.trained or not outcome.is_measured:
         arguments.append(["eval", str(folder), *run.evaluate, *plugins])
     return arguments
 
@@ -216,7 +216,7 @@ def is_training(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     try:
-        with locked_folder(folder, TRAINING):
+        with locked_folder(folder, ALREADY_TRAINING):
             return False
     except RunError:
         return True

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from lm.experiments.experiment import NOT_REACHED, Arm, Primary, values_by_arm_and_rate
+from lm.experiments.experiment import NOT_REACHED, Arm, PrimaryMetric, values_by_arm_and_rate
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
@@ -115,7 +115,7 @@ def has_reached(tokens: float | None) -> bool:
     return tokens is not None and 0 < tokens < math.inf
 
 
-def value_text(primary: Primary, value: float | None) -> str | None:
+def value_text(primary: PrimaryMetric, value: float | None) -> str | None:
     """Format the number by which a run is compared. Tokens become a whole number, or words if `has_reached` is false."""
     if primary.reach is None or value is None:
         return digits(value)

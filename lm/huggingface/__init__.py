@@ -4,17 +4,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lm.huggingface.inside import add_parameters, register
+    from lm.huggingface.attention_functions import add_normalizer_parameters, register
 
-__all__ = ["add_parameters", "register"]
+__all__ = ["add_normalizer_parameters", "register"]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
 
     def __getattr__(name: str) -> Callable:
-        """The function with this name in `lm.huggingface.inside`, which imports transformers."""
+        """The function with this name in `lm.huggingface.attention_functions`, which imports transformers."""
         if name not in __all__:
             raise AttributeError(f"module 'lm.huggingface' has no attribute '{name}'")
-        from lm.huggingface import inside
+        from lm.huggingface import attention_functions
 
-        return getattr(inside, name)
+        return getattr(attention_functions, name)

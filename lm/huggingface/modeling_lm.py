@@ -311,11 +311,11 @@ class Attention(AttentionBase):
         gate_width = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
         self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
 
-    def forward(self, x: Tensor, other_values: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `other_values` if `value_mix` is set."""
+    def forward(self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `values_to_mix` if `value_mix` is set."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (other_values.to(v.dtype) - v)
+            v = v + self.value_mix.to(v.dtype) * (values_to_mix.to(v.dtype) - v)
         output, weights = self.attend(q, k, v, **kwargs)
         if self.gate is not None:
             head_shape = (self.heads[0], -1)
@@ -390,7 +390,7 @@ class GatedBlock(GradientCheckpointingLayer):
         super().__init__()
         self.gau_norm, self.gau = make_norm(config), GAU(config, layer_idx)
 
-    def forward(self, x: Tensor, other_values: None, **kwargs: object) -> tuple[Tensor, Tensor | None, None]:
+    def forward(self, x: Tensor, values_to_mix: None, **kwargs: object) -> tuple[Tensor, Tensor | None, None]:
         output, weights = self.gau(self.gau_norm(x), **kwargs)
         return x + output, weights, None
 
@@ -474,16 +474,16 @@ class LmModel(LmPreTrainedModel):
         weights, hidden_states, rotation, first_values = (), (), self._rotation(position_ids), None
         for layer, block in enumerate(self.blocks):
             hidden_states += (x,) if output_hidden_states else ()
-            other_values = first_values
+            values_to_mix = first_values
             if self.value_embedding is not None:
-                other_values = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+                values_to_mix = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             x, layer_weights, values = block(
                 x,
                 rotation=rotation if self.config.rope_layers[layer] else None,
                 attention_mask=masks[self.config.layer_types[layer]],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
-                other_values=other_values,
+                values_to_mix=values_to_mix,
                 **kwargs,
             )
             first_values = values if first_values is None else first_values

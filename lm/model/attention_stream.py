@@ -21,7 +21,7 @@ BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many scor
 
 
 @dataclass(frozen=True)
-class AttentionBlock:
+class QueryBlock:
     """Scores and weights of some queries of a layer, over the keys from the sequence's start to the last of these queries."""
 
     layer: int  # from 0
@@ -47,7 +47,7 @@ def attention_blocks(
     dtype: torch.dtype = torch.float32,
     block: int | None = None,
     inputs: bool = False,
-) -> Iterator[AttentionBlock]:
+) -> Iterator[QueryBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
     Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the decoder that
@@ -72,12 +72,12 @@ def attention_blocks(
             n_keys = int(block_queries.max()) + 1  # no query sees a later key
             block_layout = context.layout.select(block_queries, n_keys)
             scores = normalizer.scores(layer_inputs.q[:, :, block_queries].to(dtype), layer_inputs.k[:, :, :n_keys].to(dtype), block_layout)
-            yield AttentionBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs if inputs else None)
+            yield QueryBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs if inputs else None)
         del layer_inputs, scores  # before the next layer's are computed
 
 
-def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[AttentionBlock, ...]]:
-    """Yield several decoders' attention on a batch, as a tuple of one `AttentionBlock` per decoder for each layer and group of queries.
+def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[QueryBlock, ...]]:
+    """Yield several decoders' attention on a batch, as a tuple of one `QueryBlock` per decoder for each layer and group of queries.
 
     Raises ValueError: the decoders have different numbers of layers.
     """

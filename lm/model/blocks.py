@@ -24,14 +24,14 @@ from lm.model.rope import Rotation, rotate
 MLP_TOKENS = 8192  # tokens of a sequence that an MLP takes at a time where no backward pass follows
 
 
-class Linear(nn.Linear):
+class UninitialisedLinear(nn.Linear):
     """`torch.nn.Linear` whose parameters are not initialised: `Decoder.initialise` sets them, or they are loaded."""
 
     def reset_parameters(self) -> None:
         """Leave the parameters uninitialised."""
 
 
-class Embedding(nn.Embedding):
+class UninitialisedEmbedding(nn.Embedding):
     """`torch.nn.Embedding` whose matrix is not initialised: `Decoder.initialise` sets it, or it is loaded."""
 
     def reset_parameters(self) -> None:
@@ -133,7 +133,7 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
     logit_factor: float  # factor on the logits of layers with RoPE, the temperature of a rescaled RoPE
     cache: DecodingCache | None
-    other_values: Callable[[int], Tensor] | None = None  # from a layer's index to values (B, K, T, E) that it mixes into its own
+    values_to_mix: Callable[[int], Tensor] | None = None  # from a layer's index to values (B, K, T, E) that it mixes into its own
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer computes an output for
 
@@ -151,7 +151,7 @@ class AttentionBase(nn.Module):
         self.rotates = config.position.rotates_in(layer)
         self.q_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        spec = LayerSpec(config.n_head * config.maps, size, config.n_embd, seq_len)
+        spec = LayerSpec(config.n_head * config.maps_per_head, size, config.n_embd, seq_len)
         self.normalizer: Normalizer = make_normalizer(config.normalizer.layer_option(layer), spec)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -190,13 +190,13 @@ class Attention(AttentionBase):
         self.head_counts = (config.n_head, config.kv_heads, config.kv_heads)
         q_width, k_width, v_width = (n * config.value_dims for n in self.head_counts)
         self.fused = {"qkv": {"q": q_width, "k": k_width, "v": v_width}}
-        self.qkv = Linear(config.n_embd, q_width + k_width + v_width, bias=config.has_qkv_bias)
-        self.out = Linear(q_width, config.n_embd, bias=config.bias)
+        self.qkv = UninitialisedLinear(config.n_embd, q_width + k_width + v_width, bias=config.has_qkv_bias)
+        self.out = UninitialisedLinear(q_width, config.n_embd, bias=config.bias)
         self.layer = layer
         mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer > 0)
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
         gate_width = {None: 0, "head": config.n_head, "element": q_width}[config.output_gate]
-        self.gate = Linear(config.n_embd, gate_width, bias=False) if gate_width else None
+        self.gate = UninitialisedLinear(config.n_embd, gate_width, bias=False) if gate_width else None
         self.difference = MapDifference(config.value_dims, config.norm_eps, layer) if config.differential else None
 
     def values(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Attention(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2).split(self.head_counts, 1)
         if self.value_mix is not None:
-            v = v + self.value_mix.to(v.dtype) * (context.other_values(self.layer).to(v.dtype) - v)
+            v = v + self.value_mix.to(v.dtype) * (context.values_to_mix(self.layer).to(v.dtype) - v)
         if self.difference is None:
             output = self.attend(x, q, k, v, context)
         else:
@@ -256,10 +256,10 @@ class GAU(AttentionBase):
         super().__init__(config, seq_len, layer)
         e, s = config.value_dims, config.key_dims
         self.fused = {"uvz": {"u": e, "v": e, "z": s}}
-        self.uvz = Linear(config.n_embd, 2 * e + s, bias=config.bias)
+        self.uvz = UninitialisedLinear(config.n_embd, 2 * e + s, bias=config.bias)
         self.q_gain, self.q_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
         self.k_gain, self.k_offset = nn.Parameter(torch.ones(s)), nn.Parameter(torch.zeros(s))
-        self.out = Linear(e, config.n_embd, bias=config.bias)
+        self.out = UninitialisedLinear(e, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused["uvz"].values()), -1)
@@ -289,8 +289,8 @@ class MLP(nn.Module):
         hidden_width, is_gated = config.mlp_width, config.mlp == "swiglu"
         self.activation = ACTIVATIONS[config.mlp]
         self.fused = {"up": {"gate": hidden_width, "value": hidden_width}} if is_gated else {}
-        self.up = Linear(config.n_embd, 2 * hidden_width if is_gated else hidden_width, bias=config.has_mlp_bias)
-        self.out = Linear(hidden_width, config.n_embd, bias=config.has_mlp_bias)
+        self.up = UninitialisedLinear(config.n_embd, 2 * hidden_width if is_gated else hidden_width, bias=config.has_mlp_bias)
+        self.out = UninitialisedLinear(hidden_width, config.n_embd, bias=config.has_mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.activation(self.up(x)))

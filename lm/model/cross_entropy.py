@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lm.data.batches import IGNORED
-from lm.model.blocks import Linear
+from lm.model.blocks import UninitialisedLinear
 
 # CHUNK_LOGITS: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the gradient of the head's
 # weights. CACHED_LOGITS: logits whose exponentials are computed together; those that fit in a CPU's cache take half the time.
@@ -21,7 +21,7 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 
 
-class Head(Linear):
+class Head(UninitialisedLinear):
     """Logits (..., V) of hidden states (..., C).
 
     softcap: bound c on logits, which become c tanh(logit / c), in fp32 (Gemma 2, arXiv 2408.00118); None: logits are unchanged.

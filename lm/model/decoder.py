@@ -18,7 +18,7 @@ from lm.attention.normalizer import Normalizer
 from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
-from lm.model.blocks import Block, DecodingCache, Embedding, ForwardContext, GatedBlock, MapDifference, make_norm
+from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, MapDifference, UninitialisedEmbedding, make_norm
 from lm.model.cross_entropy import Head, training_loss
 from lm.model.rope import AS_TRAINED, rope_rotation
 from lm.model.transfer import initial_scale
@@ -42,9 +42,9 @@ class Decoder(nn.Module):
         self.recomputes = False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
         self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block  # compiled by `compile_blocks`
         self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
-        self.embedding = Embedding(vocab_size, config.n_embd)
+        self.embedding = UninitialisedEmbedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
-        self.position = Embedding(seq_len, config.n_embd) if config.position.has_last_position else None
+        self.position = UninitialisedEmbedding(seq_len, config.n_embd) if config.position.has_last_position else None
         self.dropout = nn.Dropout(config.dropout)
         block = {"attention": Block, "gau": GatedBlock}[config.block.name]
         self.blocks = nn.ModuleList(block(config, seq_len, layer) for layer in range(config.n_layer))
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
             if (first_normalizer := first_normalizers.setdefault(type(normalizer), normalizer)) is not normalizer:
                 normalizer.tie_parameters(first_normalizer)
         value_width = config.kv_heads * config.value_dims
-        value_embeddings = (Embedding(vocab_size, value_width) for _ in range(config.n_layer))
+        value_embeddings = (UninitialisedEmbedding(vocab_size, value_width) for _ in range(config.n_layer))
         self.value_embedding = nn.ModuleList(value_embeddings) if config.value_residual == "embedding" else None
         self.norm = make_norm(config)
         self.head = Head(config.n_embd, vocab_size, config.logit_softcap)

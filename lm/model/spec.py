@@ -80,7 +80,7 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
     if config.value_residual == "first_layer":  # the first layer's values are computed twice
         matrix_entries += config.n_embd * config.kv_heads * config.value_dims
-    dimensions = config.n_head * config.maps * (config.key_dims + config.value_dims)
+    dimensions = config.n_head * config.maps_per_head * (config.key_dims + config.value_dims)
     return 6 * matrix_entries + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
 
 

@@ -293,7 +293,7 @@ def _normalizer_text(run: RunRecord) -> str:
     """Text on the normalizer of each training phase of a run: formula, source, options and the meaning of n."""
     phases = []
     for step, options in run.phases:
-        entry, normalizer, n = catalogue.ENTRIES.get(options["name"]), catalogue.read(options), str(options.get("n", ""))
+        entry, normalizer, n = catalogue.ENTRIES.get(options["name"]), catalogue.options_from_plain(options), str(options.get("n", ""))
         formula = (normalizer.formula() if normalizer else str(options["name"])) + (f" ({entry.source})" if entry else "")
         option_text = ", ".join(f"{key}={_option_text(value)}" for key, value in options.items() if key not in ("name", "n"))
         n_meanings = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document"}

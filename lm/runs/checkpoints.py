@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lm.errors import RunError
 from lm.files import replacing, sync_folder
-from lm.runs.metadata import SHA256, checked_content, fallback_hint, unreadable_error
+from lm.runs.metadata import SHA256, checked_content, fallback_hint, unreadable_checkpoint
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -138,7 +138,7 @@ def load_checkpoint(path: Path) -> dict[str, object]:
             altered_name = archive.testzip()
             sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
     except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: encrypted, or an unknown compression
-        raise unreadable_error(path, error) from None
+        raise unreadable_checkpoint(path, error) from None
     if altered_name:
         raise RunError(f"{path}: {_member_label(path, altered_name)} was altered (its CRC differs){fallback_hint(path)}")
     checkpoint = _load_unverified(path)
@@ -190,7 +190,7 @@ def _load_unverified(path: Path) -> dict[str, object]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a file of another kind fails in many ways inside torch
-        raise unreadable_error(path, error) from None
+        raise unreadable_checkpoint(path, error) from None
     checkpoint = checked_content(checkpoint, path)
     if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
         raise RunError(f"{path}: its `state_dict` must hold tensors by their names")

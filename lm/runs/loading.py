@@ -12,23 +12,34 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.attention.catalogue import ENTRIES, Layers
 from lm.config.data_config import END_OF_TEXT
-from lm.config.load import merge, read_yaml, to_yaml
+from lm.config.load import to_yaml
 from lm.config.tree import Config, function_options
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, RunError, one_line, out_of_memory
-from lm.files import expand_home, file_sha256, new_folder, read_json, read_sealed, replacing, write_sealed, write_together
+from lm.files import expand_home, file_sha256, new_folder, read_sealed, replacing, write_sealed, write_together
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
 from lm.runs.checkpoints import Described, load_checkpoint, mismatch, tensor_sha256, write_weights
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, TOKENIZER, check_fields, is_own, require_run, step_of, step_path, steps_saved
+from lm.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DESCRIPTION,
+    ENVIRONMENT,
+    TOKENIZER,
+    check_fields,
+    is_own,
+    require_run,
+    step_of,
+    step_path,
+    steps_saved,
+)  # fmt: skip
 from lm.runs.metadata import DIGEST_FIELDS, METADATA, load_metadata
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
 
-WEIGHTS, DESCRIPTION = "model.safetensors", "lm.json"  # files in a model folder
+WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
 MODEL_FORMAT = 5  # version of lm.json; raised when older files can no longer be read
 TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # keys of lm.json; the second also of environment.json
 
@@ -63,65 +74,6 @@ def write_model(
             description[TOKENIZER_SHA256] = file_sha256(folder / TOKENIZER)
         write_sealed(folder / DESCRIPTION, {**description, TENSOR_SHA256: digests})
     return out
-
-
-# ---------------------------------------------------------------- the shape of weights that a run starts from
-
-
-NON_SHAPE_KEYS = ("normalizer", "dropout", "init_std")  # keys of `model` that are no part of its shape
-
-ConfigKeys = dict[str, Plain]  # keys of a configuration
-
-
-def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a run's configuration.
-
-    Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a swap of it. The
-    model's normalizer is the default if neither `file_keys` nor `overrides` name a normalizer or phases of training.
-
-    Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
-    """
-    normalizer_keys, shape_keys = _untrained_model_keys(expand_home(init_from))
-    default_keys = {} if file_keys.get("phases") or overrides.get("phases") else normalizer_keys
-    return merge(merge(merge(default_keys, file_keys), shape_keys), overrides)
-
-
-def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
-    """The normalizer's keys, and the keys of shape and tokenizer (`_inherited_keys`), if `folder` holds a model without a training run or a
-    swap of such a model; else two empty dicts."""
-    if (folder / DESCRIPTION).is_file():
-        description = read_sealed(folder / DESCRIPTION)
-        spec = description["spec"]
-        return ({}, {}) if description.get("training") is not None else _inherited_keys(folder, spec["model"], spec["seq_len"], spec)
-    if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
-        return {}, {}
-    environment = read_json(folder / ENVIRONMENT)
-    if "swap" not in environment or "starts" in environment:
-        return {}, {}
-    config = read_yaml(folder / CONFIG)
-    try:
-        return _inherited_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
-    except (KeyError, TypeError):
-        raise RunError(f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again") from None
-
-
-def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
-    """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its shape, its tokenizer,
-    and its length if positions are learned.
-
-    If the model has tokens that end a document (`end_tokens`), its start token is added to them, as it ends the document before.
-    """
-    normalizer = model["normalizer"]
-    # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
-    is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
-    shape_keys: ConfigKeys = {"model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS}, "data": {}}
-    if (folder / TOKENIZER).is_file():
-        start, end_tokens = tokenizer_keys["end_of_text"], tokenizer_keys.get("end_tokens", [])
-        end_tokens = [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
-        shape_keys["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
-    if model["position"]["name"] == "learned":
-        shape_keys["data"]["seq_len"] = seq_len
-    return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape_keys
 
 
 # ---------------------------------------------------------------- models read back

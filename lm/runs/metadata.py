@@ -48,7 +48,7 @@ def read_without_tensors(path: Path) -> dict[str, object]:
             member = next(member for member in archive.namelist() if member.endswith("/data.pkl"))
             content = _MetadataUnpickler(io.BytesIO(archive.read(member))).load()  # `read` checks the CRC
     except Exception as error:  # other files fail in many ways
-        raise unreadable_error(path, error) from None
+        raise unreadable_checkpoint(path, error) from None
     return checked_content(content, path)
 
 
@@ -80,7 +80,7 @@ def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
     return checkpoint
 
 
-def unreadable_error(path: Path, error: Exception) -> RunError:
+def unreadable_checkpoint(path: Path, error: Exception) -> RunError:
     """The RunError for a checkpoint file that can't be read because of `error`; the message says what is wrong and what to do."""
     if isinstance(error, FileNotFoundError):
         return RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME")

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
-from lm.config.load import load
+from lm.config.load import load_config
 from lm.config.tree import Config
 from lm.errors import ConfigError, LMError, RunError
 from lm.machine import stop_with_parent
@@ -21,7 +21,7 @@ from lm.runs.folder import METRICS, read_metrics, step_seconds
 from lm.runs.metadata import load_metadata
 from lm.training.before_training import check_before_data
 from lm.training.launcher import this_process
-from lm.training.train import find_checkpoint, train
+from lm.training.train import starting_checkpoint, train
 
 STEPS = 10  # optimizer steps that are made of each run, at most
 
@@ -29,7 +29,7 @@ STEPS = 10  # optimizer steps that are made of each run, at most
 def pilot(config: Config) -> dict[str, float]:
     """Estimate a whole run's `seconds` by training at most `STEPS` steps in its run folder, with its evaluations. Steps are not compiled,
     as compiling would take most of the time."""
-    first_step = load_metadata(find_checkpoint(config))["step"] if config.first_step is None else config.first_step
+    first_step = load_metadata(starting_checkpoint(config))["step"] if config.first_step is None else config.first_step
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
     pilot_config = replace(
@@ -53,10 +53,10 @@ def pilot(config: Config) -> dict[str, float]:
     return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validation_s}
 
 
-def main(paths: list[str]) -> None:
+def print_estimates(paths: list[str]) -> None:
     """Estimate and print the seconds of the run in each file. Raises ConfigError for an invalid run before any run is timed."""
     importlib.import_module("lm.training.fit")  # imported now, as its seconds belong to the start of a run's process
-    configs = [load([path]) for path in paths]
+    configs = [load_config([path]) for path in paths]
     is_child = this_process(configs[0]).is_child  # a further process of a run on several devices, whose first process prints
     if not is_child:
         print(json.dumps({"begun": time.time()}), flush=True)
@@ -76,7 +76,7 @@ def main(paths: list[str]) -> None:
 if __name__ == "__main__":
     stop_with_parent(signal.SIGKILL)  # with SIGTERM training would finish its step and evaluations first
     try:
-        main(sys.argv[1:])
+        print_estimates(sys.argv[1:])
     except LMError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

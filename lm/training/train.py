@@ -11,7 +11,7 @@ from lm.errors import RunError
 from lm.files import expand_home, locked_folder, read_json
 from lm.machine import without_garbage_collection
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, TRAINING, is_own, read_config, read_metrics, steps_saved
+from lm.runs.folder import ALREADY_TRAINING, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, is_own, read_config, read_metrics, steps_saved
 from lm.runs.metadata import load_metadata
 from lm.training.launcher import end_with_parent, this_process
 
@@ -25,9 +25,9 @@ def train(config: Config) -> int:
     end_with_parent(process)
     is_main = process.rank == 0
     folder = config.run_folder
-    checkpoint = find_checkpoint(config)
+    checkpoint = starting_checkpoint(config)
     is_new = is_main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
-    with locked_folder(folder, TRAINING) if is_main else contextlib.nullcontext() as lock_note:
+    with locked_folder(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
             print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
         try:
@@ -50,7 +50,7 @@ def train(config: Config) -> int:
             raise
 
 
-def find_checkpoint(config: Config) -> Path | None:
+def starting_checkpoint(config: Config) -> Path | None:
     """The path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at step 0."""
     resumed_path = _resumed_checkpoint(config)
     if resumed_path or not config.branch_from:

@@ -23,7 +23,7 @@ class Spread(EvaluationConfig):
 
 class Measured(Measurement):
     kind = "spread"
-    work = 1
+    work_units = 1
 
     @property
     def options(self):

@@ -3,7 +3,7 @@
     import lm.huggingface
     lm.huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="lm_ssmax")
-    lm.huggingface.add_parameters(model)  # for normalizers with learned parameters
+    lm.huggingface.add_normalizer_parameters(model)  # for normalizers with learned parameters
 
 The same code reads the parameters back from a folder that `save_pretrained` wrote. Without `attn_implementation` transformers computes
 softmax, at most with a warning of unexpected tensors.
@@ -57,7 +57,7 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
 
-def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
+def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
     """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
 
     An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them. If the folder or hub
@@ -79,7 +79,7 @@ def add_parameters(model: PreTrainedModel, train_length: int | None = None) -> N
     if not (model.is_backend_compatible() and attention_modules):
         raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
     if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in attention_modules):
-        raise ValueError("the model has these parameters already: call lm.huggingface.add_parameters once")
+        raise ValueError("the model has these parameters already: call lm.huggingface.add_normalizer_parameters once")
     setattr(config, NORMALIZER_ATTRIBUTE, dict(options))
     setattr(config, LENGTH_FIELD, train_length or _train_length(config))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -132,7 +132,9 @@ def _attend(
         raise ValueError("lm's normalizers have no dropout of weights; set attention_dropout (or attn_pdrop) to 0")
     parameter_dict, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
     if parameter_dict is None and functional.parameters(options, 1, 2, 2):
-        raise ValueError(f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_parameters(model) once it is made")
+        raise ValueError(
+            f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_normalizer_parameters(model) once it is made"
+        )
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
