@@ -380,7 +380,8 @@ def test_a_root_that_can_not_be_written_is_one_line(data: DataConfig, tmp_path: 
 
 def test_processes_that_prepare_at_once_agree_and_only_one_works(large: Path, tmp_path: Path):
     script = (
-        "import time, lm.data.prepare as module\nbuild = module.build_store\nmodule.build_store = lambda *given: (time.sleep(2), build(*given))\n"
+        "import time, lm.data.prepare as module\nbuild = module.build_store\n"
+        "module.build_store = lambda *given: (time.sleep(2), build(*given))\n"
         "print(prepare(data, progress=True).fingerprint)"
     )
     processes = [start(script, large, tmp_path) for _ in range(3)]
