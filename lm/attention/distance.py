@@ -194,7 +194,8 @@ class StickBreaking(Options):
 
 
 class StickBreakingNormalizer(Normalizer):
-    """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z) of the weight that later keys have left.
+    """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z), for its logit z, of the weight that
+    later keys have left.
 
     A query sees the keys before its own token, so a document's first query sees none and has weights 0. Use it with `model.position: none`.
     """

@@ -276,7 +276,7 @@ class GAUBlock:
 
 @dataclass
 class Transfer:
-    """Width and depth of a base model; `optim` holds the base model's learning rate, weight decay and epsilon, and lm rescales them.
+    """Width and depth of a smaller base model whose learning rate, weight decay and epsilon `optim` holds; lm rescales them to this model.
 
     See `lm.model.transfer`. The base model has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width. If
     n_mlp is null, the proportion is approximate: the default for swiglu is rounded up to a multiple of 64.

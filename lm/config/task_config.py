@@ -164,7 +164,7 @@ class Induction(Task):
     Symbols: the random symbols, then the mark, which occurs twice in a sequence. The symbol after the mark, which is the answer, is
     drawn like all others: it may occur elsewhere, so that frequencies do not reveal it.
 
-    Training and test share no sequence: its hash decides to which of them it belongs.
+    Training and test share no sequence: the hash of a sequence decides to which it belongs.
     """
 
     name: ClassVar[str] = "induction"
@@ -226,7 +226,7 @@ class FlipFlop(Task):
     instruction is a write, the last a read. Ignored symbols are drawn from the written symbols: only the order reveals the answer.
     Chance level differs between questions: about half of the reads repeat the answer of the read before, with no write between them.
 
-    Training and test share no sequence: its hash decides to which of them it belongs.
+    Training and test share no sequence: the hash of a sequence decides to which it belongs.
     """
 
     name: ClassVar[str] = "flip_flop"

@@ -45,7 +45,8 @@ def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) -> np.ndarray:
-    """Return hashes (uint64) of the n-grams to look up, of the `n_tokens` tokens from index `first` on; none holds an end-of-text token."""
+    """Return hashes (uint64) of the n-grams among the `n_tokens` tokens from index `first` on, without n-grams that hold an end-of-text
+    token. `overlap` looks these hashes up in the training tokens."""
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)

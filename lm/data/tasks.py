@@ -33,7 +33,7 @@ class NoRoom(TaskError):
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for them.
+    """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for the answers.
 
     Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` holds the earlier tokens that show
     answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
@@ -110,8 +110,10 @@ def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
 
 
 class Text:
-    """A store's tokenizer, and its text as filler around the sentences of a task. Training sequences take filler from the training split,
-    test sequences from held-out text."""
+    """The tokenizer of a token store (lm.data.store), and the store's text, which fills sequences around the sentences of a task.
+
+    Training sequences take filler from the training split, test sequences from held-out text.
+    """
 
     def __init__(self, store: "Store"):
         self.vocab_size = store.vocab_size

@@ -184,8 +184,8 @@ def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """Lower and upper envelope, (R,) each, of the fraction of N keys with a_i x_i within r of their sum s (Theorem 2, arXiv 2508.17821).
 
-    They are 1 - mean(xi_i) / r and mean exp(-(xi_i - r)_+^2 / (2 longest^2)). xi_i bounds |a_i x_i - s| of key i from above, if weights
-    are not negative. R is the number of queries.
+    They are 1 - mean(xi_i) / r and mean exp(-(xi_i - r)_+^2 / (2 longest^2)), where x_i is the vector of key i. xi_i bounds |a_i x_i - s|
+    from above, if weights are not negative. R is the number of queries.
 
     alpha: (R, N), weights a_i of the N keys; r: (R,), a radius.
     longest, nearest: (R,) each, the largest |x| of the N keys, and the smallest squared distance between two of them.

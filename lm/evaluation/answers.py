@@ -366,8 +366,8 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     blocks = attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
-    layers = [torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans]) for block in blocks]
-    return torch.stack(layers, 1).cpu()
+    span_weights = [torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans]) for block in blocks]
+    return torch.stack(span_weights, 1).cpu()
 
 
 class NeedleMeasurement(AnswerMeasurement):

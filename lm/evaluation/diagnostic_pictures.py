@@ -119,8 +119,10 @@ def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: Fra
 
 
 def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
-    """Each head's means over all queries of the metrics that `sparsity_panels` draws, by model and setting, then metric. `ending`: '' for
-    metrics of all keys, `NO_FIRST` for metrics without first tokens."""
+    """The metrics that `sparsity_panels` draws, as means over all queries for each head, by model and inference setting, then by metric.
+
+    ending: the end of the metrics' names: empty for metrics that count all keys, `NO_FIRST` for metrics that leave out first tokens.
+    """
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {BEYOND_CONDENSATION: BEYOND_CONDENSATION}
     for entry in series:

@@ -211,26 +211,26 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
     return merge(changes, {"model": {"normalizer": {"name": swap.to, **init}}})
 
 
-def read_blocks(path: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the configuration keys that each arm or size changes, by its name; an arm or size without changes (null) has {}. `path`: the
+def read_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
+    """Return the configuration keys that each arm or size changes, by its name; an arm or size without changes (null) has {}. `key`: the
     key in the file, `arms` or `sizes`. `value`: the content of this key. Problems with it are added to `problems`."""
     if not isinstance(value, dict):
-        problems.append(Problem(path, value, "must be a map from names to what they change"))
+        problems.append(Problem(key, value, "must be a map from names to what they change"))
         return {}
     blocks = {}
     for name, changes in value.items():
         if isinstance(name, bool | None):
-            problems.append(Problem(path, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes"))
+            problems.append(Problem(key, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes"))
             continue
-        is_reserved = str(name) in RESERVED[path]
+        is_reserved = str(name) in RESERVED[key]
         if is_reserved or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
-            problems.append(Problem(f"{path}.{name}", name, f"must be a name of at most 40 {_CHARSET}, not {', '.join(RESERVED[path])}"))
+            problems.append(Problem(f"{key}.{name}", name, f"must be a name of at most 40 {_CHARSET}, not {', '.join(RESERVED[key])}"))
         elif str(name) in blocks:
-            problems.append(Problem(f"{path}.{name}", name, "is there twice"))
+            problems.append(Problem(f"{key}.{name}", name, "is there twice"))
         elif isinstance(changes, dict | None):
             blocks[str(name)] = dict(changes or {})
         else:
-            problems.append(Problem(f"{path}.{name}", changes, "must be a block of configuration keys"))
+            problems.append(Problem(f"{key}.{name}", changes, "must be a block of configuration keys"))
     return blocks
 
 
@@ -518,7 +518,7 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
     """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds. At a rate, all arms
-    must have the same seeds. None of the seeds may be in `experiment.all_seeds`, with which runs are judged."""
+    must have the same seeds. None of the seeds may be in `experiment.all_seeds`, the seeds of the runs that are judged."""
     table_file = experiment.tune.table
     if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")

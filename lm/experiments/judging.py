@@ -277,8 +277,8 @@ def _decisive_runs(pair: RatePair, arm_runs: RunsByRate, baseline_runs: RunsByRa
 
 
 def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool) -> RunsByRate:
-    """Return the runs of an arm without each rate at which a run diverged or, with `counts_tokens`, never reached `primary.reach`. The rate
-    at which the arm is judged and the rate that tuning chose are always kept."""
+    """Return the runs of an arm by rate, without rates at which a run diverged or, with `counts_tokens`, never reached the metric's level
+    `primary.reach`. The rate at which the arm is judged and the rate that tuning chose are always kept."""
 
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)

@@ -333,9 +333,9 @@ def rates_picture(results: SizeResults) -> Picture | None:
     for key_index, key in enumerate(experiment.tune.keys):
         ticks = {value: f"{value:g}" for value in sorted({key_values(run.rate)[key_index] for run in tuning_runs})}
         key_panels = _tuning_panel(results, key_index, ticks), _differences_panel(results, key_index, ticks)
-        key_words = f", by {key}" if len(experiment.tune.keys) > 1 else ""
+        key_suffix = f", by {key}" if len(experiment.tune.keys) > 1 else ""
         drawn_panels = [panel for panel in key_panels if any(len(trace.x) for trace in panel.traces)]
-        panels += [replace(panel, title=f"{panel.title}{key_words}") for panel in drawn_panels]
+        panels += [replace(panel, title=f"{panel.title}{key_suffix}") for panel in drawn_panels]
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):

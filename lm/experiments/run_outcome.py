@@ -65,7 +65,7 @@ class Outcome:
     @cached_property
     def divergence(self) -> str:
         """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the
-        run diverged, but the last checkpoint exists."""
+        run diverged, but its last checkpoint, which a diverged run does not write, exists."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
             raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
         return divergence(self.log.lines, self._final_loss)

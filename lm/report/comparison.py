@@ -108,7 +108,7 @@ class Section:
         return hashes[0] if len(hashes) == 1 else hashlib.sha256(", ".join(hashes).encode()).hexdigest() if hashes else None
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """Number of tokens, as text, that the run had seen when its series in the section were measured; None without such series."""
+        """Number of tokens, as text, that the run had seen when the numbers in this section were measured; None without such numbers."""
         run_series = self.series_of_run(run)
         counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None

@@ -89,7 +89,7 @@ def unreadable_checkpoint(path: Path, error: Exception) -> RunError:
     return RunError(f"{path}: not a readable checkpoint: {one_line(error, 160)}{fallback_hint(path)}")
 
 
-def fallback_hint(path: Path) -> str:
-    """The end of an error message on the checkpoint at `path`, which names the newest other one in its folder; empty if there is none."""
-    other_checkpoints = [checkpoint for checkpoint in steps_saved(path.parent) if not checkpoint.samefile(path)]
+def fallback_hint(damaged_path: Path) -> str:
+    """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if there is none."""
+    other_checkpoints = [checkpoint for checkpoint in steps_saved(damaged_path.parent) if not checkpoint.samefile(damaged_path)]
     return f"; the newest beside it is {other_checkpoints[-1]}" if other_checkpoints else ""

@@ -133,7 +133,10 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
 
 
 def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Check that `checkpoint` could be resumed with `config`, read from `file` (`config_problems`); raises RunError if not."""
+    """Check that `checkpoint` could be resumed with `config`, read from `file` (`config_problems`). Raises RunError if not.
+
+    training_config, metadata: configuration with which the checkpoint's run was trained, and the checkpoint's metadata.
+    """
     if problems := config_problems(config, training_config, metadata, checkpoint):
         reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
         raise RunError(f"{file}: is not of the run of {checkpoint}: {reasons}; bring back the one that belongs here")

@@ -118,7 +118,8 @@ def tuning_outcome(
 
 
 def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = None) -> TuningOutcome:
-    """Each arm's rate of lowest mean loss in `rates` (None: all). An arm whose best rate is at the grid's edge, or diverged, gets none."""
+    """Each arm's rate of lowest mean loss in `rates` (None: all). An arm gets none
+    if its best rate is at the grid's edge or has a diverged run."""
     rate_by_arm, edge_arms = {}, []
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)

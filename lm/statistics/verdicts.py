@@ -58,7 +58,10 @@ class Comparison:
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """The differences at the rates of `judged_pair`, (seeds,); without seeds whose runs did not reach the level (`unreached_runs`)."""
+        """Each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,).
+
+        Seeds are left out if a run never reached the level of the metric that `primary.reach` asks for (`unreached_runs`).
+        """
         values = self.rate_difference_array[self.judged_pair]
         return values[np.isfinite(values)] if self.unreached_runs else values
 
@@ -216,7 +219,8 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
 
 
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """The numbers of `Verdict.seeds_needed` for a difference of `margin`, by the measured spread and by the ends of its 95 % interval."""
+    """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured spread and by the ends of
+    its 95 % interval. `family`: the number of comparisons that are judged together. None stands for more seeds than are tried."""
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     shared_differences = comparison.rate_difference_array[:, : comparison.n_shared_rates]
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(shared_differences.shape[:2])
