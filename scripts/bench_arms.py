@@ -50,7 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     random.seed(0)
     experiment = read_experiment(asked.file, [])
-    configs = {arm.name: experiment.config_of(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
+    configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
     baseline, config = next(iter(configs.items()))
     vocab_size = vocabulary(config.data)
     seconds = interleaved({arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds)

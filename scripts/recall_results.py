@@ -204,7 +204,8 @@ class Recall:
             percentage_cells(axes, values)
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
-                words = "baseline" if verdict is None else replace(verdict, margin=f"{100 * self.matters:g}").statement.partition(":")[0]
+                statement = "baseline" if verdict is None else replace(verdict, margin_text=f"{100 * self.matters:g}").statement
+                words = statement.partition(":")[0]
                 lowest = 100 * self._best(arm)[:, -1].min()
                 axes.text(len(self.lengths) - 0.1, row, f"{lowest:.0f}", ha="right", va="center", fontsize=8, color="0.3")
                 axes.text(len(self.lengths), row, words, va="center", fontsize=8, color="0.5")

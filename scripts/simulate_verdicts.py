@@ -26,7 +26,7 @@ from scipy.stats import binom
 from lm.statistics.intervals import Interval, effective_trials, over_documents, over_seeds_and_documents, wilson
 from lm.statistics.learned import LearnedCounts, learned_verdicts
 from lm.statistics.tuning import TuningOutcome, best_rate, crossed_rates, rate_choice, tuning_outcome
-from lm.statistics.verdicts import Comparison, Kind, Verdict, seeds_needed, verdicts
+from lm.statistics.verdicts import Comparison, Verdict, VerdictKind, seeds_needed, verdicts
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
@@ -84,7 +84,7 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     coverage = []
     differ = [differs for size in sizes for differs in size.differ]
     for comparison, verdict, (text, population), differs in zip(comparisons.values(), found_verdicts.values(), truths, differ, strict=True):
-        if comparison.is_tuned and not comparison.diverged:
+        if comparison.is_tuned and not comparison.n_diverged_runs:
             over_both = comparison.document_estimate
             wide = over_both and comparison.enclosing(over_both)
             alone = _holds(verdict.single_interval, text), _holds(wide, population) if wide else math.nan
@@ -210,7 +210,7 @@ def _holds(interval: Interval, value: float) -> bool:
     return interval.low - 1e-12 <= value <= interval.high + 1e-12
 
 
-def false(kind: Kind, truth: float) -> bool:
+def false(kind: VerdictKind, truth: float) -> bool:
     """Whether a word does not hold of a true difference; the metric is better when lower."""
     rounding = 1e-12
     too_large = abs(truth) >= MATTERS - rounding

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.experiments.engine import Jobs
+from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.page import experiment_files
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots
@@ -81,9 +81,9 @@ def logged(run: Run, *losses: float) -> None:
         save(run.config.run_folder, run.outcome.last_step)
 
 
-def launching(procedure: Procedure, launch: Callable[[Run], int], slots: Slots | None = None) -> Jobs:
+def launching(procedure: Procedure, launch: Callable[[Run], int], slots: Slots | None = None) -> ExperimentTrainer:
     """The work on an experiment whose runs a function trains in place of a process; it returns the exit status."""
-    jobs = Jobs(procedure, slots or Slots(1))
+    jobs = ExperimentTrainer(procedure, slots or Slots(1))
     jobs.trainer.train = lambda run, devices: (launch(run), 0.0)
     return jobs
 

@@ -228,7 +228,7 @@ def test_a_branch_has_its_source_s_keys_then_those_of_its_base_then_its_own(argu
     arms = {"long": long, "cool": {"from": "long", "step": 6, "base": "cool.yaml"}}
     arms["cooler"] = {**arms["cool"], "trainer.max_steps": 16}
     experiment = read_experiment(written(tmp_path, arms=arms, tune=None), arguments[1:])
-    configs = [experiment.config_of("", arm) for arm in experiment.arms]
+    configs = [experiment.example_config("", arm) for arm in experiment.arms]
     assert [(config.trainer.max_steps, config.model.n_embd, config.optim.lr) for config in configs] == [
         (8, 64, 3e-3), (12, 64, 3e-3), (16, 64, 3e-3),
     ]  # fmt: skip

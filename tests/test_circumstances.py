@@ -16,7 +16,7 @@ from lm.experiments.experiment import Experiment, TuningRun
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import PLAN, departures, open_experiment, plan_of
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import summary_entries
 from lm.files import json_bytes, read_json, write_json
 from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, read_evaluation
 from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
@@ -49,7 +49,7 @@ def started(folder: Path, overrides: list[str], **changes: object) -> Procedure:
 
 def exploratory(procedure: Procedure) -> list[str]:
     """The arms whose verdicts are."""
-    return [line["arm"] for line in summary_lines(procedure) if line.get("verdict", "").startswith("exploratory: ")]
+    return [line["arm"] for line in summary_entries(procedure) if line.get("verdict", "").startswith("exploratory: ")]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from waiting import wait_until
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import start
-from lm.experiments.plan import _time_configurations, costs, plan, run_times, total_seconds
+from lm.experiments.plan import _time_configurations, costs, plan_lines, run_times, total_seconds
 from lm.experiments.procedure import Procedure
 from lm.experiments.slots import Slots
 from lm.files import write_json
@@ -266,7 +266,7 @@ def test_an_arm_that_would_be_refused_is_found_before_any_is_trained(tmp_path, a
 def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
     arms = {"softmax": {"model.normalizer": "softmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
     procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
-    lines = "\n".join(plan(procedure, costs(procedure), "unknown"))
+    lines = "\n".join(plan_lines(procedure, costs(procedure), "unknown"))
     assert "\n12 runs (3 of them are measured without training), " in lines
     times = {("", "softmax"): 60.0, ("", "as-it-is"): 10.0}
     assert total_seconds(procedure, times, Slots(1)) == 9 * 60 + 3 * 10

@@ -14,7 +14,7 @@ from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import commands
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.report.frame import results as lm_results
 from lm.runs.evaluations import Evaluation, evaluation_path
@@ -58,7 +58,7 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     assert places.to_numpy().tolist() == [[arm, "trial"] for arm in ARMS], "not those of the runs that weights come from"
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
-    _, as_it_is_line, trained_line = summary_lines(procedure)
+    _, as_it_is_line, trained_line = summary_entries(procedure)
     assert as_it_is_line["mean"] != trained_line["mean"]
 
     other = {"eval.by_length": {"lengths": [8, 32], "sequences": 8}}

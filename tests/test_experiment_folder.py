@@ -17,7 +17,7 @@ from lm.errors import RunError
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs_note
-from lm.experiments.plan import costs, plan
+from lm.experiments.plan import costs, plan_lines
 from lm.experiments.procedure import Procedure
 from lm.files import read_json, write_json
 from lm.runs.folder import CONFIG, RESOLVED_FILE
@@ -50,7 +50,7 @@ def command(error: str) -> list[str]:
 @pytest.mark.parametrize("tune", [None, {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}], ids=["untuned", "tuned"])
 def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tmp_path, arguments, runs, tune, monkeypatch):
     monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
-    monkeypatch.setattr("lm.experiments.engine.Jobs.train_all", lambda _: pytest.fail("trains"))
+    monkeypatch.setattr("lm.experiments.engine.ExperimentTrainer.train_all", lambda _: pytest.fail("trains"))
     path, data = written(tmp_path, tune=tune), arguments[1:]
     first = ended(path, [*data, *SHORT])
     count = len(first.known_runs())
@@ -68,7 +68,7 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     planning = lm("compare", str(path), *data, "--plan")
     assert f"note: {count} ended runs here" in planning.stdout, planning.stderr
     assert lm("compare", str(path), *command(planning.stdout), "--report-only").returncode == 0
-    monkeypatch.setattr("lm.experiments.engine.Jobs.train_all", lambda _: None)
+    monkeypatch.setattr("lm.experiments.engine.ExperimentTrainer.train_all", lambda _: None)
     assert "none of the runs that the file now asks for has ended; " in lm("compare", str(path), *data, "--anew").stderr, (
         "worked, and nothing came of it"
     )
@@ -173,7 +173,7 @@ def test_a_plan_takes_as_much_work_for_each_arm_however_many_there_are(tmp_path,
         calls.clear()
         arms = {f"arm{number}": {"optim.z_loss": (number + 1) / 1000} for number in range(n_arms)}
         procedure = open_experiment(written(tmp_path, tune=tune, arms=arms), ["data.source.paths=[.]", runs])
-        assert len(list(plan(procedure, costs(procedure), "unknown"))) > n_arms
+        assert len(list(plan_lines(procedure, costs(procedure), "unknown"))) > n_arms
         assert calls["parse"] == n_arms * rates, "once for each rate, the first of which is that of the base"
         work[n_arms] = dict(calls)
     for name in work[3]:

@@ -22,11 +22,11 @@ from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import SizeResults
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines, trends
+from lm.experiments.summary import summary_entries, trends
 from lm.report.comparison_pictures import paired_difference_traces
 from lm.report.comparison_tables import cost_table
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import Column, signed
+from lm.report.tables import Column, signed_text
 from lm.runs.evaluations import Axis, Sample, Series, Shown, evaluation_path, read_evaluation, selection_mask
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
 from lm.statistics.intervals import over_seeds_and_documents
@@ -107,7 +107,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     page = write_page([procedure], tmp_path / "out")
     words = text_of(page)
     assert words.index("Do ssmax and log_n change val/loss by more than 0.02, compared with softmax?") < 100
-    _, ssmax, log_n = summary_lines(procedure)
+    _, ssmax, log_n = summary_entries(procedure)
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
         assert re.search(rf"{line['arm']} {re.escape(line['words'])} Difference to softmax {line['difference'][0]:+.4f} \[", words)
@@ -134,7 +134,7 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
 def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
     page = write_page([procedure], tmp_path / "out")
-    means = {line["arm"]: line["mean"] for line in summary_lines(procedure)}
+    means = {line["arm"]: line["mean"] for line in summary_entries(procedure)}
     table = [row for row in rows(page.parent / "measured-1.csv") if row["quantity"] == "val loss"]
     assert {row["arm"]: row["value"] for row in table} == {arm: f"{mean:.4f}" for arm, mean in means.items()}
     run = procedure.known_runs()[0]
@@ -348,8 +348,8 @@ def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undr
     for arm in arms:
         assert cells[arm, "seeds"][0] == f"{len(means[arm])} of 3"
         assert cells[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
-    assert cells["ssmax", "difference to softmax"] == [signed(differences.mean() + sign * half) for sign in (0, -1, 1)]
-    assert cells["ssmax", "difference to softmax"] == [signed(value) for value in other.as_list()], "not shorter"
+    assert cells["ssmax", "difference to softmax"] == [signed_text(differences.mean() + sign * half) for sign in (0, -1, 1)]
+    assert cells["ssmax", "difference to softmax"] == [signed_text(value) for value in other.as_list()], "not shorter"
     assert ("ssmax", "on other text of the kind") not in cells
     assert cells["ssmax", "p"][0] == f"{ttest_1samp(differences, 0).pvalue:.2g}"
 

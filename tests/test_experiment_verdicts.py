@@ -16,9 +16,9 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment
 from lm.experiments.page import CROSSED_RATES_NOTE, SizeResults, _caveats, crossed_table
-from lm.experiments.plan import plan
+from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run, next_look
-from lm.experiments.summary import differences_by_rate, measured_words, summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import differences_by_rate, measured_words, summary_entries, tuning_means, tuning_table_rows
 from lm.files import write_json
 from lm.report.frame import results
 from lm.report.tables import csv_text
@@ -51,9 +51,9 @@ def test_seeds_that_were_added_after_the_first_start_make_it_exploratory(tmp_pat
     resolved = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1}
     write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3]})
     procedure = open_experiment(path, overrides)
-    assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
+    assert summary_entries(procedure)[1]["verdict"] == "exploratory: better"
     assert "exploratory: seeds 7 were added after the first start; p values are too small" in procedure.notes()
-    assert summary_lines(before)[1]["verdict"] == "better"
+    assert summary_entries(before)[1]["verdict"] == "better"
 
 
 def recall(value: float) -> Series:
@@ -80,7 +80,7 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     assert "final: ssmax at 0.02 seed 1: recall/passkey 64 (all questions) 1.0000, " in out
     assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
     assert [line[OF_RECALL["metric"]] for line in tuning_means(procedure)] == [0.2, 0.5, 0.1, 1.0, 1.0, 1.0]
-    (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table(procedure)))
+    (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table_rows(procedure)))
     table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
     (folder := tmp_path / "again").mkdir()
     assert experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates == procedure.choice("").rates
@@ -124,7 +124,7 @@ def test_so_do_planned_seeds_that_are_left_out(tmp_path):
     write_json(before.experiment.folder / "resolved.json", resolved | {"seeds": [1, 2, 3, 4]})
     procedure = open_experiment(path, overrides)
     assert len(procedure.seed_departures) == 1
-    assert summary_lines(procedure)[1]["verdict"] == "exploratory: better"
+    assert summary_entries(procedure)[1]["verdict"] == "exploratory: better"
     assert "exploratory: seeds 4 were planned at the first start and are left out; p values are too small" in procedure.notes()
 
 
@@ -133,7 +133,7 @@ def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
     for run in procedure.known_runs():
         if (run.arm, run.seed) != ("ssmax", 3):
             finish(run, {1: 5.0, 2: 6.0, 3: 8.0}[run.seed] - 0.1 * (run.arm == "ssmax"))
-    soft, scalable = summary_lines(procedure)
+    soft, scalable = summary_entries(procedure)
     assert (soft["mean"], scalable["mean"]) == pytest.approx((5.5, 5.4))
     assert (soft["runs"], scalable["runs"]) == (3, 2)
     expected = "arms have finished different seeds, means are over those in common: softmax: 1, 2, 3; ssmax: 1, 2"
@@ -152,7 +152,7 @@ def test_the_second_interval_is_over_the_documents_that_report(tmp_path):
     report = np.flatnonzero(~selection_mask(FINGERPRINT, np.arange(40))).tolist()
     differences = np.stack([(by_run["ssmax", seed] - by_run["softmax", seed])[report, 0] for seed in (1, 2, 3)])
     expected = over_seeds_and_documents(differences, np.ones(len(report)), np.array(report)).interval()
-    assert summary_lines(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
+    assert summary_entries(procedure)[1]["over_seeds_and_documents"] == pytest.approx(expected.as_list(), abs=1e-5)
     assert expected.noise_source == f"3 seeds and {len(report)} documents"
 
 
@@ -170,9 +170,9 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
             series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
             evaluated(run, "validation", run.outcome.last_step, series)
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    tuning = {run.rate: (run.selection, run.primary) for run in procedure.tuning_runs("") if run.arm == "softmax"}
+    tuning = {run.rate: (run.selection_value, run.primary_value) for run in procedure.tuning_runs("") if run.arm == "softmax"}
     assert tuning == {rate: pytest.approx((5 + distance,) * 2) for rate, distance in ((1e-3, 1), (2e-3, 0), (4e-3, 1), (8e-3, 2))}
-    softmax, ssmax = summary_lines(procedure)
+    softmax, ssmax = summary_entries(procedure)
     assert (softmax["mean"], ssmax["mean"], ssmax["difference"][0]) == pytest.approx((6.0, 5.9, -0.1))
     assert [*ssmax["differences_by_rate"].values()] == pytest.approx([-1.1] * 4)
 
@@ -180,7 +180,7 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
 def test_the_difference_is_shown_at_every_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: loss(run) + (run.rate - 2e-3) ** 2 * 1e5 * (2 if run.arm == "ssmax" else 1))
-    differences = summary_lines(procedure)[1]["differences_by_rate"]
+    differences = summary_entries(procedure)[1]["differences_by_rate"]
     assert differences == pytest.approx({"0.001": 0.1, "0.002": 0.0015, "0.004": 0.4015}, abs=2e-3)
 
 
@@ -201,7 +201,7 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
     for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
         logged(run, *(training_losses if run.arm == "ssmax" else (9.0, 5.0)))
-    return procedure, summary_lines(procedure)[1]
+    return procedure, summary_entries(procedure)[1]
 
 
 @pytest.mark.parametrize("training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)])
@@ -245,14 +245,14 @@ def test_an_arm_that_is_measured_as_it_is_can_be_worse_than_single_tokens(tmp_pa
     procedure = experiment(tmp_path, arms=arms)
     for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else 7.0, unigram=6.0)
-    assert summary_lines(procedure)[1]["verdict"] == "worse"
+    assert summary_entries(procedure)[1]["verdict"] == "worse"
 
 
 def test_a_rate_at_which_nothing_is_learned_is_a_bad_rate(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 9.2 if run.rate == 1e-3 else loss(run) + 50 * abs(run.rate - 2e-3))
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    assert {trial.selection for trial in procedure.tuning_runs("") if trial.rate == 1e-3} == {9.2}
+    assert {trial.selection_value for trial in procedure.tuning_runs("") if trial.rate == 1e-3} == {9.2}
 
 
 def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
@@ -266,7 +266,7 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
 
 
 def test_before_tuning_has_ended_no_seed_has(tmp_path):
-    line = summary_lines(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
+    line = summary_entries(experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3]}))[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
 
 
@@ -287,7 +287,7 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     final = [run for run in procedure.known_runs() if run.stage == "final"]
     assert len(final) == len({run.config.run_folder for run in final}) == 4 * 5
     assert all(run.outcome.state == "finished" for run in final)
-    line = summary_lines(procedure)[1]
+    line = summary_entries(procedure)[1]
     assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
     assert line["difference"][2] < 1e-3, "the tuned rates alone: better by 0.02"
     assert line["verdict"] == "difference below margin"
@@ -311,7 +311,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=tune), loss)
     crossed = {"softmax": (2e-3, 4e-3, 8e-3), "ssmax": (4e-3, 2e-3), "log_n": (8e-3, 2e-3), "sigmoid": (2e-3,)}
     assert procedure.choice("").rates_of_final_runs == crossed
-    softmax, ssmax, *_ = summary_lines(procedure)
+    softmax, ssmax, *_ = summary_entries(procedure)
     assert (softmax["rate"], ssmax["rate"]) == (8e-3, 4e-3)
     assert ssmax["difference"][0] == pytest.approx(0.0502, abs=1e-6), "from the baseline at its best"
     assert ssmax["difference"][1] < -0.04, "at the rates of both SSMax is better: it is not shown to be worse"
@@ -320,7 +320,7 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
 
 def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
     procedure = finish_all(experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed)
-    line = summary_lines(procedure)[1]
+    line = summary_entries(procedure)[1]
     assert (line["verdict"], line["rate"]) == ("better", 4e-3)
     assert line["difference"][0] == pytest.approx(-0.05 + 2e-4, abs=1e-5)
 
@@ -330,7 +330,7 @@ def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp
         def loss(run: Run) -> float:
             return math.inf if (run.arm, run.rate, run.seed) == (*lost_run, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
 
-        return summary_lines(finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss))[1]
+        return summary_entries(finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss))[1]
 
     for name in ("ssmax-0.002", "softmax-0.002", "ssmax-0.004"):
         (tmp_path / name).mkdir()
@@ -347,9 +347,9 @@ def test_while_runs_at_the_others_rate_are_missing_nothing_is_claimed(tmp_path):
     for run in reopened.known_runs():
         if run.stage == "final" and (run.arm, run.rate) != ("softmax", 4e-3):
             finish(run, misled(run))
-    line = summary_lines(Procedure(procedure.experiment))[1]
+    line = summary_entries(Procedure(procedure.experiment))[1]
     assert (line["verdict"], line["reason"]) == ("incomplete", "0 of 3 seeds have ended")
-    assert summary_lines(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
+    assert summary_entries(Procedure(procedure.experiment))[0]["rate"] == 2e-3, "the tuned one, until all have ended"
 
 
 def noisy(run: Run) -> float:
@@ -362,13 +362,13 @@ def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_p
     for run in procedure.known_runs():
         assert next_look(procedure) is procedure, "not before all have ended"
         finish(run, noisy(run))
-    first = summary_lines(Procedure(procedure.experiment))[1]
+    first = summary_entries(Procedure(procedure.experiment))[1]
     assert (first["verdict"], first["of"]) == ("undecided", 3)
     second = next_look(Procedure(procedure.experiment))
     assert (second.experiment.seeds, second.seed_departures) == (tuple(range(1, 11)), [])
-    assert summary_lines(second)[1]["verdict"] == "incomplete"
+    assert summary_entries(second)[1]["verdict"] == "incomplete"
     assert any(note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes())
-    line = summary_lines(finish_all(second, noisy))[1]
+    line = summary_entries(finish_all(second, noisy))[1]
     assert (line["verdict"], line["runs"]) == ("better", 10)
     values = [-noisy(run) + 5.0 for run in second.known_runs() if run.arm == "ssmax"]
     half = t.ppf(1 - 0.025 / 2, 9) * np.std(values, ddof=1) / np.sqrt(10)
@@ -387,12 +387,12 @@ def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
     finish_all(procedure, lambda run: 5.0 - (0.1 + 0.001 * run.seed) * (run.arm == "ssmax"))
     reopened = Procedure(procedure.experiment)
     assert next_look(reopened) is reopened
-    assert summary_lines(reopened)[1]["verdict"] == "better"
+    assert summary_entries(reopened)[1]["verdict"] == "better"
 
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
     def said(procedure: Procedure) -> list[str]:
-        return [line for line in plan(procedure, None, "unknown") if line.lower().startswith(("power", "low power"))]
+        return [line for line in plan_lines(procedure, None, "unknown") if line.lower().startswith(("power", "low power"))]
 
     primary = {"metric": "val/loss", "matters": 0.02}
     assert said(experiment(tmp_path, primary=primary)) == [
@@ -409,7 +409,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     assert low.startswith(
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
     )
-    of_two = [*plan(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), None, "unknown")]
+    of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), None, "unknown")]
     assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two
     finished = finish_all(experiment(tmp_path, primary=primary | {"spread": 0.005}), noisy)
     spread = np.std([0.05, -0.05, 0.01], ddof=1)
@@ -418,7 +418,7 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
 
 def test_the_quickstart_has_the_power_to_find_what_it_asks_about(tmp_path):
     procedure = open_experiment(ROOT / "configs" / "experiments" / "quickstart-recall.yaml", [f"runs={tmp_path}"])
-    lines = [*plan(procedure, None, "not asked")]
+    lines = [*plan_lines(procedure, None, "not asked")]
     assert [line for line in lines if line.startswith("power: 4 seeds find a difference of 0.5 with probability 0.74")]
     assert not [line for line in lines if line.startswith("LOW POWER")]
 
@@ -434,7 +434,7 @@ def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(
         return math.nan if is_lost else 5 - 0.1 * ((run.arm, run.rate) == ("softmax", 2e-3)) - 0.001 * run.seed
 
     tune = {"grid": [1e-3, 2e-3, 4e-3, 8e-3, 16e-3], "seeds": [101, 102]}
-    _, ssmax, log_n = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
+    _, ssmax, log_n = summary_entries(finish_all(experiment(tmp_path, arms=arms, tune=tune), loss))
     assert (ssmax["verdict"], log_n["verdict"]) == ("unstable", "unstable")
 
 
@@ -453,7 +453,7 @@ def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_th
         choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judgement())
         seeds = [cells for column, cells in crossed_table(results).contents if column.name == "seeds"] if choice.crossed else []
         plans.append((choice.rates is None, [*map(str, seeds)], _caveats(procedure, [results])[0].partition("; ")[2]))
-        assert list(plan(procedure, None, "unknown"))
+        assert list(plan_lines(procedure, None, "unknown"))
         for run in unfinished:
             finish(run, misled(run))
     assert plans == [
@@ -497,7 +497,7 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
 
 def test_a_second_look_at_runs_that_learn_or_do_not_shares_the_level_with_the_first(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2, 3, 4], more_seeds=[5, 6], primary={"learned": 4.0})
-    line = summary_lines(finish_all(procedure, lambda run: 3.0 if run.arm == "ssmax" else 5.0))[1]
+    line = summary_entries(finish_all(procedure, lambda run: 3.0 if run.arm == "ssmax" else 5.0))[1]
     assert (line["learned"], line["verdict"], line["p"]) == (4, "undecided", pytest.approx(2 * 2 / math.comb(8, 4)))
 
 

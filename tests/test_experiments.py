@@ -21,15 +21,15 @@ from lm.data.prepare import prepare
 from lm.errors import ConfigError, Diverged, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.experiments.compare import TrainingOptions, compare_experiments
-from lm.experiments.engine import RunsFailed, retry
+from lm.experiments.engine import RunsFailed, forget_failures
 from lm.experiments.experiment import config_hash
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import _document_labels, open_experiment, start
-from lm.experiments.plan import costs, plan
+from lm.experiments.plan import costs, plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
 from lm.experiments.slots import Stopped
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import summary_entries
 from lm.files import write_json
 from lm.machine import threads_per_process
 from lm.model.decoder import Decoder
@@ -78,7 +78,7 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     losses = {arm: {rate: [run.outcome.mean(SELECTION, selection=True) for run in runs] for rate, runs in by_rate.items()}
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
     assert procedure.choice("").rates == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
-    soft, scalable = summary_lines(procedure)
+    soft, scalable = summary_entries(procedure)
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
 
@@ -118,11 +118,11 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
         launching(procedure, lambda run: pytest.fail(f"{run.label} is tried again")).train_all()
     assert lm("compare", str(path), *overrides, "--report-only").stdout.count("status 1: no output") == 2
     jobs = launching(procedure, lambda run: labels.append(run.label) or 1)
-    retry(procedure)
+    forget_failures(procedure)
     with pytest.raises(RunError, match="2 runs failed"):
         jobs.train_all()
     assert labels[3:] == ["ssmax seed 1", "ssmax seed 2"]
-    assert {line["arm"]: line["runs"] for line in summary_lines(procedure)} == {"softmax": 2, "ssmax": 0}
+    assert {line["arm"]: line["runs"] for line in summary_entries(procedure)} == {"softmax": 2, "ssmax": 0}
 
 
 def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides):
@@ -178,7 +178,7 @@ def test_a_run_that_diverges_is_counted_and_not_trained_again(tmp_path, override
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "diverged"] * 2
     assert re.search(r"final: wild seed 1: diverged \(\S.*finite.*\), \d+ s; ", capsys.readouterr().out)
     launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
-    _, wild = summary_lines(procedure)
+    _, wild = summary_entries(procedure)
     assert wild["verdict"] == "unstable"
     assert wild["reason"].startswith("2 final runs diverged: wild seed 1: "), wild["reason"]
 
@@ -260,10 +260,10 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
             rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: lm eval {folders[0]}$"
         )
         with pytest.raises(RunError, match=message):
-            summary_lines(Procedure(read_experiment(path, overrides)))
+            summary_entries(Procedure(read_experiment(path, overrides)))
     for folder in folders:
         assert lm("eval", str(folder)).returncode == 0
-    assert len(summary_lines(Procedure(read_experiment(path, overrides)))) == 2
+    assert len(summary_entries(Procedure(read_experiment(path, overrides)))) == 2
 
 
 def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
@@ -274,7 +274,7 @@ def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
     }
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
     launching(procedure, here).train_all()
-    assert [line["verdict"] for line in summary_lines(procedure)[1:]] == ["unstable", "unstable"]
+    assert [line["verdict"] for line in summary_entries(procedure)[1:]] == ["unstable", "unstable"]
 
 
 def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
@@ -315,7 +315,7 @@ def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overr
     procedure = start(written(tmp_path, tune=None, seeds=[1, 2, 3]), overrides)
     launching(procedure, here).train_all()
     assert "final: softmax seed 1: finished, " in capsys.readouterr().out
-    assert all(line["mean"] for line in summary_lines(procedure))
+    assert all(line["mean"] for line in summary_entries(procedure))
 
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
@@ -378,7 +378,7 @@ def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_pat
     precisions = [experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision for size in experiment.sizes]
     assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
     sentence = "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; threads 1"
-    assert list(plan(procedure, None, "unknown"))[-1] == f"runs compute with {sentence}"
+    assert list(plan_lines(procedure, None, "unknown"))[-1] == f"runs compute with {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_an_arm_starts_from_another_arm_s_weights_seed_by_seed(tmp_path, overrid
     order = []
     launching(procedure, lambda run: order.append(run.label) or here(run)).train_all()
     assert order.index("softmax seed 2") < order.index("late seed 2")
-    assert [line["runs"] for line in summary_lines(procedure)] == [2, 2]
+    assert [line["runs"] for line in summary_entries(procedure)] == [2, 2]
 
 
 def test_changes_of_what_is_trained_give_other_runs_and_changes_of_labels_do_not(tmp_path, overrides):

@@ -18,11 +18,11 @@ from trials import written
 from waiting import wait_until
 
 from lm.errors import RunError
-from lm.experiments.engine import Jobs, read_failure, retry
+from lm.experiments.engine import ExperimentTrainer, forget_failures, read_failure
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.slots import Slots, Stopped
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import summary_entries
 from lm.files import read_json
 from lm.machine import process_start
 from lm.runs.folder import last_logged, step_path
@@ -91,7 +91,7 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
     assert len(numbers) == 3, "it is left alone from then on"
     assert "twice" in read_failure(procedure.experiment.folder, run).reason
     jobs = launching(procedure, crash)
-    retry(procedure)
+    forget_failures(procedure)
     with pytest.raises(RunError, match=r"the same command goes on"):
         jobs.train_all()
     assert read_failure(procedure.experiment.folder, run) is None
@@ -114,10 +114,10 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(file, overrides):
     killer = threading.Thread(target=lambda: os.kill(child_of(folder, 5), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunError, match=r"1 runs failed \(softmax-seed1-.*killed by SIGKILL.*the same command goes on"):
-        Jobs(procedure, Slots(1)).train_all()
+        ExperimentTrainer(procedure, Slots(1)).train_all()
     killer.join()
     assert not procedure.known_runs()[0].outcome.ended
-    Jobs(procedure, Slots(1)).train_all()
+    ExperimentTrainer(procedure, Slots(1)).train_all()
     assert procedure.known_runs()[0].outcome.state == "finished"
     assert len(losses(folder)) == 60
     starts = json.loads((folder / "environment.json").read_text())["starts"]
@@ -137,7 +137,7 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
     stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on") as error:
-        Jobs(procedure, Slots(1)).train_all()
+        ExperimentTrainer(procedure, Slots(1)).train_all()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
     assert (folder / "checkpoints" / "last.ckpt").exists()
@@ -146,11 +146,11 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 WORK = """
 import sys
 from pathlib import Path
-from lm.experiments.engine import Jobs, retry
+from lm.experiments.engine import ExperimentTrainer, forget_failures
 from lm.experiments.experiment_folder import start
 from lm.experiments.slots import Slots
-jobs = Jobs(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
-retry(jobs.procedure)  # two kills may meet a run at the same place
+jobs = ExperimentTrainer(start(Path(sys.argv[1]), sys.argv[2:], 2), Slots(2))
+forget_failures(jobs.procedure)  # two kills may meet a run at the same place
 jobs.train_all()
 """
 
@@ -226,7 +226,7 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     for killed_run, undisturbed_run in zip(Procedure(killed.experiment).known_runs(), undisturbed.known_runs(), strict=True):
         assert metrics_but_times(killed_run.config.run_folder) == metrics_but_times(undisturbed_run.config.run_folder)
         assert same(weights(killed_run.config.run_folder), weights(undisturbed_run.config.run_folder))
-    assert summary_lines(Procedure(killed.experiment)) == summary_lines(Procedure(undisturbed.experiment))
+    assert summary_entries(Procedure(killed.experiment)) == summary_entries(Procedure(undisturbed.experiment))
 
 
 def metrics_but_times(folder: Path) -> list[dict]:

@@ -13,7 +13,7 @@ from conftest import ROOT
 from fabricated import finish
 from rich.console import Console
 
-from lm.experiments.engine import Failure, Jobs
+from lm.experiments.engine import ExperimentTrainer, Failure
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable, live_table
 from lm.experiments.procedure import Procedure
@@ -32,10 +32,10 @@ FILE = {
 def work(tmp_path: Path):
     """A function: changes of the file -> the work on the experiment, as it stands."""
 
-    def make(progress: str = "auto", **changes: object) -> Jobs:
+    def make(progress: str = "auto", **changes: object) -> ExperimentTrainer:
         path = tmp_path / "trial.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
-        jobs = Jobs(
+        jobs = ExperimentTrainer(
             Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"])), Slots(2)
         )
         jobs.known_runs = jobs.procedure.known_runs()

@@ -11,7 +11,7 @@ from lm.errors import RunError
 from lm.report.comparison import Difference, compare_runs
 from lm.report.comparison_tables import OWN_SEEDS_NOTE, comparison_notes, comparison_tables, run_facts
 from lm.report.pictures import Panel, Picture
-from lm.report.tables import Column, digits, signed
+from lm.report.tables import Column, numeral, signed_text
 from lm.runs.record import read_run
 
 
@@ -125,7 +125,7 @@ def test_differences_are_between_seeds_in_common(tmp_path):
 
 def test_runs_of_an_arm_on_different_sequences_have_no_mean(tmp_path):
     folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "sequences-a"), (2, "sequences-b"))]
-    assert "softmax: the validation sequences of its runs differ: no mean over them" in compared(*folders)[0].missing
+    assert "softmax: the validation sequences of its runs differ: no mean over them" in compared(*folders)[0].missing_notes
     assert re.search(r"\| softmax \| 2 \| 10\.82 \| 1\.638 \| - \| - \|", write_report(folders, tmp_path / "out").markdown.read_text())
 
 
@@ -191,7 +191,7 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
      (-1e-9, "0.0000", "0.0000")],
 )  # fmt: skip
 def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):
-    assert (digits(value), signed(value)) == (written, as_difference)
+    assert (numeral(value), signed_text(value)) == (written, as_difference)
 
 
 def test_an_end_of_an_interval_that_rounds_to_zero_has_no_sign():

@@ -178,7 +178,7 @@ def test_answers_of_other_steps_are_said(tmp_path):
     comparison, _ = compared(*folders)
     assert "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
     assert [fact.agrees for fact in run_facts(comparison) if fact.name == "tokens seen, sequences with questions"] == [False]
-    assert any("the recall evaluation of step 100" in lack for lack in comparison.missing)
+    assert any("the recall evaluation of step 100" in lack for lack in comparison.missing_notes)
 
 
 def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path):

@@ -19,7 +19,7 @@ from lm.errors import RunError
 from lm.evaluation.evaluation_kind import Measurement
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines, tuning_table
+from lm.experiments.summary import summary_entries, tuning_table_rows
 from lm.files import json_bytes, sealed
 from lm.model.device import Device
 from lm.runs.evaluations import MEASURING_PACKAGES, Evaluation, evaluation_path, measuring_code, read_evaluation
@@ -115,10 +115,10 @@ EDITS = {
 def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(tmp_path, edit: Callable[[Procedure], None], stage: str):
     tune = {"tune": {"grid": [1e-3, 2e-3, 4e-3]}} if stage == "tune" else {}
     procedure = finished(tmp_path, **tune)
-    assert summary_lines(procedure)
+    assert summary_entries(procedure)
     edit(procedure)  # of the runs the first: of tuning, if there is any
     with pytest.raises(RunError, match=EDITS[edit]) as error:
-        (tuning_table if stage == "tune" else summary_lines)(Procedure(procedure.experiment))
+        (tuning_table_rows if stage == "tune" else summary_entries)(Procedure(procedure.experiment))
     assert "\n" not in str(error.value)
 
 
@@ -134,10 +134,10 @@ def test_a_log_that_was_read_before_its_run_saved_again_is_no_altered_one(tmp_pa
 @pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)
 def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[Procedure, int], None]):
     procedure = finished(tmp_path, primary={"reach": 5.5})
-    assert summary_lines(procedure)
+    assert summary_entries(procedure)
     edit(procedure, 4)
     with pytest.raises(RunError, match=r"validation\.step-000004\.json: .*; bring it back: the checkpoint of its step is no longer there"):
-        summary_lines(Procedure(procedure.experiment))
+        summary_entries(Procedure(procedure.experiment))
 
 
 @pytest.mark.parametrize("what", ["evaluation", "log", "checkpoint", "configuration"])

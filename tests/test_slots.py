@@ -19,7 +19,7 @@ from trials import written
 
 from lm.config.load import load_config
 from lm.errors import ConfigError, RunError
-from lm.experiments.engine import Jobs
+from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.live_table import LiveTable
 from lm.experiments.plan import costs, run_times, total_seconds
@@ -204,7 +204,7 @@ def test_the_process_of_each_run_sees_its_devices_alone(gpus, tmp_path, monkeypa
     slots = slots_of(procedure.experiment, None, slots_per_gpu)
     monkeypatch.setattr("lm.experiments.slots.sys.executable", str(program))
     with pytest.raises(RunError, match="12 runs failed"):
-        Jobs(procedure, slots).train_all()
+        ExperimentTrainer(procedure, slots).train_all()
     counts, widths = Counter(), Counter()
     for line in events.read_text().split("\n")[:-1]:
         event, _, devices = line.partition(" ")
@@ -256,7 +256,7 @@ def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):
     assert gpu_words(("GPU-1f2e3d4c5b6a",)) == "GPU-1f2e3d4c"
     assert str(Slots(3, ("1", "2"), 2, {("", "softmax"): 1})) == "3 at a time on GPU 1, 2, 2 on each (--jobs-per-gpu)"
     procedure = opened(tmp_path)
-    jobs = Jobs(procedure, slots_of(procedure.experiment, None, 1))
+    jobs = ExperimentTrainer(procedure, slots_of(procedure.experiment, None, 1))
     jobs.known_runs = procedure.known_runs()
     jobs.pending = {Future(): (jobs.known_runs[0], ("1", "3")), Future(): (jobs.known_runs[1], ())}
     for height, words in ((50, ("running GPU 1, 3", "running  ")), (7, ("2 running GPU 1, 3",))):

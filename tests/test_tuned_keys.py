@@ -17,9 +17,9 @@ from lm.config.load import to_yaml
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.experiment_folder import open_experiment, other_runs_note, start
-from lm.experiments.plan import plan
+from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
 from lm.report.tables import csv_text
 from lm.runs.folder import CONFIG
 
@@ -72,14 +72,14 @@ def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
     tuning = [run for run in on_a_grid.known_runs() if run.stage == "tune"]
     assert len(tuning) == 2 * 3 * 4 * 2
     assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in tuning} == {run.rate for run in tuning}
-    softmax, ssmax = summary_lines(on_a_grid)
+    softmax, ssmax = summary_entries(on_a_grid)
     assert (softmax["rate"], ssmax["rate"], ssmax["verdict"]) == ("0.02 / 0.1", "0.02 / 0.2", "better")
     assert set(ssmax["means_by_rate"]) == {"0.02 / 0.2", "0.02 / 0.1"}
     assert "ssmax: final seeds are trained at 0.02 / 0.1 and 0.02 / 0.2, as tuning chose" in "\n".join(on_a_grid.notes())
 
 
 def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
-    lines = "\n".join(plan(experiment(tmp_path), None, "unknown"))
+    lines = "\n".join(plan_lines(experiment(tmp_path), None, "unknown"))
     values = "0.05, 0.1, 0.2, 0.4 (12 together)"
     assert f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3" in lines
     assert f"{2 * (12 * 2 + 2 * 3)} runs; the grid may grow twice" in lines
@@ -87,7 +87,7 @@ def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
 
 
 def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, on_a_grid):
-    table = tuning_table(on_a_grid)
+    table = tuning_table_rows(on_a_grid)
     assert {(line["key"], type(line["rate"])) for line in table} == {(f"optim.lr / {DECAY}", str)}
     (tmp_path / "rates.csv").write_text(csv_text(table))
     by_table = finish_all(experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"}), loss)
@@ -110,7 +110,7 @@ def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, 
     ],
 )
 def test_a_wrong_table_of_two_keys_is_refused(tmp_path, on_a_grid, change, message):
-    (tmp_path / "rates.csv").write_text(change(csv_text(tuning_table(on_a_grid))))
+    (tmp_path / "rates.csv").write_text(change(csv_text(tuning_table_rows(on_a_grid))))
     with pytest.raises(ConfigError, match=message):
         experiment(tmp_path, tune={"key": TUNE["key"], "table": "rates.csv"})
 
@@ -125,7 +125,7 @@ def test_the_grid_grows_where_the_second_key_is_best_at_its_edge(tmp_path):
 
 def test_an_arm_that_stays_at_the_edge_of_the_second_key_is_not_tuned(tmp_path):
     procedure = finish_all(experiment(tmp_path), lambda run: loss(run, BEST | {"ssmax": (2e-2, 1e3)}))
-    (line,) = summary_lines(procedure)[1:]
+    (line,) = summary_entries(procedure)[1:]
     assert (line["verdict"], line["rate"]) == ("not tuned", None)
 
 
@@ -210,7 +210,7 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
     frame = lm.results(tmp_path / "runs")
     assert {rate.split(" / ")[1] for rate in frame["rate"][frame["arm"] != "ssmax"]} == {"any"}
     table = lm.judge(frame, metric="val loss", matters=0.02, baseline=baseline).set_index("arm")
-    for line in summary_lines(procedure):
+    for line in summary_entries(procedure):
         assert table["mean"][line["arm"]] == pytest.approx(line["mean"])
         if line["arm"] != baseline:
             row = table.loc[line["arm"]]

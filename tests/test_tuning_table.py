@@ -12,7 +12,7 @@ from fabricated import finish_all
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines, tuning_means, tuning_table
+from lm.experiments.summary import summary_entries, tuning_means, tuning_table_rows
 from lm.report.tables import csv_text
 
 FILE = {
@@ -46,7 +46,7 @@ def on_a_grid(tmp_path_factory) -> Procedure:
 def table(tmp_path, on_a_grid) -> Path:
     """Its table, beside the file of another experiment."""
     path = tmp_path / "rates.csv"
-    path.write_text(csv_text(tuning_table(on_a_grid)))
+    path.write_text(csv_text(tuning_table_rows(on_a_grid)))
     return path
 
 
@@ -58,9 +58,9 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
     assert tuning_means(by_table) == tuning_means(on_a_grid)
     assert {run.stage for run in by_table.known_runs()} == {"final"}
     assert {run.config.name for run in by_table.known_runs()} < {run.config.name for run in on_a_grid.known_runs()}
-    assert summary_lines(by_table) == summary_lines(on_a_grid)
+    assert summary_entries(by_table) == summary_entries(on_a_grid)
     assert by_table.notes() == on_a_grid.notes()
-    assert {line["seed"] for line in tuning_table(on_a_grid)} == {101, 102}
+    assert {line["seed"] for line in tuning_table_rows(on_a_grid)} == {101, 102}
 
 
 def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
@@ -70,14 +70,14 @@ def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
 
 def test_an_arm_may_be_left_out(tmp_path, table):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
-    (scalable,) = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]
+    (scalable,) = summary_entries(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), loss))[1:]
     assert scalable["rate"] == BEST["ssmax"]
 
 
 def test_rates_in_a_table_of_an_arm_that_is_not_tuned_are_left_out(tmp_path, table):
     table.write_text("".join(line for line in table.read_text().splitlines(True) if not ("log_n" in line and ",102," in line)))
     arms = FILE["arms"] | {"log_n": {"from": "softmax", "swap": {"to": "log_n"}, "train": False}}
-    lines = summary_lines(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), lambda run: 5 + 1e-3 * run.seed))
+    lines = summary_entries(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), lambda run: 5 + 1e-3 * run.seed))
     assert [len(line["differences_by_rate"]) for line in lines[1:]] == [4, 0]
 
 
@@ -96,7 +96,7 @@ def test_an_arm_at_the_edge_of_the_table_is_not_tuned(tmp_path, table):
     seeds = len(procedure.experiment.seeds)
     assert procedure.n_runs("")["ssmax"] == 0
     assert sum(procedure.n_runs("").values()) == len(procedure.known_runs()) >= 2 * seeds
-    _, scalable, log_n = summary_lines(finish_all(procedure, loss))
+    _, scalable, log_n = summary_entries(finish_all(procedure, loss))
     assert (scalable["verdict"], scalable["rate"]) == ("not tuned", None)
     assert log_n["verdict"] != "not tuned"
 
@@ -154,7 +154,7 @@ def test_a_grid_that_would_leave_the_key_s_range_ends_not_tuned(tmp_path):
     procedure = experiment(tmp_path, tune={"key": "optim.optimizer.beta1", "grid": [0.3, 0.6], "seeds": [101, 102]})
     finish_all(procedure, lambda run: 2 - run.rate)
     assert {run.rate for run in procedure.known_runs()} == {0.3, 0.6}
-    assert [line["verdict"] for line in summary_lines(procedure)[1:]] == ["not tuned"] * 2
+    assert [line["verdict"] for line in summary_entries(procedure)[1:]] == ["not tuned"] * 2
 
 
 def test_intervals_and_maps_have_a_column_for_each_of_their_numbers():

@@ -48,7 +48,7 @@ def kind(*comparisons: Comparison) -> str:
         (Comparison(spread(0.001, 0.005, 5)), "no difference above margin"),
         (Comparison(spread(0.001, 0.003, 3)), "no difference above margin"),  # three seeds are enough for any word
         (Comparison(spread(0.01, 0.03, 5)), "undecided"),
-        (Comparison(spread(-0.03, 0.005, 5), diverged=1), "unstable"),
+        (Comparison(spread(-0.03, 0.005, 5), n_diverged_runs=1), "unstable"),
         (Comparison([-0.03, -0.03, np.inf]), "unstable"),
         (Comparison(spread(-0.03, 0.005, 5), is_tuned=False), "not tuned"),
         (Comparison(spread(-0.03, 0.005, 5), unreached_runs="1 of 5 runs did not reach it"), "not reached"),
@@ -144,7 +144,7 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
         (Comparison(spread(0.0, 0.1, 2)), "incomplete: a verdict takes 3 seeds", "2 seeds in common"),
         (Comparison(spread(0.0, 0.1, 3), n_planned_seeds=5), "incomplete: 3 of 5 seeds have ended", "3 of 5 seeds have ended"),
         (Comparison((), is_tuned=False), "not tuned: no best learning rate inside the grid", "the best learning rate is at the edge"),
-        (Comparison(spread(0.0, 0.1, 3), diverged=1), "unstable: 1 final run diverged", "1 final run diverged"),
+        (Comparison(spread(0.0, 0.1, 3), n_diverged_runs=1), "unstable: 1 final run diverged", "1 final run diverged"),
         (Comparison(spread(0.0, 0.1, 3), unreached_runs="1 of a"), "not reached: runs have no number of tokens", "1 of a"),
     ],
 )

@@ -13,9 +13,9 @@ from scipy.stats import fisher_exact as scipys
 
 from lm.errors import ConfigError, RunError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.plan import plan
+from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure
-from lm.experiments.summary import summary_lines
+from lm.experiments.summary import summary_entries
 from lm.runs.evaluations import Axis, Sample, Series
 from lm.runs.folder import METRICS
 from lm.statistics.learned import LearnedCounts, fewest_seeds, fisher_exact, learned_verdicts
@@ -43,7 +43,7 @@ def test_p_is_that_of_fishers_exact_test():
         (LearnedCounts([(3, 0)], 3, n_planned_seeds=3), "undecided", "can show a difference from 4 seeds on"),
         (LearnedCounts([(4, 0)], 4, n_planned_seeds=4), "better", "p = 0.029"),
         (LearnedCounts([(4, 0)], 4, n_planned_seeds=5), "incomplete", "4 of 5 seeds have ended"),
-        (LearnedCounts([(5, 0)], 5, diverged=2, n_planned_seeds=5), "better", "2 diverged, and count as not learned"),
+        (LearnedCounts([(5, 0)], 5, n_diverged_runs=2, n_planned_seeds=5), "better", "2 diverged, and count as not learned"),
         (LearnedCounts([(0, 0)], 0, is_tuned=False), "not tuned", "edge"),
         (LearnedCounts([(5, 0), (5, 5)], 5, n_planned_seeds=5), "undecided", "not so at the other rates that the arms were trained at"),
         (LearnedCounts([(5, 0), (5, 1)], 5, n_planned_seeds=5), "better", "p = 0.048"),
@@ -104,7 +104,7 @@ def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
     procedure = experiment(tmp_path, learned=0.9)
     for run in procedure.known_runs():
         finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.95}[run.arm]))
-    soft, scalable = summary_lines(procedure)
+    soft, scalable = summary_entries(procedure)
     assert (soft["learned"], scalable["learned"], scalable["verdict"]) == (0, 5, "better")
     assert scalable["fraction_learned"] == pytest.approx([1.0, 0.4782, 1.0], abs=1e-4)
     assert (soft["mean"], scalable["mean"]) == pytest.approx((0.1, 0.95)), "all questions report"
@@ -118,7 +118,7 @@ def test_a_diverged_run_has_not_learned(tmp_path):
         if run.arm == "ssmax":
             shutil.rmtree(folder / "checkpoints")
             (folder / METRICS).write_text('{"step": 3, "diverged": "loss is not finite"}\n')
-    _, scalable = summary_lines(procedure)
+    _, scalable = summary_entries(procedure)
     assert (scalable["learned"], scalable["ended"], scalable["verdict"]) == (0, 5, "worse")
 
 
@@ -126,7 +126,7 @@ def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
     procedure = experiment(tmp_path, matters=0.05)
     for run in procedure.known_runs():
         finish(run, 5.0, recall({"softmax": 0.1, "ssmax": 0.8}[run.arm] + 0.01 * run.seed * (run.arm == "ssmax")))
-    _, scalable = summary_lines(procedure)
+    _, scalable = summary_entries(procedure)
     assert (scalable["verdict"], scalable["difference"][0]) == ("better", pytest.approx(0.73))
 
 
@@ -140,13 +140,13 @@ def test_the_wrong_direction_is_said(tmp_path):
     for run in procedure.known_runs():
         finish(run, 5.0, recall(0.5))
     with pytest.raises(RunError, match="higher is better; correct the experiment"):
-        summary_lines(procedure)
+        summary_entries(procedure)
 
 
 def test_the_plan_says_from_how_many_seeds_on_a_difference_can_be_shown(tmp_path):
     assert any(
         "a run has learned if it reaches 0.9; a difference can be shown from 4 seeds on" in line
-        for line in plan(experiment(tmp_path, learned=0.9), None, "")
+        for line in plan_lines(experiment(tmp_path, learned=0.9), None, "")
     )
 
 

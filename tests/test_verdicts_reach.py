@@ -14,9 +14,9 @@ from fabricated import FINGERPRINT, evaluated, finish, validate
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import SizeResults, _caveats, answers, differences_picture, question, rates_picture, seeds_table
-from lm.experiments.plan import plan
+from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
-from lm.experiments.summary import summary_lines, summary_table, tuning_table
+from lm.experiments.summary import summary_entries, summary_table, tuning_table_rows
 from lm.files import write_json
 from lm.report.tables import csv_text
 from lm.runs.evaluations import Sample, selection_mask, validation_series
@@ -80,7 +80,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     procedure = experiment(tmp_path)
     for run in procedure.known_runs():
         trained(run, reached(run))
-    soft, scalable = summary_lines(procedure)
+    soft, scalable = summary_entries(procedure)
     logs = np.log([0.7 * (1 + 0.013 * seed) / (1 + 0.01 * seed) for seed in (1, 2, 3)])
     expected = np.exp(over_seeds(logs).interval().as_list())
     assert scalable["verdict"] == "better"
@@ -91,7 +91,7 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
     (answer,) = answers(sizes)
     assert (answer.effect, answer.value, answer.ends) == ("Factor: tokens, of those of softmax", "0.70", "[0.70, 0.71]")
     assert (answer.noise_source, answer.verdict[-9:]) == ("", "(3 seeds)"), "said once"
-    mean, low, high, zero, least, most = answer.place
+    mean, low, high, zero, least, most = answer.drawn_positions
     assert low < mean < high < least < zero < most
     assert answer.reason.startswith("The interval leaves out 1")
     assert question(procedure.experiment) == (
@@ -107,7 +107,7 @@ def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2, 3, 4, 5])
     for run in procedure.known_runs():
         trained(run, 10_000 if run.arm == "ssmax" and run.seed > 3 else 100 if run.arm == "softmax" and run.seed == 1 else reached(run))
-    soft, scalable = summary_lines(procedure)
+    soft, scalable = summary_entries(procedure)
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
     assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
@@ -166,7 +166,7 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         for run in unfinished:
             trained(run, by_rate[run.rate][run.arm == "ssmax"] * (1 + 0.01 * (run.seed % 3) * (run.arm == "ssmax")))
-    _, scalable = summary_lines(procedure)
+    _, scalable = summary_entries(procedure)
     assert scalable["factors_by_rate"]["0.001"] > 1 > scalable["factors_by_rate"]["0.002"]
     results = SizeResults(procedure, "", procedure.judgement())
     at_end, at_rates = (
@@ -178,10 +178,10 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     ratios = {float(line["x"]): float(line["y"]) for line in at_rates if line["of"] == "ssmax - softmax, mean"}
     assert ratios == pytest.approx({float(rate): factor - 1 for rate, factor in scalable["factors_by_rate"].items()}, abs=1e-3)
     table = tmp_path / "rates.csv"
-    table.write_text(csv_text(tuning_table(procedure)))
+    table.write_text(csv_text(tuning_table_rows(procedure)))
     assert "tokens to val/loss 4.6" in next(csv.reader(table.open()))
     by_table = experiment(tmp_path, tune={"table": "rates.csv"})
-    assert summary_lines(by_table) == summary_lines(procedure)
+    assert summary_entries(by_table) == summary_entries(procedure)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
 
 
 def test_the_plan_counts_seeds_for_a_factor(tmp_path):
-    lines = [*plan(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), None, "")]
+    lines = [*plan_lines(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), None, "")]
     (seeds,) = (line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line)
     assert "if it is 0.0477, " in seeds, "half of ln 1.1"
     assert f"power: 3 seeds find a factor of 1.1 with probability {power(3, 0.05, math.log(1.1)):.2f}, by" in " ".join(lines)
@@ -219,7 +219,7 @@ def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):
     procedure = experiment(tmp_path, tune=tune)
     for run in procedure.known_runs():
         trained(run, 1000.0 if run.rate == 2e-2 else 1e6)
-    table = tuning_table(procedure)
+    table = tuning_table_rows(procedure)
     assert {line["tokens to val/loss 4.6"] for line in table if line["rate"] != 2e-2} == {"not reached"}
     lines = _caveats(procedure, [SizeResults(procedure, "", procedure.judgement())])
     runs = ", ".join(f"{arm} at {rate} seed {seed}" for arm in ("softmax", "ssmax") for rate in (0.01, 0.04) for seed in (101, 102))

@@ -63,12 +63,12 @@ def compare(
         raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
-    run_options = TrainingOptions(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
+    training_options = TrainingOptions(jobs, retry, anew, jobs_per_gpu, submit, workers, job_options)
     if commands:
-        print_commands(files, overrides, run_options)
+        print_commands(files, overrides, training_options)
     else:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            compare_experiments(files, overrides, run_options, plan, report_only, out)
+            compare_experiments(files, overrides, training_options, plan, report_only, out)
         for path in files if as_json else ():
             print((read_experiment(path, overrides).folder / f"{VERDICTS}.json").read_text(encoding="utf-8"), end="")
 

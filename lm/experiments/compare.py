@@ -15,13 +15,13 @@ from lm.experiments.engine import (
     LOCK,
     Cluster,
     Engine,
-    Jobs,
+    ExperimentTrainer,
     RunsFailed,
     experiment_lock,
     failures,
+    forget_failures,
     holder_words,
     read_scheduler_options,
-    retry,
 )
 from lm.experiments.experiment import Experiment
 from lm.experiments.experiment_file import read_experiment
@@ -29,13 +29,13 @@ from lm.experiments.experiment_folder import is_measured, open_experiment, other
 from lm.experiments.judging import INTERVALS
 from lm.experiments.live_table import live_table
 from lm.experiments.page import experiment_files
-from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan, run_times, total_seconds
+from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan_lines, run_times, total_seconds
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import measured_words, print_verdicts, summary_lines, trend_table, trends, tuning_means, tuning_table
+from lm.experiments.summary import measured_words, print_verdicts, summary_entries, trend_table, trends, tuning_means, tuning_table_rows
 from lm.files import json_bytes, write_together
 from lm.report.html import PAGE
-from lm.report.tables import csv_text, digits, print_tables, table_from_rows
+from lm.report.tables import csv_text, numeral, print_tables, table_from_rows
 from lm.runs.folder import RESOLVED_FILE
 from lm.schema import Plain
 from lm.statistics.tuning import rate_text
@@ -54,7 +54,7 @@ class TrainingOptions:
     slots_per_gpu: int = 1  # number of slots on each GPU
     engine: Engine | None = None  # the scheduler whose jobs train the runs; None: processes of this machine train them
     workers: int = 1  # number of the scheduler's jobs at a time
-    options: str = ""  # the options of each job, as `--job-options` gives them
+    job_options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
         """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there are."""
@@ -78,13 +78,13 @@ class TrainingOptions:
 
     def cluster(self, folder: Path) -> Cluster | None:
         """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as `Cluster` does."""
-        return Cluster(folder, read_scheduler_options(self.options), self.engine) if self.engine else None
+        return Cluster(folder, read_scheduler_options(self.job_options), self.engine) if self.engine else None
 
 
 def compare_experiments(
     files: list[Path],
     overrides: list[str],
-    work: TrainingOptions,
+    options: TrainingOptions,
     plan_only: bool = False,
     report_only: bool = False,
     report_folder: Path | None = None,
@@ -103,26 +103,27 @@ def compare_experiments(
     if report_folder and max(names.values()) > 1:
         raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
     # Slots are counted before text is prepared: too few raise ConfigError.
-    job_counts = [1 if report_only or work.engine else work.slots(experiment).n_slots for experiment in experiments]
-    timer = None if work.engine else lambda procedure: work.estimated_times(procedure, costs(procedure), PILOT_SECONDS)[0]
+    job_counts = [1 if report_only or options.engine else options.slots(experiment).n_slots for experiment in experiments]
+    timer = None if options.engine else lambda procedure: options.estimated_times(procedure, costs(procedure), PILOT_SECONDS)[0]
+
     open_procedure = partial(start, timer=timer) if is_working else open_experiment
     with ExitStack() as stack:
         for folder in dict.fromkeys(experiment.folder for experiment in experiments if is_working):
             stack.enter_context(experiment_lock(folder))
-        for path in files if work.engine else ():
-            _start_in_job(path, overrides, work)
-        anew = work.anew or plan_only
+        for path in files if options.engine else ():
+            _start_in_job(path, overrides, options)
+        anew = options.anew or plan_only
         procedures = [open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)]
-        times = [{} for _ in files] if report_only else _print_plans(procedures, work)
+        times = [{} for _ in files] if report_only else _print_plans(procedures, options)
         if plan_only:
             return
         failure_words, judged_procedures = [], []
         for procedure, procedure_times in zip(procedures, times, strict=True):
             if is_working:
-                if work.retry:
-                    retry(procedure)
+                if options.retry:
+                    forget_failures(procedure)
                 try:
-                    procedure = _train_runs(procedure, work, procedure_times)
+                    procedure = _train_runs(procedure, options, procedure_times)
                 except RunsFailed as error:
                     failure_words.append(str(error))
                     if not any(run.outcome.ended for run in procedure.known_runs()):
@@ -142,54 +143,54 @@ def compare_experiments(
             raise RunsFailed("; ".join(failure_words))
 
 
-def _start_in_job(path: Path, overrides: list[str], work: TrainingOptions) -> None:
+def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) -> None:
     """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a scheduler's job, so
     that precision, compilation and threads are chosen for the machines that train."""
-    experiment = open_experiment(path, overrides, 1, work.anew).experiment
-    cluster = work.cluster(experiment.folder)
+    experiment = open_experiment(path, overrides, 1, options.anew).experiment
+    cluster = options.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
     if not (experiment.folder / RESOLVED_FILE).exists():
         print(f"{experiment.name}: a first job settles precision, compilation and threads", flush=True)
-        cluster.result(cluster.submit(partial(start, path, overrides, 1, work.anew)))
+        cluster.result(cluster.submit(partial(start, path, overrides, 1, options.anew)))
 
 
-def _train_runs(procedure: Procedure, work: TrainingOptions, times: Times) -> Procedure:
+def _train_runs(procedure: Procedure, options: TrainingOptions, times: Times) -> Procedure:
     """Train the runs of an experiment. If a comparison is then undecided, also train runs with the seeds `more_seeds` of the experiment.
     Returns the `Procedure` with all seeds that were trained. Raises RunsFailed."""
     experiment = procedure.experiment
-    jobs = Jobs(procedure, work.slots(experiment), work.cluster(experiment.folder))
+    jobs = ExperimentTrainer(procedure, options.slots(experiment), options.cluster(experiment.folder))
     with live_table(jobs, times):
         jobs.train_all()
     next_procedure = next_look(procedure)
-    return procedure if next_procedure is procedure else _train_runs(next_procedure, work, times)
+    return procedure if next_procedure is procedure else _train_runs(next_procedure, options, times)
 
 
-def print_commands(files: list[Path], overrides: list[str], work: TrainingOptions) -> None:
+def print_commands(files: list[Path], overrides: list[str], options: TrainingOptions) -> None:
     """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError: a file is wrong."""
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
-            procedure = start(path, overrides, work.jobs or 1, work.anew)
+            procedure = start(path, overrides, options.jobs or 1, options.anew)
             folder = procedure.experiment.folder
             if (folder / LOCK).exists():
                 print(f"note: {folder}: {holder_words(folder)}")
-            elif work.retry:
-                retry(procedure)
-        for run in Jobs(procedure, Slots(1)).free_runs():
+            elif options.retry:
+                forget_failures(procedure)
+        for run in ExperimentTrainer(procedure, Slots(1)).free_runs():
             shell_commands = [shlex.join([sys.executable, "-m", "lm", *command]) for command in commands(run, folder)]
             print(" && ".join(shell_commands), flush=True)
 
 
-def _print_plans(procedures: list[Procedure], work: TrainingOptions) -> list[Times]:
+def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[Times]:
     times_by_experiment, deadline = [], time.monotonic() + PILOT_SECONDS
     for procedure in procedures:
-        run_costs, slots = costs(procedure), work.slots(procedure.experiment)
-        times, words = work.estimated_times(procedure, run_costs, deadline - time.monotonic())
+        run_costs, slots = costs(procedure), options.slots(procedure.experiment)
+        times, words = options.estimated_times(procedure, run_costs, deadline - time.monotonic())
         times_by_experiment.append(times)
         if times:
             seconds = total_seconds(procedure, times, slots)
             words = f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by {words}"
-        slot_words = f"{work.workers} at a time, each in a job" if work.engine else str(slots)
-        print("\n".join(plan(procedure, run_costs, words, slot_words)), flush=True)
+        slot_words = f"{options.workers} at a time, each in a job" if options.engine else str(slots)
+        print("\n".join(plan_lines(procedure, run_costs, words, slot_words)), flush=True)
         if note := other_runs_note(procedure):
             print(f"note: {note}", flush=True)
     return times_by_experiment
@@ -197,7 +198,7 @@ def _print_plans(procedures: list[Procedure], work: TrainingOptions) -> list[Tim
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or none. Returns the
-    entries of `summary_lines`. Raises LMError: no run has ended, or a run's file can't be read for the report."""
+    entries of `summary_entries`. Raises LMError: no run has ended, or a run's file can't be read for the report."""
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         has_measured_runs = is_measured(experiment)
@@ -207,7 +208,7 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
             reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
-    entries, notes = summary_lines(procedure, judgement), procedure.notes()
+    entries, notes = summary_entries(procedure, judgement), procedure.notes()
     verdicts = {"primary": vars(experiment.primary), "notes": notes, "arms": entries}
     if size_trends := trends(procedure, judgement):
         verdicts["trends"] = size_trends
@@ -215,10 +216,10 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
         experiment.folder / f"{VERDICTS}.json": json_bytes(verdicts),
         experiment.folder / f"{VERDICTS}.csv": csv_text(entries, intervals=INTERVALS).encode(),
     }
-    if tuning_rows := tuning_table(procedure):
+    if tuning_rows := tuning_table_rows(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_rows).encode()
         metric = experiment.choice_metric
-        means = [row | {"rate": rate_text(row["rate"]), metric: digits(row[metric])} for row in tuning_means(procedure)]
+        means = [row | {"rate": rate_text(row["rate"]), metric: numeral(row[metric])} for row in tuning_means(procedure)]
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
         print_tables(table_from_rows(title, means, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned

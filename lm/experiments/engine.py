@@ -25,7 +25,7 @@ from lm.experiments.slots import LOG_FOLDER, Children, Devices, Slots, Stopped, 
 from lm.experiments.summary import value_text
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import process_start, this_machine
-from lm.report.tables import digits
+from lm.report.tables import numeral
 from lm.runs.evaluations import NoDocuments, evaluation_files
 from lm.runs.folder import CHECKPOINTS, step_of, steps_saved
 from lm.schema import Plain
@@ -330,12 +330,12 @@ class RunsFailed(RunError):
     """Some runs of an experiment failed; all others that could be started were trained."""
 
 
-def retry(procedure: Procedure) -> None:
+def forget_failures(procedure: Procedure) -> None:
     for run in procedure.known_runs():
         log_path(procedure.experiment.folder, run, FAILURE_SUFFIX).unlink(missing_ok=True)
 
 
-class Jobs:
+class ExperimentTrainer:
     """Trains the runs that an experiment needs, until all have ended or no other run can be started.
 
     Args:
@@ -461,7 +461,7 @@ class Jobs:
         quantity_name = experiment.primary.quantity_name
         try:
             if (experiment.choice_metric if run.stage == "tune" else quantity_name) == SELECTION:
-                return f"selection loss {digits(outcome.mean(SELECTION, True))}"
+                return f"selection loss {numeral(outcome.mean(SELECTION, True))}"
             value = value_text(experiment.primary, self.procedure.compared_value(outcome, True))
         except NoDocuments:  # a line on progress must not end the experiment
             return "finished"

@@ -140,15 +140,15 @@ class TuningRun:
     key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
     rate: Rate
     seed: int
-    # selection, primary: values of SELECTION (val/loss) and of the compared quantity (`Primary.quantity_name`), on the data that choose
-    # rates. Infinite: the run diverged, or never reached `primary.reach`; None: not known
-    selection: float | None
-    primary: float | None
+    # values of SELECTION (val/loss) and of the compared quantity (`PrimaryMetric.quantity_name`), on the data that choose rates; infinite:
+    # the run diverged, or never reached `primary.reach`; None: not known
+    selection_value: float | None
+    primary_value: float | None
     configuration: str  # the settings of the run, as `settings_words` gives them
 
     @property
     def diverged(self) -> bool:
-        return self.selection == math.inf
+        return self.selection_value == math.inf
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Experiment:
 
     def choice_value(self, run: TuningRun) -> float | None:
         """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged or never reached `primary.reach`."""
-        return run.selection if self.tune.metric == SELECTION else run.primary
+        return run.selection_value if self.tune.metric == SELECTION else run.primary_value
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
         """The costs (`Experiment.cost`) of a size's tuning runs, for each arm and rate as a list in ascending order of seeds."""
@@ -254,8 +254,8 @@ class Experiment:
 
     @property
     def first_config(self) -> Config:
-        """An example of the baseline's configuration, in the first size, as `config_of` gives it."""
-        return self.config_of(next(iter(self.sizes)), self.arms[0])
+        """An example of the baseline's configuration, in the first size, as `example_config` gives it."""
+        return self.example_config(next(iter(self.sizes)), self.arms[0])
 
     @property
     def size_arms(self) -> list[tuple[str, Arm]]:
@@ -266,7 +266,7 @@ class Experiment:
         """An example of a rate: the first one of the grid or of the table; None without tuning."""
         return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
 
-    def config_of(self, size: str, arm: Arm) -> Config:
+    def example_config(self, size: str, arm: Arm) -> Config:
         """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the first seed, at the
         learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})

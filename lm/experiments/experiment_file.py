@@ -237,7 +237,7 @@ def read_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, di
 def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
     """Read the tuning runs that a tuning table lists.
 
-    metric: the column of the primary metric. Without this column, `TuningRun.primary` is None in all runs.
+    metric: the column of the primary metric. Without this column, `TuningRun.primary_value` is None in all runs.
 
     Raises ConfigError: the file does not exist, or is no tuning table.
     """
@@ -286,7 +286,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
         # The baseline comes last: its number of steps replaces another arm's, unless its configuration is wrong or sets max_steps.
         for arm in reversed(experiment.arms) if has_tokens else ():
             with suppress(ConfigError):  # `check_experiment` reports the error with size and arm
-                config = experiment.config_of(size, arm)
+                config = experiment.example_config(size, arm)
                 if config.trainer.max_steps is None:
                     from lm.model.spec import count_steps  # torch takes seconds to import
 
@@ -330,7 +330,7 @@ def check_experiment(experiment: Experiment) -> None:
     configs: dict[tuple[str, str], Config] = {}
     for size, arm in experiment.size_arms:
         try:
-            config = experiment.config_of(size, arm)
+            config = experiment.example_config(size, arm)
             configs[size, arm.name] = config
             evaluated_config = experiment.measurement_config(config)
             for checked_config in (config, evaluated_config):

@@ -234,7 +234,9 @@ def plan_of(experiment: Experiment) -> dict[str, Plain]:
     measured = {size: experiment.measurement_config(configs[size, baseline]).eval.measured_options(kind) for size in experiment.sizes}
     tune = dict(vars(experiment.tune))
     if experiment.table:
-        rows = sorted(f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection} {run.primary}" for run in experiment.table)
+        rows = sorted(
+            f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection_value} {run.primary_value}" for run in experiment.table
+        )
         tune["digest of table"] = plain_sha256(rows)[:8]
     plan = {"at": timestamp, "primary": primary, "measured": measured, "tune": tune, "looks": experiment.looks, "arms": arms}
     first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]

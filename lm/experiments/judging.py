@@ -237,7 +237,7 @@ class Judgement:
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
 
-    def power(self, seed_count: int) -> Iterator[str]:
+    def power_sentences(self, seed_count: int) -> Iterator[str]:
         """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
         probability depends on the standard deviation of the measured differences or, without these, on the expected `primary.spread`. With
         fewer than MIN_SEEDS seeds a sentence says that there is no verdict. With `primary.learned` there are no sentences."""

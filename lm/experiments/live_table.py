@@ -13,12 +13,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from lm.experiments.engine import Jobs
+from lm.experiments.engine import ExperimentTrainer
 from lm.experiments.plan import Times, duration
 from lm.experiments.procedure import Run
 from lm.experiments.run_outcome import SELECTION
 from lm.experiments.slots import gpu_words
-from lm.report.tables import grid, table_from_rows
+from lm.report.tables import table_from_rows, to_rich
 from lm.runs.folder import METRICS, last_logged
 from lm.schema import Plain
 from lm.statistics.tuning import rate_text
@@ -48,7 +48,7 @@ class LiveTable:
     times: seconds that a run takes, by size and arm, as the plan estimates them; {}: unknown.
     """
 
-    def __init__(self, jobs: Jobs, times: Times):
+    def __init__(self, jobs: ExperimentTrainer, times: Times):
         self.jobs, self.experiment, self.times = jobs, jobs.procedure.experiment, times
         self._logged: dict[Path, dict[str, Plain]] = {}  # the last value of each metric, by the folders of pending runs
 
@@ -81,7 +81,7 @@ class LiveTable:
             if len(groups) <= max_rows:
                 break
         table = table_from_rows("", [self._row(column_names, group) for group in groups.values()], _NUMBER_COLUMNS)
-        return Group(grid(table), Text(self._progress_words(lines)))
+        return Group(to_rich(table), Text(self._progress_words(lines)))
 
     def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
         """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no columns for them."""
@@ -130,7 +130,7 @@ class LiveTable:
 
 
 @contextmanager
-def live_table(jobs: Jobs, times: Times) -> Iterator[None]:
+def live_table(jobs: ExperimentTrainer, times: Times) -> Iterator[None]:
     """Show the table on standard output during the body, if the output is a terminal and `log.progress` is auto or bar. Printed text goes
     above the table, which is removed at the end."""
     console, progress = Console(), jobs.procedure.experiment.first_config.log.progress

@@ -15,12 +15,12 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import differences_by_rate, has_reached, measured_words, summary_lines, summary_table, trend_table, value_text
+from lm.experiments.summary import differences_by_rate, has_reached, measured_words, summary_entries, summary_table, trend_table, value_text
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, curves, layer_pictures
 from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
 from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, digits, signed
+from lm.report.tables import DIFFERENCE, Column, FilledColumn, Table, numeral, signed_text
 from lm.schema import Plain
 from lm.statistics.intervals import Interval, over_seeds
 from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
@@ -92,7 +92,7 @@ def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judge
 
 def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    entries, sizes = summary_lines(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
+    entries, sizes = summary_entries(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
     summary.add("note", _family_words(experiment))
@@ -271,7 +271,7 @@ def seeds_table(results: SizeResults) -> Table:
     for arm in results.arm_names[1:]:
         value_pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
         if primary.reach is None:
-            cells = [None if None in pair else signed(pair[0] - pair[1]) for pair in value_pairs]
+            cells = [None if None in pair else signed_text(pair[0] - pair[1]) for pair in value_pairs]
             columns.append((Column(f"{arm} - {baseline}", primary.metric), cells))
         else:
             ratios = [f"{pair[0] / pair[1]:.3g}" if all(map(has_reached, pair)) else None for pair in value_pairs]
@@ -296,7 +296,7 @@ def crossed_table(results: SizeResults) -> Table | None:
         return over_seeds(np.array(differences)).interval() if len(differences) > 1 else None
 
     def mean(numbers: Collection[float]) -> str | None:
-        return digits(float(np.mean([*numbers]))) if numbers else None
+        return numeral(float(np.mean([*numbers]))) if numbers else None
 
     uses_by_rate = {arm: {rates[0]: "chosen by tuning"} for arm, rates in choice.rates_of_final_runs.items()}
     for arm, rate in (choice.rates or {}).items() if choice.settled else ():

@@ -84,12 +84,12 @@ def costs(procedure: Procedure) -> Costs | None:
         return None
     costs_of_arms = {}
     for size, arm in experiment.size_arms:
-        run_cost = cost(experiment.config_of(size, arm), vocab_size, arm.branch_step or 0)
+        run_cost = cost(experiment.example_config(size, arm), vocab_size, arm.branch_step or 0)
         costs_of_arms[size, arm.name] = run_cost if arm.trained else replace(run_cost, tokens=0, flops=0)
     return costs_of_arms
 
 
-def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_words: str = "") -> Iterator[str]:
+def plan_lines(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_words: str = "") -> Iterator[str]:
     """The lines of a plan: the runs, their resources and settings, the number of seeds that find a difference of interest, and notes.
 
     Args:
@@ -128,7 +128,7 @@ def plan(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_wo
     known_runs, judgement = procedure.known_runs(), procedure.judgement()
     yield f"done: {sum(run.outcome.ended for run in known_runs)} of the {len(known_runs)} runs known so far"
     yield f"primary metric {primary.metric}, {primary.better} is better; {_seed_count_words(primary, judgement.alpha)}"
-    yield from judgement.power(len(experiment.all_seeds))
+    yield from judgement.power_sentences(len(experiment.all_seeds))
     yield from procedure.notes()
     yield f"runs compute with {_settings_words(experiment)}" + (f"; {slot_words}" if slot_words else "")
 
@@ -139,7 +139,7 @@ def _settings_words(experiment: Experiment) -> str:
     for name in SHARED_SETTINGS:
         names_by_value: dict[object, list[str]] = {}
         for size, arm in experiment.size_arms:
-            value = getattr(experiment.config_of(size, arm).trainer, name)
+            value = getattr(experiment.example_config(size, arm).trainer, name)
             names_by_value.setdefault(value, []).append(" ".join(filter(None, (size, arm.name))))
         value_words = ", ".join(f"{value} ({', '.join(names)})" for value, names in names_by_value.items())
         words.append(f"{name} {value_words if len(names_by_value) > 1 else next(iter(names_by_value))}")
@@ -242,7 +242,7 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
     experiment = procedure.experiment
     file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
     branches = {arm.name: "" if arm.branch_step is None else str(step_path(experiment.folder, arm.branch_step)) for arm in arms}
-    configs = {arm.name: replace(experiment.config_of(size, arm), branch_from=branches[arm.name]) for arm in arms}
+    configs = {arm.name: replace(experiment.example_config(size, arm), branch_from=branches[arm.name]) for arm in arms}
     keys = {name: _timing_hash(config, slots) for name, config in configs.items()}
     file_seconds = read_json(file).get("seconds") if file.exists() else None  # files of older versions count as empty
     known_seconds = {key: float(value) for key, value in file_seconds.items() if len(key) == 16} if isinstance(file_seconds, dict) else {}

@@ -137,7 +137,9 @@ class Procedure:
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
         """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during training are enough."""
         size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
-        configs = {(size, arm.name): self.experiment.measurement_config(self.experiment.config_of(size, arm)) for size, arm in size_arms}
+        configs = {
+            (size, arm.name): self.experiment.measurement_config(self.experiment.example_config(size, arm)) for size, arm in size_arms
+        }
         return {
             size_arm: {kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)}
             for size_arm, config in configs.items()
@@ -243,7 +245,7 @@ class Procedure:
         experiment = self.experiment
         notes: list[str] = []
         for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)):
-            config = experiment.config_of(size, arm)
+            config = experiment.example_config(size, arm)
             arm_configuration = settings_words(config, experiment.tune.keys, arm.source)
             table_configurations = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
             if keys := sorted({key for configuration in table_configurations for key in differing_keys(arm_configuration, configuration)}):

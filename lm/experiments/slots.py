@@ -85,7 +85,7 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
     from lm.model.device import count_gpus, visible_gpus  # torch takes seconds to import
 
     gpus = visible_gpus()
-    gpu_counts = {(size, arm.name): count_gpus(experiment.config_of(size, arm)) for size, arm in experiment.size_arms}
+    gpu_counts = {(size, arm.name): count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms}
     max_gpus = max(gpu_counts.values())
     if not max_gpus:
         return Slots(jobs or 1)

@@ -11,7 +11,7 @@ from lm.experiments.experiment import NOT_REACHED, Arm, PrimaryMetric, values_by
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import SELECTION
-from lm.report.tables import Cell, Column, FilledColumn, Table, digits, print_tables
+from lm.report.tables import Cell, Column, FilledColumn, Table, numeral, print_tables
 from lm.runs.evaluations import json_value, number
 from lm.runs.folder import DIVERGED, ENVIRONMENT
 from lm.schema import Plain
@@ -20,7 +20,7 @@ from lm.statistics.learned import factor, has_learned, log_tokens
 from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 
-def summary_lines(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
+def summary_entries(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
     """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference (with `primary.reach`, factor) to
     the baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are known already."""
     judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
@@ -40,7 +40,8 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
     infinite value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two infinite values are
     left out."""
     experiment = procedure.experiment
-    baseline, tuning_values = experiment.arms[0].name, values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary"))
+    baseline = experiment.arms[0].name
+    tuning_values = values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary_value"))
     if not arm.is_tuned or not {arm.name, baseline} <= tuning_values.keys() or not procedure.choice(size).rates:
         return {}
     primary = experiment.primary
@@ -62,7 +63,7 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
 
 
 def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Table:
-    """The table of the entries that `summary_lines` gives, a row for each size and arm."""
+    """The table of the entries that `summary_entries` gives, a row for each size and arm."""
     verdicts = [judgement.verdicts.get((entry["size"], entry["arm"])) for entry in entries]
 
     def column(name: str, cells: list[Cell], unit: str = "", kind: str = "number") -> list[FilledColumn]:
@@ -98,7 +99,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
 
 
 def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
-    """Print the entries of `summary_lines` as a table of numbers, and below the table each verdict with its reason."""
+    """Print the entries of `summary_entries` as a table of numbers, and below the table each verdict with its reason."""
     table = summary_table(judgement, entries)
     number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
     print_tables(replace(table, title=title, contents=number_columns))
@@ -118,7 +119,7 @@ def has_reached(tokens: float | None) -> bool:
 def value_text(primary: PrimaryMetric, value: float | None) -> str | None:
     """Format the number by which a run is compared. Tokens become a whole number, or words if `has_reached` is false."""
     if primary.reach is None or value is None:
-        return digits(value)
+        return numeral(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
 
 
@@ -193,7 +194,7 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
     return Table(f"With each doubling of {entries[0]['with_each_doubling_of']}", "", (arms, samples, (change, changes)))
 
 
-def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
+def tuning_table_rows(procedure: Procedure) -> list[dict[str, Plain]]:
     """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no values."""
     primary = procedure.experiment.primary
     metric = primary.quantity_name
@@ -201,13 +202,14 @@ def tuning_table(procedure: Procedure) -> list[dict[str, Plain]]:
     def cell(value: float | None, infinite_word: str = DIVERGED) -> Plain:
         return value if value is None or math.isfinite(value) else infinite_word
 
-    return [
-        {"size": size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed, SELECTION: cell(run.selection)}
-        | ({} if metric == SELECTION else {metric: cell(run.primary, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED)})
-        | {"configuration": run.configuration}
-        for size in procedure.experiment.sizes
-        for run in procedure.tuning_runs(size)
-    ]
+    rows = []
+    for run in (run for size in procedure.experiment.sizes for run in procedure.tuning_runs(size)):
+        rows.append({"size": run.size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed})
+        rows[-1][SELECTION] = cell(run.selection_value)
+        if metric != SELECTION:
+            rows[-1][metric] = cell(run.primary_value, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED)
+        rows[-1]["configuration"] = run.configuration
+    return rows
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:

@@ -14,7 +14,7 @@ import numpy as np
 from lm.attention import catalogue
 from lm.config.tree import is_learned
 from lm.errors import RunError
-from lm.report.tables import printable, show
+from lm.report.tables import plain_text, printable
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
 from lm.runs.record import RunRecord
 from lm.schema import yaml_scalar
@@ -146,10 +146,10 @@ class Section:
 class RunComparison:
     """The content of a report: arms with their runs, measured series, and differences to the baseline (none if there is one arm)."""
 
-    names: tuple[str, ...]  # names of the arms that pictures give a colour, the baseline first
+    arm_names: tuple[str, ...]  # names of the arms that pictures give a colour, the baseline first
     arms: tuple[ArmRuns, ...]  # the arms that have runs
     sections: tuple[Section, ...]
-    missing: tuple[str, ...]  # sentences on what the runs lack
+    missing_notes: tuple[str, ...]  # sentences on what the runs lack
     differences: tuple["Difference", ...]
     config_diff: Mapping[str, tuple[str, ...]]  # by configuration key in which arms differ, its value in each arm
     warning: str  # sentences on what differs besides the normalizer (configuration, tokens seen); empty if nothing does
@@ -166,10 +166,10 @@ class RunComparison:
 
 def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
     """Whether `value(run)` is equal for all runs (None if equal, but unrecorded for some), and the value as text, by arm if arms differ."""
-    texts_by_arm = [list(dict.fromkeys(show(value(run)) for run in arm.runs)) for arm in arms]
+    texts_by_arm = [list(dict.fromkeys(plain_text(value(run)) for run in arm.runs)) for arm in arms]
     distinct_texts = set().union(*texts_by_arm)
     arm_texts = [", ".join(texts) for texts in texts_by_arm]
-    recorded_texts = distinct_texts - {show(None)}
+    recorded_texts = distinct_texts - {plain_text(None)}
     agreement = False if len(recorded_texts) > 1 else None if recorded_texts != distinct_texts else True
     if len(set(arm_texts)) == 1:
         return agreement, arm_texts[0]

@@ -58,7 +58,7 @@ def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
 def overview(comparison: RunComparison) -> Picture:
     """Join the pictures of losses while training and of each section with an axis into one picture."""
     axis_pictures = [axis_picture(comparison, section) for section in comparison.sections if section.shape != "number"]
-    pictures = [*filter(None, [curves(comparison.names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])]
+    pictures = [*filter(None, [curves(comparison.arm_names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])]
     arms = [f"{arm.label} ({_seed_count(len(arm.runs))})" for arm in comparison.arms]
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
@@ -153,7 +153,7 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
-    first_series, panels, sentences, names = section.example_series, [], [], comparison.names
+    first_series, panels, sentences, names = section.example_series, [], [], comparison.arm_names
     base, *other_arms = comparison.arms
     caption = f"{first_series.shown.caption[:1].upper()}{first_series.shown.caption[1:]}."
     caption += " Thin: single seeds; thick: their mean." if max(len(arm.runs) for arm in comparison.arms) > 1 else ""
@@ -271,7 +271,7 @@ def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace
     top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))), low + 1e-3)
     padding = 0.06 * (top - low)
     peaks = {arm: max(array.max(initial=low) for owner, array in arrays if owner == arm) for arm in sorted({arm for arm, _ in arrays})}
-    arm_texts = [f"{comparison.names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding]
+    arm_texts = [f"{comparison.arm_names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding]
     return (low - padding, top + padding), f"Leaving the picture: {'; '.join(arm_texts)}." if arm_texts else ""
 
 
@@ -289,7 +289,7 @@ def heat_maps(comparison: RunComparison) -> list[Picture]:
         if aligned_arms and max(map(len, by_arm.values())) > MAX_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
             panels = [_fraction_map(arm, rows) for arm, rows in aligned_arms.items()]
-            pictures.append(Picture(panels, comparison.names, caption, columns=3))
+            pictures.append(Picture(panels, comparison.arm_names, caption, columns=3))
     return pictures
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
-from lm.report.tables import Column, FilledColumn, Table, digits, four_digit_text, printable, show, table_from_rows
+from lm.report.tables import Column, FilledColumn, Table, four_digit_text, numeral, plain_text, printable, table_from_rows
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
@@ -55,7 +55,7 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
         series_by_row = [section.comparable_series(*row, "") for row in rows]
         for name in example.references:
             levels = [[series.references[name] for series in row_series if name in series.references] for row_series in series_by_row]
-            columns.append((Column(name, _unit(example.unit)), [digits(float(np.mean(values))) if values else None for values in levels]))
+            columns.append((Column(name, _unit(example.unit)), [numeral(float(np.mean(values))) if values else None for values in levels]))
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
     return Table(title, _unit(section.example_series.unit), tuple(columns))
 
@@ -77,14 +77,16 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
     for place, (start, _) in section.places.items():
         name = place + (f", {start / training_lengths[0]:g}x" if has_points and len(training_lengths) == 1 else "")
         name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
-        cells_by_name[name] = [(section.interval(*row, place) if has_points else None) or digits(section.mean(*row, place)) for row in rows]
+        cells_by_name[name] = [
+            (section.interval(*row, place) if has_points else None) or numeral(section.mean(*row, place)) for row in rows
+        ]
     noise_sources = dict.fromkeys(cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
     interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}"
     fields = (interval_unit, "mean", 3 if example.unit == "fraction" else 4) if noise_sources else (unit,)
     mean_columns = [(Column(name, *fields), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
-        spreads = [digits(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
+        spreads = [numeral(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
         mean_columns.append((Column("sd over seeds", unit), spreads))
     return mean_columns
 
@@ -126,7 +128,7 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
         absence = "" if group[0].interval else " is not given"
         for arms, subjects in subjects_by_arms.items():
             lines.append(f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}")
-    return [*lines, *comparison.missing]
+    return [*lines, *comparison.missing_notes]
 
 
 # ---------------------------------------------------------------- what a run took
@@ -145,7 +147,7 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
     for name, unit in costs[0][0]:
         cells = [_mean_text([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None) for by_run in costs]
         columns += [(Column(name, unit), cells)] if any(cells) else []
-    devices = [", ".join(dict.fromkeys(show(run.setting("device")) for run in arm.runs)) for arm in arms]
+    devices = [", ".join(dict.fromkeys(plain_text(run.setting("device")) for run in arm.runs)) for arm in arms]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
@@ -210,10 +212,10 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return None if total is None or normalizer is None else total - normalizer
 
     def steps(run: RunRecord) -> str:
-        return f"{show(run.evaluations[0].step if run.evaluations else None)} / {show(run.flat.get('trainer.max_steps'))}"
+        return f"{plain_text(run.evaluations[0].step if run.evaluations else None)} / {plain_text(run.flat.get('trainer.max_steps'))}"
 
     def parameters(run: RunRecord) -> str:
-        return " / ".join(show(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
+        return " / ".join(plain_text(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
 
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
@@ -286,7 +288,7 @@ def corpus_text(run: RunRecord) -> str | None:
 
 
 def _settings_text(settings: Plain) -> str | None:
-    return ", ".join(f"{key} {show(value)}" for key, value in flatten(settings).items()) if settings else None
+    return ", ".join(f"{key} {plain_text(value)}" for key, value in flatten(settings).items()) if settings else None
 
 
 def _normalizer_text(run: RunRecord) -> str:
@@ -307,6 +309,6 @@ def _option_text(value: Plain) -> str:
     if isinstance(value, list):
         return ", ".join(map(_option_text, value))
     if not isinstance(value, dict):
-        return show(value)
+        return plain_text(value)
     options = ", ".join(f"{key}={_option_text(option)}" for key, option in value.items() if key != "name")
     return " ".join(filter(None, (str(value.get("name", "")), options and f"({options})")))

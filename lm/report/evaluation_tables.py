@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lm.report.tables import Column, FilledColumn, Table, digits, print_tables, table_bytes
+from lm.report.tables import Column, FilledColumn, Table, numeral, print_tables, table_bytes
 from lm.runs.evaluations import Evaluation, Series, number, series_names
 from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
 
@@ -100,7 +100,7 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
             tables, curves = {}, []
             if len(metrics) > MAX_COLUMNS:
                 means = [(Column(f"{models[index]} {row.setting}".strip()), row) for index, row in rows if not row.where]
-                tables["metric"] = {((0, "", row.metric), column): digits(row.value) for column, row in means}
+                tables["metric"] = {((0, "", row.metric), column): numeral(row.value) for column, row in means}
                 omitted_count += len(rows) - len(means)
                 rows = []
             elif max(Counter(index for index, row in rows if row.low is None).values(), default=0) > MAX_NUMBERS:
@@ -112,7 +112,9 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
             tables["curve"] = cells = {}
             for index, curve, name in curves:
                 places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
-                values = [digits(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place) for place in places]
+                values = [
+                    numeral(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place) for place in places
+                ]
                 row = index, curve.setting, ", ".join(filter(None, (curve.metric, name)))
                 cells[row, Column("first value (at)")] = values[0] if values else ""
                 cells[row, Column("last value (at)")] = values[-1] if len(values) > 1 else ""
@@ -141,8 +143,8 @@ def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
     units = {row.metric: f"95% over {row.over}" for _, row in reversed(indexed_rows) if row.low is not None}
     cells = {}
     for index, row in indexed_rows:
-        bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{digits(row.low)}, {digits(row.high)}]"
-        cells[(index, row.setting, row.where), Column(row.metric, units.get(row.metric, ""))] = digits(row.value) + bounds
+        bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{numeral(row.low)}, {numeral(row.high)}]"
+        cells[(index, row.setting, row.where), Column(row.metric, units.get(row.metric, ""))] = numeral(row.value) + bounds
     return cells
 
 

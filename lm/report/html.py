@@ -18,7 +18,7 @@ from lm.report.comparison import RunComparison
 from lm.report.comparison_pictures import DrawnRun, axis_picture, drawn_runs, heat_maps, layer_pictures, overview
 from lm.report.comparison_tables import comparison_notes, comparison_tables, configuration_table, cost_table, facts_table
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
-from lm.report.tables import Table, printable, show, to_csv, to_latex, to_markdown
+from lm.report.tables import Table, plain_text, printable, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
 
 COST_NOTE = (
@@ -70,19 +70,19 @@ class Answer:
     ends: str = ""
     noise_source: str = ""  # the noise that the interval covers; empty if the verdict names it
     # where mean, ends, zero and ends of the margin are drawn, in per cent of the drawing's width; None: the effect has no ends
-    place: tuple[float, ...] | None = None
+    drawn_positions: tuple[float, ...] | None = None
     marks: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
 
 
 @dataclass(frozen=True)
 class PagePart:
-    """A comparison or an experiment on the page. `margin`: a note that explains the shaded region in the drawings of its answers."""
+    """A comparison or an experiment on the page. `margin_note`: a note that explains the shaded region in the drawings of its answers."""
 
     name: str
     sections: list[PageSection]
     question: str = ""
     answers: list[Answer] = field(default_factory=list)
-    margin: str = ""
+    margin_note: str = ""
 
 
 def page(parts: list[PagePart]) -> str:
@@ -138,7 +138,7 @@ def run_sections(
         measured_section.add("picture", picture, f"map-{number}")
     for table in tables[len(comparison.sections) :]:
         measured_section.add("table", table, "measured-differences")
-    measured_section.add("list", comparison_notes(comparison) if prefix is None else list(comparison.missing))
+    measured_section.add("list", comparison_notes(comparison) if prefix is None else list(comparison.missing_notes))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
     cost_section.add("note", COST_NOTE)
     shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration")
@@ -148,7 +148,7 @@ def run_sections(
 
 def run_details(run: DrawnRun) -> tuple[str, str]:
     """Two texts: a run's label with the command that started the run, and the run's configuration as YAML."""
-    return f"{run.label}: {show(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
+    return f"{run.label}: {plain_text(run.record.environment_entry('command'))}", dump_yaml(run.record.config)
 
 
 def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
@@ -178,7 +178,7 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
         warnings.insert(0, "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.")
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")
-    for name, layer_picture in layer_pictures(comparison.names, runs).items():
+    for name, layer_picture in layer_pictures(comparison.arm_names, runs).items():
         layer_section.add("picture", layer_picture, name)
     for run in runs:
         run_section.add("details", run_details(run))

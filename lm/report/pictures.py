@@ -170,7 +170,7 @@ class Picture:
         return "\u25cf\u25a0\u25c6\u25b2\u25bc\u271a\u2605"[MARKERS.index(colour_and_marker(arm)["marker"])]
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def grid_shape(self) -> tuple[int, int]:
         """Number of rows and number of columns of panels."""
         columns = min(self.columns, len(self.panels))
         return -(-len(self.panels) // columns), columns
@@ -178,7 +178,7 @@ class Picture:
     @property
     def size(self) -> tuple[float, float]:
         """Width and height of the picture in inches, without its legends."""
-        rows, columns = self.grid
+        rows, columns = self.grid_shape
         maps = [] if self.panel_size else [panel for panel in self.panels if isinstance(panel, Map)]
         if not maps:
             width, height = self.panel_size or (_PANEL_WIDTH, _PANEL_HEIGHT)
@@ -230,7 +230,7 @@ def dark_style() -> str:
 
 def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the machine."""
-    (rows, columns), (width, height), arms, shown_arms = picture.grid, picture.size, picture.arms, picture.shown_arms
+    (rows, columns), (width, height), arms, shown_arms = picture.grid_shape, picture.size, picture.arms, picture.shown_arms
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout

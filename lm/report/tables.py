@@ -46,7 +46,7 @@ class Column:
 
     def text(self, value: float) -> str:
         """Format a mean, or an end of an interval, as text; with a sign in columns of differences."""
-        return signed(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
+        return signed_text(value) if self.kind == "difference" else f"{value:z.{self.decimals}f}"
 
     def cell_text(self, cell: Cell) -> str:
         """The cell as text: an interval as `mean [low, high]`, None as `-`."""
@@ -86,7 +86,7 @@ class Table:
 DIFFERENCE = Column("difference", kind="difference")
 
 
-def show(value: object) -> str:
+def plain_text(value: object) -> str:
     """A value as text: integers with thousands separated, None as `not recorded`."""
     if value is None:
         return "not recorded"
@@ -100,7 +100,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def digits(value: float | None) -> str | None:
+def numeral(value: float | None) -> str | None:
     """A value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for NaN or inf, None for None."""
     if value is None:
         return None
@@ -115,7 +115,7 @@ def four_digit_text(value: float) -> str:
     return f"{float(text):.0f}" if "e+" in text else text
 
 
-def signed(value: float) -> str:
+def signed_text(value: float) -> str:
     """A difference as text with its sign."""
     text = f"{value:+.4f}" if abs(value) < 100 else f"{'+' * (value > 0)}{four_digit_text(value)}"
     return "0.0000" if float(text) == 0 else text
@@ -218,12 +218,12 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
     if not console.is_terminal:
         console.width = max(console.width, 160)
     for table in tables:
-        console.print(grid(table))
+        console.print(to_rich(table))
     for text in notes:
         console.print(escape(text), highlight=False)
 
 
-def grid(table: Table) -> RichTable:
+def to_rich(table: Table) -> RichTable:
     """The table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title only."""
     title = with_unit(table.title, table.unit)
     rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

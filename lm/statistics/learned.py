@@ -18,17 +18,17 @@ class LearnedCounts:
 
     # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates. The judged pair comes first, then all
     # pairs of rates that the two were trained at. Each pair must show the difference. A run that diverged has not learned
-    learned: Sequence[tuple[int, int]]
-    ended: int  # number of seeds whose runs have all ended, in both arms
-    diverged: int = 0  # number of runs that diverged, of both arms
+    learned_pairs: Sequence[tuple[int, int]]
+    n_ended_seeds: int  # number of seeds whose runs have all ended, in both arms
+    n_diverged_runs: int = 0  # number of runs that diverged, of both arms
     is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
     n_planned_seeds: int = 0  # number of planned seeds
 
     @property
     def p(self) -> list[float]:
         """p of Fisher's test at each pair of learning rates; 1 where the difference has another sign than at the first pair."""
-        first_sign = np.sign(np.subtract(*self.learned[0]))
-        return [fisher_exact(a, self.ended, b, self.ended) if np.sign(a - b) == first_sign else 1.0 for a, b in self.learned]
+        first_sign, n = np.sign(np.subtract(*self.learned_pairs[0])), self.n_ended_seeds
+        return [fisher_exact(a, n, b, n) if np.sign(a - b) == first_sign else 1.0 for a, b in self.learned_pairs]
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
@@ -48,11 +48,11 @@ def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> di
 
 
 def _verdict(counts: LearnedCounts, family: int, min_seeds: int) -> Verdict:
-    (arm_count, base_count), seeds = counts.learned[0], counts.ended
+    (arm_count, base_count), seeds = counts.learned_pairs[0], counts.n_ended_seeds
     is_tested = counts.is_tuned and seeds >= counts.n_planned_seeds
     p = min(1.0, family * max(counts.p)) if is_tested else 1.0
     finding = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
-    finding += f"; {counts.diverged} diverged, and count as not learned" if counts.diverged else ""
+    finding += f"; {counts.n_diverged_runs} diverged, and count as not learned" if counts.n_diverged_runs else ""
     kind, reason, open_reason = "undecided", f"{finding}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
     if not counts.is_tuned:
         kind, (reason, open_reason) = "not tuned", UNTUNED

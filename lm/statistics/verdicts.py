@@ -18,7 +18,7 @@ MIN_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
 MAX_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
 MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
 
-Kind = Literal[
+VerdictKind = Literal[
     "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete", "not reached", "unstable",
     "not tuned",
 ]  # fmt: skip
@@ -37,7 +37,7 @@ class Comparison:
     # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`combine_over_rates`)
     rate_differences: np.ndarray | Sequence[float]
     judged_pair: tuple[int, int] = (0, 0)  # indices in `rate_differences` of the pair of rates that are judged
-    diverged: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
+    n_diverged_runs: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
     # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it is worse than the
     # baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
@@ -95,7 +95,7 @@ class Comparison:
 class Verdict:
     """The verdict on an arm against the baseline."""
 
-    kind: Kind
+    kind: VerdictKind
     reason: str  # the facts that the verdict rests on, with the smallest difference of interest
     # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %. None with
     # fewer than two seeds
@@ -109,7 +109,7 @@ class Verdict:
     p_exact: float | None = None
     document_interval: Interval | None = None  # the interval over seeds and documents; None where there are too few seeds or documents
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
-    margin: str = ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
+    margin_text: str = ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
     open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
     seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
@@ -124,11 +124,11 @@ class Verdict:
         """The verdict in plain words with its margin, such as `no difference above 0.01`. No other code puts a kind into words."""
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
-        if not self.margin:
+        if not self.margin_text:
             return f"learns {'more' if self.kind == 'better' else 'less'} often"
         if self.kind in ("better", "worse"):
-            return f"{self.kind} by more than {self.margin}" if self.exceeds_margin else f"{self.kind}, perhaps by less than {self.margin}"
-        return f"{'a ' if self.kind == 'difference below margin' else ''}{self.kind.removesuffix('margin')}{self.margin}"
+            return f"{self.kind}{' by more' if self.exceeds_margin else ', perhaps by less'} than {self.margin_text}"
+        return f"{'a ' if self.kind == 'difference below margin' else ''}{self.kind.removesuffix('margin')}{self.margin_text}"
 
     @property
     def words(self) -> str:
@@ -157,8 +157,8 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     return {name: _verdict(comparison, margin, margin_text, null, len(comparisons), looks) for name, comparison in comparisons.items()}
 
 
-def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, comparisons: int, looks: int) -> Verdict:
-    family = comparisons * looks
+def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, n_comparisons: int, looks: int) -> Verdict:
+    family = n_comparisons * looks
     seeds, is_finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
@@ -166,11 +166,11 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     intervals = {"single_interval": comparison.interval(looks) if has_interval else None}
     intervals["document_interval"] = comparison.document_estimate and comparison.enclosing(comparison.document_estimate, family)
 
-    def untested_verdict(kind: Kind, reason: str, open_reason: str) -> Verdict:
-        return Verdict(kind, reason, interval, 1.0, needed_seeds, **intervals, margin=margin_text, open_reason=open_reason)
+    def untested_verdict(kind: VerdictKind, reason: str, open_reason: str) -> Verdict:
+        return Verdict(kind, reason, interval, 1.0, needed_seeds, **intervals, margin_text=margin_text, open_reason=open_reason)
 
-    if comparison.diverged:
-        runs = f"{comparison.diverged} final run{'s' * (comparison.diverged > 1)} diverged"
+    if comparison.n_diverged_runs:
+        runs = f"{comparison.n_diverged_runs} final run{'s' * (comparison.n_diverged_runs > 1)} diverged"
         return untested_verdict("unstable", f"{runs}{comparison.divergence and ': '}{comparison.divergence}", runs)
     if not is_finite:
         return untested_verdict("unstable", "a difference is not finite", "a difference is not finite")
@@ -188,7 +188,7 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
         return untested_verdict("undecided", reason, "another learning rate has no finite difference")
     p, exact_p = min(1.0, family * p_difference(comparison)), p_exact(comparison)
 
-    def verdict(kind: Kind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
+    def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
         adjusted_p = None if exact_p is None else min(1.0, family * exact_p)
         return replace(untested_verdict(kind, reason, open_reason), p=p, p_exact=adjusted_p, exceeds_margin=is_beyond_margin, seeds=seeds)
 
