@@ -209,7 +209,7 @@ def _distribution_of(package: str) -> str:
     return ""
 
 
-def is_version(recorded: str, present: str) -> bool:
+def matches_version(recorded: str, present: str) -> bool:
     """Return whether the plugin version `present` matches the one `recorded` in a run; older runs recorded only
     the name and version of the distribution that installed the plugin."""
     return present == recorded or present.endswith(f" ({recorded})")

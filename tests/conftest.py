@@ -82,12 +82,7 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def arguments(corpus: Path, store_root: Path, tmp_path: Path) -> list[str]:
     """What `tiny` loads, for the command line."""
-    return [
-        str(ROOT / "tests" / "tiny.yaml"),
-        f"data.source.paths=[{corpus}]",
-        f"data.root={store_root}",
-        f"runs={tmp_path / 'runs'}",
-    ]
+    return [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={tmp_path / 'runs'}"]
 
 
 @pytest.fixture

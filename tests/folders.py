@@ -13,7 +13,7 @@ import torch
 
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, Series, evaluation_path
-from lm.runs.folder import step_of, steps_saved
+from lm.runs.folder import step_of, step_paths
 from lm.training.module import TrainModule
 
 EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
@@ -85,7 +85,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def kill_after(folder: Path, step: int) -> None:
     """Leave a run folder as a kill some time after checkpoint `step` would: its metrics and evaluations go beyond it."""
     checkpoints = folder / "checkpoints"
-    for path in steps_saved(checkpoints):
+    for path in step_paths(checkpoints):
         if step_of(path) > step:
             path.unlink()
     os.replace(shutil.copy(checkpoints / f"step-{step:06d}.ckpt", checkpoints / "copy"), checkpoints / "last.ckpt")

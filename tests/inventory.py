@@ -68,10 +68,7 @@ RECALL = ["eval.recall={tasks: [passkey], length_factors: [2], sequences: 8}"]
 NEEDLE = ["eval.needle={length_factors: [2], depths: [0.5], trials: 8, heads_at: 2, finetune: {steps: 1, batch_sequences: 1}}"]
 SWAP = ["phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}}]"]
 ONLY_VALIDATION = ["eval.long_context.length_factor=0"]
-MQAR = [
-    "data.tasks=[{task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]",
-    "eval.recall={length_factors: [2], sequences: 8}",
-]
+MQAR = ["data.tasks=[{task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]", "eval.recall={length_factors: [2], sequences: 8}"]
 
 
 # ---------------------------------------------------------------- commands and keys

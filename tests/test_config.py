@@ -502,8 +502,7 @@ def test_lightning_is_imported_in_one_place():
 
 
 @pytest.mark.parametrize(
-    ("kind", "off"),
-    [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],
+    ("kind", "off"), [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")]
 )
 def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
     key = f"eval.{kind}.inference"

@@ -57,13 +57,7 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
         [RECOMPUTED],
         *(
             pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                GAU,
-                ["trainer.micro_batch=4"],
-                ["model.tied=true", "model.dropout=0.1"],
-                ["model.normalizer=entmax15"],
-                MODERN,
-            )
+            for options in (GAU, ["trainer.micro_batch=4"], ["model.tied=true", "model.dropout=0.1"], ["model.normalizer=entmax15"], MODERN)
         ),
     ],
     ids=lambda options: " ".join(options) or "plain",
@@ -277,7 +271,7 @@ def test_mfu_counts_what_the_mask_hides_in_one_of_two_conventions():
     with torch.device("meta"):
         decoder = Decoder(config.model, 50257, 1024, seed=None)
     attention = 12 * 12 * 12 * 64 * 1024  # 12 L H Q T
-    causal, palm = flops_per_token(decoder), flops_per_token(decoder, masked=True)
+    causal, palm = flops_per_token(decoder), flops_per_token(decoder, count_masked=True)
     assert palm - causal == attention / 2
     assert palm == pytest.approx(6 * 124.3e6 + attention, rel=0.01)  # nanoGPT's 6 N + 12 L H Q T
     assert mfu(decoder, 1000.0, 4000.0 * palm) == {"mfu/causal": round(causal / palm / 4, 4), "mfu/palm": 0.25}

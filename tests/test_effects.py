@@ -4,7 +4,7 @@ import pytest
 
 from lm.config.load import merge, overrides_in, parse
 from lm.config.model_config import ModelConfig
-from lm.config.tree import Config, effect_of, function_options, is_learned, keys_acting_in, recorded_per_start
+from lm.config.tree import Config, distinguishes_arms, effect_of, function_options, keys_acting_in, recorded_per_start
 from lm.errors import ConfigError
 from lm.schema import effect, reference, to_plain
 
@@ -22,7 +22,7 @@ def test_unknown_keys_have_no_effect_and_options_of_plugins_have_their_blocks():
 
 
 def test_a_key_of_another_version_distinguishes_arms_and_must_not_change_on_resume():
-    assert is_learned("optim.nothing")
+    assert distinguishes_arms("optim.nothing")
     assert effect_of("optim.nothing").on_resume == "same"
 
 
@@ -35,7 +35,7 @@ def test_a_key_of_another_version_distinguishes_arms_and_must_not_change_on_resu
     ],
 )  # fmt: skip
 def test_which_keys_distinguish_arms(path: str, learned: bool):
-    assert is_learned(path) == learned
+    assert distinguishes_arms(path) == learned
 
 
 def test_which_keys_that_affect_learning_may_change_on_resume():

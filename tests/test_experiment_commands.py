@@ -70,10 +70,7 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [
-        ("ssmax", [{}, {"n": "fixed:64"}, {"bias": True}]),
-        ("layers", [{"of": ["window", "softmax"]}, {"of": ["window", "ssmax"]}]),
-    ],
+    [("ssmax", [{}, {"n": "fixed:64"}, {"bias": True}]), ("layers", [{"of": ["window", "softmax"]}, {"of": ["window", "ssmax"]}])],
 )
 def test_weights_that_were_swapped_with_other_options_are_not_taken(tmp_path, to, options):
     swapped = {}

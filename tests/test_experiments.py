@@ -267,11 +267,7 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
 
 
 def test_an_arm_whose_source_diverged_has_diverged_with_it(tmp_path, overrides):
-    arms = {
-        "softmax": {},
-        "wild": WILD,
-        "after": {"from": "wild", "optim.lr": 1e-3},
-    }
+    arms = {"softmax": {}, "wild": WILD, "after": {"from": "wild", "optim.lr": 1e-3}}
     procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1], arms=arms), overrides))
     launching(procedure, here).train_all()
     assert [line["verdict"] for line in summary_entries(procedure)[1:]] == ["unstable", "unstable"]

@@ -69,12 +69,7 @@ BROKEN = {
     ),
     "question": ("task", "np.array([[length, length + 1]])", "np.array([[length + 1, length + 2]])", "the question [257, 258), not within"),
     "vocabulary": ("task", "tokens[0]\n", "self.vocab_size\n", "token 17, not in 0 to 16"),
-    "no question": (
-        "task",
-        "Example(tokens, last, first, needles=first)",
-        "Example(tokens, *[last[:0]] * 3)",
-        "0 questions",
-    ),
+    "no question": ("task", "Example(tokens, last, first, needles=first)", "Example(tokens, *[last[:0]] * 3)", "0 questions"),
     "state": (
         "optimizer",
         "self.state[parameter].setdefault",

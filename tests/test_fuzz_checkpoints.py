@@ -66,7 +66,7 @@ class Finished:
         checkpoint = load_checkpoint(self.checkpoint)
         check_resume(self.config, self.store, checkpoint, self.checkpoint)
         start = start_from_checkpoint(self.config, checkpoint)
-        moments = {f"{name}.{key}": value for name, state in start.optimizer.items() for key, value in state.items()}
+        moments = {f"{name}.{key}": value for name, state in start.optimizer_state.items() for key, value in state.items()}
         return start.decoder.state_dict() | moments, [start.step, start.phase, start.state]
 
     def reported(self) -> None:

@@ -37,7 +37,7 @@ from lm.experiments.run_outcome import Outcome  # noqa: E402
 from lm.model.decoder import Decoder  # noqa: E402
 from lm.model.device import Device  # noqa: E402
 from lm.model.spec import ModelSpec  # noqa: E402
-from lm.runs.loading import Loaded, export  # noqa: E402
+from lm.runs.loading import LoadedModel, export  # noqa: E402
 from lm.training.train import train  # noqa: E402
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -57,7 +57,7 @@ def made(tiny, normalizer: object = None, max_length: int | None = None, end_tok
             block.attention.qkv.weight.mul_(8)
         decoder.embedding.weight.mul_(20)
     spec = ModelSpec.from_decoder(decoder, end_tokens=end_tokens)
-    return HarnessLM(Loaded(decoder, spec, store.tokenizer(), store.path), max_length, CPU)
+    return HarnessLM(LoadedModel(decoder, spec, store.tokenizer(), store.path), max_length, CPU)
 
 
 def ask(kind: str, *arguments: tuple) -> list[Instance]:
@@ -292,11 +292,11 @@ def test_a_length_the_model_cannot_take_is_refused(tiny):
         made(tiny, max_length=1)
     source = made(tiny)
     source.decoder.config.position = Learned()
-    copy = Loaded(source.decoder, ModelSpec.from_decoder(source.decoder), source.tokenizer, Path())
+    copy = LoadedModel(source.decoder, ModelSpec.from_decoder(source.decoder), source.tokenizer, Path())
     with pytest.raises(ConfigError, match="learned positions end at 32"):
         HarnessLM(copy, max_length=33)
     with pytest.raises(RunError, match="no tokenizer"):
-        HarnessLM(Loaded(source.decoder, ModelSpec.from_decoder(source.decoder), None, Path()))
+        HarnessLM(LoadedModel(source.decoder, ModelSpec.from_decoder(source.decoder), None, Path()))
 
 
 # ---------------------------------------------------------------- the harness's tasks

@@ -20,12 +20,12 @@ from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from lm.config.data_config import TrainedTokenizer
 from lm.config.tree import function_options
-from lm.data.tokenizer import read_tokenizer, train_tokenizer
+from lm.data.tokenizer import find_tokenizer_json, train_tokenizer
 from lm.errors import DataError, RunError
 from lm.evaluation.generation import Sampling, generate, generate_text
 from lm.huggingface.architectures import ARCHITECTURES
 from lm.huggingface.fields import IRRELEVANT_FIELDS, REQUIRED_VALUES, Fields
-from lm.runs.loading import Loaded, load
+from lm.runs.loading import LoadedModel, load
 
 V, T = 300, 512  # vocabulary, and tokens of the sequences that are compared
 
@@ -90,7 +90,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(iter([text] * 3), TrainedTokenizer(vocab_size=290))
 
 
-def imported(source: Path, out: Path, *options: str) -> Loaded:
+def imported(source: Path, out: Path, *options: str) -> LoadedModel:
     result = lm("import", str(source), "-o", str(out), *options)
     assert result.returncode == 0, result.stderr
     return load(out)
@@ -266,7 +266,7 @@ def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: 
     (tmp_path / "tokenizer.model").write_bytes(b"")
     monkeypatch.setattr("lm.data.tokenizer.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"has no tokenizer\.json; transformers converts its tokenizer: pip install 'sentencepiece>=0\.2'"):
-        read_tokenizer(tmp_path)
+        find_tokenizer_json(tmp_path)
 
 
 def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):

@@ -29,8 +29,8 @@ def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
     scores = curves["largest_score", 0]
     assert [*scores] == ["head0", "head1"]
     assert [head.tokens.tolist() for head in scores.values()] == [[10, 20], [10, 20]]
-    np.testing.assert_array_equal([head.loss for head in scores.values()], [[1.0, 3.0], [2.0, np.nan]])
-    np.testing.assert_array_equal(curves["train/grad_norm", 10][""].loss, [np.nan, 4.0])
+    np.testing.assert_array_equal([head.values for head in scores.values()], [[1.0, 3.0], [2.0, np.nan]])
+    np.testing.assert_array_equal(curves["train/grad_norm", 10][""].values, [np.nan, 4.0])
     assert [*curves["normalizer/base.out.bias", 3]] == ["rms"]
 
 

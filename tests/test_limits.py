@@ -30,7 +30,7 @@ from lm.diagnostics.limits import (
     totals_and_counts,
     two_sample_tests,
 )
-from lm.evaluation.diagnostic_pictures import diagnostics
+from lm.evaluation.diagnostic_pictures import diagnostics_picture
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis, Series, Shown
@@ -61,7 +61,7 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "att
 def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[Values, list]:
     """Values of some sequences, and what is derived of them."""
     statistics, model = (
-        limit_statistics(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), every=1),
+        limit_statistics(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), query_stride=1),
         decoder(normalizer, block),
     )
     measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
@@ -198,7 +198,7 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
 
 
 def test_what_is_measured_does_not_depend_on_how_many_queries_fit_in_memory(monkeypatch: pytest.MonkeyPatch):
-    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[0.1], directions=2), every=3)
+    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[0.1], directions=2), query_stride=3)
     measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
     expected = measures.vectors(model, batch())[0]
     monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 5 * 3 * LENGTH)  # five queries at a time
@@ -300,7 +300,7 @@ def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name:
 
 @torch.no_grad()
 def test_scores_that_are_not_finite_leave_the_others_alone():
-    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[1.0], directions=1), every=1)
+    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[1.0], directions=1), query_stride=1)
     measures = Measures((statistics,), LAYERS, HEADS, QUERIES, LENGTH)
     before = measures.values(measures.vectors(model, batch())[0].numpy()[None], 64)
     model.blocks[1].attention.qkv.weight[0] = math.nan  # of the last layer's first head
@@ -320,6 +320,6 @@ def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
         for setting in ("as trained", "untrained weights")
         for label in ("largest weights", "random keys, drawn")
     ]
-    assert diagnostics(curves).png.startswith(b"\x89PNG")
-    assert diagnostics([curve for curve in curves if curve.shown is None]) is None
-    assert diagnostics([replace(curve, means=np.full(2, np.nan)) for curve in curves]) is None  # none of its lines is defined
+    assert diagnostics_picture(curves).png.startswith(b"\x89PNG")
+    assert diagnostics_picture([curve for curve in curves if curve.shown is None]) is None
+    assert diagnostics_picture([replace(curve, means=np.full(2, np.nan)) for curve in curves]) is None  # none of its lines is defined

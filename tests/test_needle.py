@@ -220,10 +220,7 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     asked = trials(Needle(depth=0.5), 256, 3, Text(store))
     parts = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in asked], axis=0)  # of the keys that the last token sees
     levels = {series.metric: series.references["uniform attention"] for series in result if series.metric.startswith("attention to the")}
-    assert levels == {
-        "attention to the number": pytest.approx(parts[0]),
-        "attention to the sentence": pytest.approx(parts[1]),
-    }
+    assert levels == {"attention to the number": pytest.approx(parts[0]), "attention to the sentence": pytest.approx(parts[1])}
     assert json.loads(json.dumps([series.plain() for series in result])) == [series.plain() for series in result]
 
 

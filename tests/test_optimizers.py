@@ -163,11 +163,7 @@ def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[st
 
 @pytest.mark.parametrize(
     ("group", "options"),
-    [
-        ("head", ["model.tied=true"]),
-        ("matrices", ["model.normalizer=ssmax", "train_only=normalizer"]),
-        ("normalizer", []),
-    ],
+    [("head", ["model.tied=true"]), ("matrices", ["model.normalizer=ssmax", "train_only=normalizer"]), ("normalizer", [])],
 )
 def test_a_group_that_no_trained_parameter_is_in_is_not_set_in_vain(tiny, group: str, options: list[str]):
     with pytest.raises(ConfigError, match=rf"optim\.groups\.{group} = .*: no trained parameter is in this group; drop it"):

@@ -13,7 +13,7 @@ from conftest import ROOT, lm
 from outside import forget, installed, outside_package
 from trials import written as experiment_file
 
-from lm.attention.catalogue import ENTRIES, NORMALIZERS, implementation, method_ignored_by_forward
+from lm.attention.catalogue import ENTRIES, NORMALIZER, implementation, method_ignored_by_forward
 from lm.attention.contract import CHECKS
 from lm.config.load import load_config, parse
 from lm.errors import ConfigError, RunError
@@ -23,7 +23,7 @@ from lm.experiments.procedure import Procedure
 from lm.experiments.run_outcome import run_differences
 from lm.experiments.slots import commands
 from lm.files import read_sealed, write_sealed
-from lm.plugins import PLUGINS, _distribution_of, is_version
+from lm.plugins import PLUGINS, _distribution_of, matches_version
 from lm.runs.checkpoints import load_checkpoint, save_checkpoint
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, read_config
 
@@ -90,7 +90,7 @@ def test_another_file_of_its_package_is_other_code(powers: Path):
     def code() -> dict[str, str]:
         forget("powers")
         with PLUGINS.trusted():
-            PLUGINS.options(NAME, NORMALIZERS)
+            PLUGINS.options(NAME, NORMALIZER)
         return PLUGINS.code(["softmax", NAME])
 
     before = code()
@@ -219,7 +219,7 @@ def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(powers: P
 
 
 def test_normalizers_of_lm_set_their_attributes_where_they_have_an_effect():
-    assert [name for name in ENTRIES if NORMALIZERS.options(implementation(name)) is not ENTRIES[name]] == []
+    assert [name for name in ENTRIES if NORMALIZER.options(implementation(name)) is not ENTRIES[name]] == []
 
 
 @pytest.mark.parametrize(("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)])
@@ -395,9 +395,9 @@ def test_a_loss_that_is_not_finite_names_the_check_of_code_from_outside(powers: 
 
 
 def test_a_distribution_that_an_older_run_recorded_without_a_digest_is_the_same():
-    assert is_version("powers 1.2", "source sha256 0123456789ab (powers 1.2)")
-    assert not is_version("powers 1.1", "source sha256 0123456789ab (powers 1.2)")
-    assert not is_version("source sha256 1123456789ab (powers 1.2)", "source sha256 0123456789ab (powers 1.2)")
+    assert matches_version("powers 1.2", "source sha256 0123456789ab (powers 1.2)")
+    assert not matches_version("powers 1.1", "source sha256 0123456789ab (powers 1.2)")
+    assert not matches_version("source sha256 1123456789ab (powers 1.2)", "source sha256 0123456789ab (powers 1.2)")
 
 
 def test_the_distribution_of_a_package_is_found_as_the_standard_library_finds_it():

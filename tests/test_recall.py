@@ -15,7 +15,7 @@ from folders import curve, same, series, weights
 
 from lm.config.load import load_config, parse, to_yaml
 from lm.config.model_config import ModelConfig
-from lm.config.task_config import HELD_OUT, MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.config.tree import Config
 from lm.data.batches import IGNORED, Batch, MicroBatches, train_sequences
 from lm.data.prepare import prepare
@@ -311,7 +311,7 @@ def test_a_run_trains_on_training_sequences_alone(tiny):
     config = tiny("data.tasks=[{task: {name: copy, span: 4}}]", SYMBOLS[1])
     sequences = train_sequences(prepare(config.data), config)
     targets = torch.cat([sequences.batch(step).targets for step in range(8)])
-    assert not any(integer_hash(row[row != IGNORED].numpy()) % HELD_OUT == 0 for row in targets), "these strings are for test sequences"
+    assert not any(integer_hash(row[row != IGNORED].numpy()) % TEST_DIVISOR == 0 for row in targets), "these strings are for test sequences"
 
 
 def test_needles_are_dealt_among_text_by_weight(tiny):

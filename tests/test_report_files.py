@@ -54,11 +54,7 @@ def shown(folders: list[Path], out: Path) -> dict[str, str]:
     print_tables(*comparison_tables(comparison), notes=comparison_notes(comparison), console=console)
     texts = {name: getattr(files, name).read_text() for name in ("html", "markdown", "csv", "latex")}
     texts["latex"] = texts["latex"].replace("\\\\", "")
-    return texts | {
-        "terminal": console.export_text(),
-        "legend": " ".join(picture.arms),
-        "caption": picture.caption,
-    }
+    return texts | {"terminal": console.export_text(), "legend": " ".join(picture.arms), "caption": picture.caption}
 
 
 def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, tmp_path):

@@ -28,7 +28,7 @@ from lm.files import read_json
 from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.evaluations import Evaluation, Series, checkpoint_selection_mask, evaluation_files, selection_loss
-from lm.runs.folder import steps_saved
+from lm.runs.folder import step_paths
 from lm.runs.loading import load
 from lm.runs.metadata import load_metadata
 from lm.training.fit import truncate_after
@@ -366,7 +366,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     config = tiny("name=back", *options)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt", "step-000008.ckpt"]
+    assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt", "step-000008.ckpt"]
     expected = losses(config.run_folder)
     with pytest.raises(RunError, match=r"leaves no step up to trainer\.max_steps = 4, and the run has step-000008\.ckpt; raise"):
         train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=4"))
@@ -374,7 +374,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     capsys.readouterr()
     train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=6", "optim.schedule=cosine"))
     assert "note: back to step 4; checkpoints, metrics and evaluations of later steps are deleted" in capsys.readouterr().out
-    assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
+    assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
     assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
     assert len(losses(config.run_folder)) == 6
     assert losses(config.run_folder)[:4] == expected[:4]
@@ -402,10 +402,10 @@ def test_a_clock_set_back_does_not_decide_which_checkpoints_are_kept(tiny):
     options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=2", "eval.every=100", "eval.long_context.length_factor=0"]
     config = tiny("name=clock", "trainer.max_steps=4", "optim.schedule=constant", *options)
     train(config)
-    for path in steps_saved(config.run_folder / "checkpoints"):
+    for path in step_paths(config.run_folder / "checkpoints"):
         os.utime(path, (2**32, 2**32))
     train(tiny("name=clock", "trainer.max_steps=8", "optim.schedule=constant", *options, "resume=auto"))
-    assert [path.name for path in steps_saved(config.run_folder / "checkpoints")] == ["step-000006.ckpt", "step-000008.ckpt"]
+    assert [path.name for path in step_paths(config.run_folder / "checkpoints")] == ["step-000006.ckpt", "step-000008.ckpt"]
 
 
 def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
@@ -426,7 +426,7 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     config = tiny("name=kept", *options, phases)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    assert [path.name for path in steps_saved(checkpoints)] == ["step-000004.ckpt", "step-000018.ckpt", "step-000020.ckpt"]
+    assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000018.ckpt", "step-000020.ckpt"]
     chosen_by = selection_losses(config.run_folder)
     best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
     assert best["best"]["loss"] == pytest.approx(min(chosen_by.values()), abs=1e-6)

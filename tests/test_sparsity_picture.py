@@ -9,7 +9,7 @@ from lm.attention import catalogue as opt
 from lm.attention.options import Options
 from lm.config.eval_config import DiagnosticsConfig
 from lm.diagnostics.attention_rows import HEAD
-from lm.evaluation.diagnostic_pictures import diagnostics, sparsity_panels
+from lm.evaluation.diagnostic_pictures import diagnostics_picture, sparsity_panels
 from lm.evaluation.diagnostics import diagnostic_series
 from lm.evaluation.held_out import HeldOut
 from lm.model.device import Device
@@ -26,7 +26,7 @@ def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
         if curve.axis and curve.axis.name == HEAD and curve.setting == "as trained":
             heads.setdefault(curve.metric, []).append(curve.means)
     theory_panels = [panel for row in sparsity_panels(curves, [*dict.fromkeys(curve.setting for curve in curves)]) for panel in row]
-    picture = diagnostics(curves)
+    picture = diagnostics_picture(curves)
     assert picture.png.startswith(b"\x89PNG")
     assert sum(isinstance(panel, Panel) and panel.title.endswith(", by head") for panel in picture.panels) == len(theory_panels)
     return theory_panels, {name: np.concatenate(parts) for name, parts in heads.items()}

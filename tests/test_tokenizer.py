@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from lm.config.data_config import DataConfig, Files, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
 from lm.config.load import load_config
-from lm.data.encoding import MAX_WORD_LENGTH, Document, cuts_between_words, encode_all, short_words, split_text
+from lm.data.encoding import MAX_WORD_LENGTH, Document, can_cut_between_words, encode_all, split_long_words, split_text
 from lm.data.inspect import store_description
 from lm.data.prepare import prepare
 from lm.data.sources import read_archive
@@ -280,16 +280,16 @@ def test_a_tokenizer_is_trained_on_short_words(tmp_path: Path, monkeypatch: pyte
 def test_long_words_are_cut():
     """A long word, such as base64, would take a tokenizer time that grows with its square."""
     blob = "ab" * 5_000
-    cut = list(short_words(f"some words {blob} and {blob}"))
+    cut = list(split_long_words(f"some words {blob} and {blob}"))
     assert "".join(cut) == f"some words {blob} and {blob}"
     assert max(len(word) for text in cut for word in text.split()) == MAX_WORD_LENGTH
-    assert list(short_words("words " * 5_000)) == ["words " * 5_000]
+    assert list(split_long_words("words " * 5_000)) == ["words " * 5_000]
 
 
 def test_only_tokenizers_that_separate_words_encode_in_pieces(tmp_path: Path):
-    assert cuts_between_words(train_tokenizer(iter(TEXTS), TrainedTokenizer(300)))
+    assert can_cut_between_words(train_tokenizer(iter(TEXTS), TrainedTokenizer(300)))
     for change in ({"pre_tokenizer": None}, {"normalizer": {"type": "Lowercase"}}):
-        assert not cuts_between_words(load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", **change), "</s>"))
+        assert not can_cut_between_words(load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", **change), "</s>"))
 
 
 # ---------------------------------------------------------------- rank files

@@ -17,7 +17,7 @@ from lm.config.load import parse
 from lm.errors import RunError
 from lm.files import unfinished
 from lm.runs.checkpoints import load_checkpoint
-from lm.runs.folder import command_line, steps_saved
+from lm.runs.folder import command_line, step_paths
 from lm.training.callbacks import StopOnSignal
 from lm.training.fit import truncate_after
 from lm.training.mirror import MetricLog
@@ -52,7 +52,7 @@ def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.Capt
     peaks = [line["peak_memory_bytes"] for line in lines]
     assert peaks == sorted(peaks)
     assert 2**26 < peaks[-1] < 2**36
-    assert [path.name for path in steps_saved(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
+    assert [path.name for path in step_paths(folder / "checkpoints")] == ["step-000030.ckpt", "step-000040.ckpt"]
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 40
     loss, bits = series(folder, "validation", 40)
     assert bits.metric == "bits per byte"

@@ -255,10 +255,7 @@ def first(content: dict) -> dict[str, torch.Tensor]:
 
 
 MISMATCHES = {
-    "shape": (
-        lambda content: first(content).update(exp_avg=torch.zeros(3)),
-        r"exp_avg has shape \(3,\), .* implies \(96, 32\)",
-    ),
+    "shape": (lambda content: first(content).update(exp_avg=torch.zeros(3)), r"exp_avg has shape \(3,\), .* implies \(96, 32\)"),
     "number": (lambda content: first(content).update(exp_avg=0.0), r"exp_avg has shape None"),
     "pose": (lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)), "exp_avg is not contiguous"),
     "no state": (lambda content: content["optimizer"].update({"norm.weight": 3}), r"norm\.weight has 3 in place of"),

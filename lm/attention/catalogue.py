@@ -52,10 +52,10 @@ class _NormalizerKind(Kind):
         return schema
 
 
-NORMALIZERS = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
+NORMALIZER = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
 
 
-SINGLE = Registry(NORMALIZERS, ENTRIES)  # options of one layer's normalizer
+SINGLE = Registry(NORMALIZER, ENTRIES)  # options of one layer's normalizer
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _layers_label(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS = Registry(NORMALIZERS, {**SINGLE, Layers.name: Layers})
+OPTIONS = Registry(NORMALIZER, {**SINGLE, Layers.name: Layers})
 
 
 _DEFINITION_METHODS = ("define_scores", "normalize", "visible")
@@ -135,7 +135,7 @@ def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
 
 def label(plain: Mapping[str, Plain]) -> str:
     """The label of a normalizer from its options in a run folder: its name and the options that differ from their defaults, such as
-    `ssmax (n=sample)`. The label names all options if `read` returns None."""
+    `ssmax (n=sample)`. The label names all options if `options_from_plain` returns None."""
     if plain["name"] == Layers.name:
         return _layers_label(map(label, plain["of"]))
     options = options_from_plain(plain)

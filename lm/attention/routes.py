@@ -30,7 +30,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
-def executing_device(tensor: Tensor) -> torch.device:
+def routing_device(tensor: Tensor) -> torch.device:
     """The device that decides the route of a computation with `tensor`: the device of an active `with_device_limits`, else the tensor's."""
     return _simulated_device or tensor.device
 
@@ -95,7 +95,7 @@ def fused_softmax(
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
-    if (layout.causal or layout.tail) and mask is None and executing_device(v).type == "cpu":
+    if (layout.causal or layout.tail) and mask is None and routing_device(v).type == "cpu":
         if k.size(2) <= SHORT_LENGTH:
             return short_attention(q, k, v, scale)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))) and not cpu_kernel.why_unusable(v):
@@ -208,7 +208,7 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     A causal block has the keys up to its last query, rounded up to eighths of all keys, as blocks of few different sizes reuse memory. On a
     CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS` weights if that is more.
     """
-    device, length, keys, row_weights = executing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
+    device, length, keys, row_weights = routing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
     eighth_of_keys, max_weights = -(-keys // 8), block_weights(device)
     if device.type == "cpu" and layout.causal:
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))

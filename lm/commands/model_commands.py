@@ -136,7 +136,7 @@ def swap(
 
     files, overrides = paths_and_overrides(arguments or [])
     result = swap_run(source, checkpoint, to, init, out, overrides, files)
-    print(*result.models, sep="\n")
+    print(*result.model_lines, sep="\n")
     print_results([EvaluationResult(out, result.evaluation, cached=False)], result.path)
     print(*result.notes, sep="\n")
     if result.warning:

@@ -146,7 +146,7 @@ LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, Fix
 # ---------------------------------------------------------------- sources and tokenizers
 
 
-LONGEST = 10**7  # most tokens in a sequence
+MAX_SEQ_LEN = 10**7  # most tokens in a sequence
 
 
 @dataclass
@@ -409,7 +409,7 @@ class DataConfig:
     source: Source | Mixture = variant(Registry(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
-    seq_len: int = key(256, "tokens in a training sequence", ge=2, le=LONGEST)
+    seq_len: int = key(256, "tokens in a training sequence", ge=2, le=MAX_SEQ_LEN)
     lengths: SequenceLengths = variant(
         LENGTHS,
         "full",

@@ -135,7 +135,7 @@ class InferenceSetting:
         ]
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
-    def unused_temperature(self, normalizers: list[Options], path: str) -> list[Problem]:
+    def temperature_problems(self, normalizers: list[Options], path: str) -> list[Problem]:
         """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q. `path` is the key path
         of this setting."""
         unscaled_layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]

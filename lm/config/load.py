@@ -203,7 +203,7 @@ def refuse_unused_temperatures(config: Config) -> None:
         problem
         for kind, options in config.eval.kinds.items()
         for index, setting in enumerate(getattr(options, "inference", []))
-        for problem in setting.unused_temperature(normalizers, f"{config.eval.path(kind)}.inference[{index}]")
+        for problem in setting.temperature_problems(normalizers, f"{config.eval.path(kind)}.inference[{index}]")
     ]:
         raise ConfigError(problems)
 

@@ -15,7 +15,7 @@ from lm.schema import Plain, key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
 MAX_PAIRS_TIMES_VALUES = 2**22  # most pairs x values in a sequence, which lm.data.tasks compares one by one
-HELD_OUT = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
+TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs in test sequences only
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Task(ABC):
 
     def n_distinct(self, length: int, subset: Literal["train", "test"]) -> float:
         """The approximate number of different sequences that the subset can have; with more draws, some sequences repeat."""
-        fraction = 1 / HELD_OUT if subset == "test" else 1 - 1 / HELD_OUT
+        fraction = 1 / TEST_DIVISOR if subset == "test" else 1 - 1 / TEST_DIVISOR
         return fraction * exp(min(self.entropy(length), 100.0))
 
 
@@ -115,13 +115,13 @@ class MQAR(Task):
         """Entropy of the pairs and the filler; the pairs' positions and the queries are not counted."""
         n_filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
         list_entropy = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
-        return list_entropy + n_filler * log(self.filler) - (self.pairs * log(HELD_OUT) if self.held_out == "pairs" else 0)
+        return list_entropy + n_filler * log(self.filler) - (self.pairs * log(TEST_DIVISOR) if self.held_out == "pairs" else 0)
 
     def problems(self) -> Iterator[Problem]:
         if self.queries > self.pairs:
             yield Problem("queries", self.queries, f"is more than pairs = {self.pairs}")
-        if self.held_out == "pairs" and (self.joined or self.values < HELD_OUT * self.pairs):
-            reason = f"single pairs need two symbols each and {HELD_OUT} times as many values as pairs"
+        if self.held_out == "pairs" and (self.joined or self.values < TEST_DIVISOR * self.pairs):
+            reason = f"single pairs need two symbols each and {TEST_DIVISOR} times as many values as pairs"
             yield Problem("held_out", self.held_out, reason)
         if self.held_out == "pairs" and self.pairs * self.values > MAX_PAIRS_TIMES_VALUES:
             reason = f"single pairs take at most {MAX_PAIRS_TIMES_VALUES:,} pairs x values, not {self.pairs * self.values:,}"

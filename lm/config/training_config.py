@@ -260,10 +260,7 @@ class TrainerConfig:
     )
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(
-        2,
-        "how many of the last to keep, beside the best (lowest selection loss) and those at phases' ends",
-        ge=1,
-        le=10**6,
+        2, "how many of the last to keep, beside the best (lowest selection loss) and those at phases' ends", ge=1, le=10**6
     )
     profile: Profile | None = optional(Profile, "record steps with torch's profiler, in the run's folder profile/; null: none")
 

@@ -193,7 +193,7 @@ def effect_of(path: str) -> Effect:
     return effect(Config, path) or Effect()
 
 
-def is_learned(path: str) -> bool:
+def distinguishes_arms(path: str) -> bool:
     """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a key belong to
     different arms."""
     return effect_of(path).affects in ("model", "training", "numerics")
@@ -215,7 +215,7 @@ def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[
 @lru_cache(maxsize=1)
 def recorded_per_start() -> tuple[str, ...]:
     """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start of a run."""
-    return tuple(path for path, *_ in reference(Config) if is_learned(path) and effect_of(path).on_resume == "free")
+    return tuple(path for path, *_ in reference(Config) if distinguishes_arms(path) and effect_of(path).on_resume == "free")
 
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:

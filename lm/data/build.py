@@ -20,7 +20,7 @@ import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
-from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, encode_all, short_words, split_text
+from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, encode_all, split_long_words, split_text
 from lm.data.sources import labels, reader
 from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file, write_whole
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
@@ -451,4 +451,4 @@ def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callabl
     for document in _scanned_documents(data, folder, scan, 0):
         if not document.held_out:
             advance(document.n_bytes)
-            yield from chain.from_iterable(map(short_words, split_text(document.content)))
+            yield from chain.from_iterable(map(split_long_words, split_text(document.content)))

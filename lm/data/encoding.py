@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.store import token_dtype
-from lm.data.tokenizer import decode, encode, special_tokens, token_bytes, vocab_size, words
+from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, vocab_size, words
 from lm.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Encoder:
     def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
         self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
         self.dtype = np.dtype(token_dtype(vocab_size(tokenizer)))
-        self.bytes_per_token, self.is_special = token_bytes(tokenizer), special_tokens(tokenizer)
+        self.bytes_per_token, self.is_special = token_bytes(tokenizer), special_token_mask(tokenizer)
         keeps_all_characters = tokenizer.normalizer is None and getattr(tokenizer.model, "unk_token", None) is None
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         is_reversible = all(token.special or decode(tokenizer, [index]) == token.content for index, token in added_tokens)
@@ -92,7 +92,7 @@ class Encoder:
             )
 
 
-def cuts_between_words(tokenizer: "Tokenizer") -> bool:
+def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
     """Return whether encoding the `pieces` of a text gives the same tokens as encoding the whole text, judged by a short test text."""
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
@@ -112,7 +112,7 @@ def split_text(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def short_words(text: str) -> Iterator[str]:
+def split_long_words(text: str) -> Iterator[str]:
     """Yield a text in parts to train a tokenizer on; words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are cut at this length."""
     begin = 0
     for word in re.finditer(rf"(?<!\S)\S{{{MAX_WORD_LENGTH},}}", text):
@@ -125,10 +125,10 @@ def short_words(text: str) -> Iterator[str]:
 def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
     """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield the batches in order.
 
-    Long documents are encoded in pieces if this leaves their tokens unchanged (`cuts_between_words`), so memory holds few pieces at a time.
+    Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds few pieces at a time.
     """
     encoder = Encoder(tokenizer, end_of_text)
-    is_divisible = encoder.bytes_per_token is not None and cuts_between_words(tokenizer)
+    is_divisible = encoder.bytes_per_token is not None and can_cut_between_words(tokenizer)
     document_pieces = (
         _split_document(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT
-from lm.config.task_config import HELD_OUT, MQAR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
+from lm.config.task_config import MQAR, TEST_DIVISOR, Copy, FlipFlop, Induction, Maximum, Needle, Passkey, Task
 from lm.data.tokenizer import decode, encoding_of
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class Draw:
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def accepts(self, *contents: int) -> bool:
-        """Return whether `contents`, e.g. keys, belong to this subset: by hash, 1 in `HELD_OUT` is for test, the rest for training."""
-        return (integer_hash(contents) % HELD_OUT == 0) == (self.subset == "test")
+        """Return whether `contents`, e.g. keys, belong to this subset: by hash, 1 in `TEST_DIVISOR` is for test, the rest for training."""
+        return (integer_hash(contents) % TEST_DIVISOR == 0) == (self.subset == "test")
 
 
 def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
@@ -174,7 +174,7 @@ def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np
         if draw.accepts(*keys, *order[:pairs]):
             return keys, order[:pairs]
     # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys take at most pairs - 1.
-    is_free = ((keys[:, None] + order) % HELD_OUT == 0) == (draw.subset == "test")  # (pairs, values)
+    is_free = ((keys[:, None] + order) % TEST_DIVISOR == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(pairs, np.int64)
     for pair in range(pairs):
         value_number = int(is_free[pair].argmax())

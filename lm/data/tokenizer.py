@@ -161,7 +161,7 @@ def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]
         return tokenizer.pre_tokenizer.pre_tokenize_str(text)
 
 
-def special_tokens(tokenizer: "Tokenizer") -> np.ndarray:
+def special_token_mask(tokenizer: "Tokenizer") -> np.ndarray:
     """Return a mask of the vocabulary, (V,) bool, that is true for special tokens."""
     is_special = np.zeros(vocab_size(tokenizer), bool)
     is_special[[index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = True
@@ -214,10 +214,10 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
     if os.path.exists(folder := expand_home(spec.model)):
         if spec.revision:
             raise DataError(f"{folder}: is on this machine, not on the hub; set data.tokenizer.revision to null")
-        return named_tokenizer(folder), ""
+        return require_tokenizer_json(folder), ""
     patterns = [TOKENIZER_FILE, *CLASS_FILES, "special_tokens_map.json", *OLDER_FILES]
     folder = downloaded(spec.model, spec.revision, patterns, " (data.tokenizer.model)")
-    return named_tokenizer(folder), folder.name
+    return require_tokenizer_json(folder), folder.name
 
 
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
@@ -237,7 +237,7 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
         raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{suffix}") from None
 
 
-def read_tokenizer(path: Path) -> str | None:
+def find_tokenizer_json(path: Path) -> str | None:
     """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from `OLDER_FILES` in the folder; None if
     the folder has neither.
 
@@ -272,9 +272,9 @@ def read_tokenizer(path: Path) -> str | None:
     return tokenizer.to_str(pretty=True)
 
 
-def named_tokenizer(path: Path) -> str:
-    """Return the text of a tokenizer.json as `read_tokenizer` does, but raise DataError if there is none at `path`."""
-    content = read_tokenizer(path)
+def require_tokenizer_json(path: Path) -> str:
+    """Return the text of a tokenizer.json as `find_tokenizer_json` does, but raise DataError if there is none at `path`."""
+    content = find_tokenizer_json(path)
     if content is None:
         raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
     return content

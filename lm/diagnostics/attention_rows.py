@@ -53,7 +53,7 @@ class AttentionRows:
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
-    after: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
+    n_later_queries: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
     scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
@@ -65,12 +65,12 @@ class AttentionRows:
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
-    def from_block(cls, block: QueryBlock, embedding: Tensor | None = None, seed: int = 0, later: int = 0) -> "AttentionRows":
-        """The rows of a block of queries of one sequence; `later`: the number of queries in the sequence's later blocks."""
+    def from_block(cls, block: QueryBlock, embedding: Tensor | None = None, seed: int = 0, n_in_later_blocks: int = 0) -> "AttentionRows":
+        """The rows of a block of queries of one sequence, whose later blocks have `n_in_later_blocks` queries."""
         visible = _query_by_key(block.normalizer.visible(block.layout))
-        after = later + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
+        n_later_queries = n_in_later_blocks + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         tensors = block.scores[0], block.weights[0], visible
-        return cls(block.layer, block.queries, after, block.normalizer, block.layout, *tensors, block.inputs, embedding, seed)
+        return cls(block.layer, block.queries, n_later_queries, block.normalizer, block.layout, *tensors, block.inputs, embedding, seed)
 
     @cached_property
     def n(self) -> Tensor:
@@ -142,8 +142,8 @@ class AttentionRows:
     def select(self, queries: Tensor) -> "AttentionRows":
         """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
         layout, scores, weights = self.layout.select(queries, self.visible.size(-1)), self.scores[:, queries], self.weights[:, queries]
-        visible, after = self.visible[queries], self.after[queries]
-        return replace(self, queries=self.queries[queries], after=after, layout=layout, scores=scores, weights=weights, visible=visible)
+        fields = {name: getattr(self, name)[queries] for name in ("queries", "n_later_queries", "visible")}
+        return replace(self, layout=layout, scores=scores, weights=weights, **fields)
 
     def normalize(self, scores: Tensor) -> Tensor:
         """The weights (H, T, S) that the layer's normalizer gives these queries for other scores (H, T, S)."""
@@ -258,7 +258,7 @@ class StatisticFamily:
     """Statistics that belong together, which `eval.diagnostics.statistics` names by one word."""
 
     query_statistics: tuple[Statistic, ...] = ()
-    accumulated: tuple[QuerySums, ...] = ()
+    query_sums: tuple[QuerySums, ...] = ()
     derive: Callable[[Values], list[DerivedNumbers]] = lambda values: []
 
 
@@ -275,12 +275,12 @@ class Measures:
     def __init__(self, families: tuple[StatisticFamily, ...], layers: int, heads: int, queries: Sequence[int], length: int):
         self.families, self.heads, self.queries, self.length = families, heads, queries, length
         self.query_statistics = [statistic for family in families for statistic in family.query_statistics]
-        self.accumulated = [sums for family in families for sums in family.accumulated]
+        self.query_sums = [sums for family in families for sums in family.query_sums]
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
         # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
         self.shapes = [(len(self.names), layers, heads, len(queries))]
-        self.shapes += [(layers, heads, *accumulator.size(length)) for accumulator in self.accumulated]
+        self.shapes += [(layers, heads, *accumulator.size(length)) for accumulator in self.query_sums]
 
     @property
     def vector_length(self) -> int:
@@ -304,7 +304,7 @@ class Measures:
         for block in attention_blocks(decoder, batch, self.queries, inputs=True):
             start = query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
-            rows = AttentionRows.from_block(block, embedding, index, later=len(self.queries) - stop)
+            rows = AttentionRows.from_block(block, embedding, index, len(self.queries) - stop)
             self._write_statistics(vectors[0], rows, start)
             if order is not None:
                 self._write_statistics(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
@@ -323,7 +323,7 @@ class Measures:
         for index, statistic in enumerate(self.query_statistics, 3):
             if (value := statistic.measure(rows)) is not None:
                 row_values[index, layer][:, row_indices] = value.float().where(is_defined, torch.nan).cpu()
-        for total, accumulator in zip(sums, self.accumulated, strict=True):
+        for total, accumulator in zip(sums, self.query_sums, strict=True):
             if (value := accumulator.sums(rows, self.length)) is not None:
                 total[layer] += value.float().cpu()
 
@@ -332,8 +332,8 @@ class Measures:
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *totals = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
-        totals = {sums.name: total.astype("f8") for sums, total in zip(self.accumulated, totals, strict=True)}
-        by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.accumulated if sums.head_values}
+        totals = {sums.name: total.astype("f8") for sums, total in zip(self.query_sums, totals, strict=True)}
+        by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.query_sums if sums.head_values}
         return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 
 
@@ -349,7 +349,7 @@ def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.nd
         return np.nanmean(values, axis=axes, dtype="f8")
 
 
-def visible_keys(ranges: Sequence[tuple[int, int]]) -> Axis:
+def visible_keys_axis(ranges: Sequence[tuple[int, int]]) -> Axis:
     """The x axis of series with a value for each range (first, last) of the number of visible keys; x is the geometric mean of its ends."""
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)

@@ -42,7 +42,7 @@ from lm.diagnostics.attention_rows import (
     StatisticFamily,
     Values,
     mean,
-    visible_keys,
+    visible_keys_axis,
 )
 from lm.diagnostics.lemmas import directions, finite_difference, spectral_norm
 from lm.runs.evaluations import Axis
@@ -320,7 +320,7 @@ class Theorems:
             return torch.stack(points, 1)
 
         generator = _generator(rows)
-        return self._sums_within(rows.select((rows.after == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
+        return self._sums_within(rows.select((rows.n_later_queries == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
 
     def vectors(self, rows: AttentionRows) -> Tensor:
         """The keys' vectors x that `config.vectors` names: (1, S, E), or (H, S, E) if each head has its own."""
@@ -413,13 +413,14 @@ LENGTH_CURVE_KEYS = 5  # number N of keys in the curves over the number of visib
 PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N between .70 and .85
 
 
-def limit_statistics(config: LimitsConfig, every: int) -> StatisticFamily:
-    """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems take one query in `every`, others all."""
+def limit_statistics(config: LimitsConfig, query_stride: int) -> StatisticFamily:
+    """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems take one query in
+    `query_stride`, others all."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
     derivations = _derived_distances, _derived_critical, _derived_separable, _derived_differences
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
-        return (rows.after % every == 0).nonzero().squeeze(-1)  # the last query of the sequence is always among them
+        return (rows.n_later_queries % query_stride == 0).nonzero().squeeze(-1)  # the last query of the sequence is always among them
 
     def at_chosen_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
         """A function that gives the statistic at the chosen queries, and NaN at other queries."""
@@ -473,7 +474,7 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
     for number, label in enumerate(DISTANCES):
         yield DerivedNumbers("d~", "", distances[-1, number], _counts_axis(counts), in_reports=True, label=label)
     for number, label in enumerate(DISTANCES if LENGTH_CURVE_KEYS in counts else ()):
-        by_length, axis = distances[:, number, counts.index(LENGTH_CURVE_KEYS)], visible_keys(octaves(values.length))
+        by_length, axis = distances[:, number, counts.index(LENGTH_CURVE_KEYS)], visible_keys_axis(octaves(values.length))
         yield DerivedNumbers(f"d~ of {LENGTH_CURVE_KEYS} keys", "", by_length, axis, in_reports=True, label=label)
 
 
@@ -494,7 +495,9 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
         for level in SIGNIFICANCE_LEVELS:
             fractions = np.array([critical_count(p, counts, level) / n for p, n in zip(p_values, mean_keys, strict=True)])
             label = f"{DISTANCES[expectation]}, level {level:g}"
-            yield DerivedNumbers("critical N / visible keys", "fraction", fractions, visible_keys(bounds), in_reports=True, label=label)
+            yield DerivedNumbers(
+                "critical N / visible keys", "fraction", fractions, visible_keys_axis(bounds), in_reports=True, label=label
+            )
 
 
 def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:

@@ -27,7 +27,7 @@ from lm.progress import Progress
 from lm.report.pictures import Map, Picture
 from lm.report.tables import table_bytes
 from lm.runs.evaluations import number
-from lm.runs.loading import Loaded, load
+from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain
 
 
@@ -193,7 +193,7 @@ def read_text(text_or_path: str) -> str:
     return text
 
 
-def _shown_models(model: Loaded, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]) -> Iterator[ShownModel]:
+def _shown_models(model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]) -> Iterator[ShownModel]:
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position

@@ -21,7 +21,7 @@ Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range o
 HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCounts], Frame]  # heads -> x; (largest x, keys) -> frame
 
 
-def diagnostics(series: Sequence[Series]) -> Picture | None:
+def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
     """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there is nothing to show.
 
     A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The panels of

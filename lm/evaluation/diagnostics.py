@@ -36,7 +36,7 @@ from lm.diagnostics.attention_rows import (
     mean,
     query_indices,
     shuffling_numbers,
-    visible_keys,
+    visible_keys_axis,
 )
 from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, candidate_lengths, half_length, median_weights, retrieving_head
 from lm.errors import ConfigError, Problem, RunError
@@ -52,7 +52,7 @@ from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.evaluations import Axis, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, DESCRIPTION, read_config, require_run
-from lm.runs.loading import Loaded, find_checkpoint, load
+from lm.runs.loading import LoadedModel, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
@@ -169,9 +169,9 @@ class Diagnostics(Measurement):
         return True  # a number that is not finite is undefined, not an error
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        from lm.evaluation.diagnostic_pictures import diagnostics  # imports matplotlib
+        from lm.evaluation.diagnostic_pictures import diagnostics_picture  # imports matplotlib
 
-        return (picture := diagnostics(series)) and picture.png
+        return (picture := diagnostics_picture(series)) and picture.png
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         fingerprint = "" if self.eval_config.text else self.fingerprint  # no window of a text is held back to select runs
@@ -276,7 +276,7 @@ class _ModelSeries:
     def overall_means(self) -> Iterator[Series]:
         """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a value for each query.
         Further series give the mean over heads and layers of b in fits statistic ~ n^b, where n is the number of visible keys."""
-        statistics = [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.accumulated]
+        statistics = [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.query_sums]
         for statistic, setting, values in self._model_values(statistics):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
             samples, statistic_values = (), values.by_head.get(statistic.name)
@@ -293,7 +293,7 @@ class _ModelSeries:
         """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
         for statistic, setting, values in self._model_values(self.measures.query_statistics):
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
-            fields = {"axis": visible_keys(self.bins), "samples": (self.held_out.sample(by_bin),)}
+            fields = {"axis": visible_keys_axis(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
     def derived_series(self) -> Iterator[Series]:
@@ -306,7 +306,7 @@ class _ModelSeries:
     def head_means(self) -> Iterator[Series]:
         """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit statistic ~ n^b.
         Here n is the number of visible keys."""
-        statistics = [*self.measures.query_statistics, *self.measures.accumulated, *UNDEFINED_FRACTIONS]
+        statistics = [*self.measures.query_statistics, *self.measures.query_sums, *UNDEFINED_FRACTIONS]
         for statistic, setting, values in self._model_values(statistics):
             by_head = values.by_head.get(statistic.name)
             by_head = mean(values.by_query[statistic.name], (0, 3)) if by_head is None else by_head
@@ -416,7 +416,7 @@ def check_source(source: Path) -> None:
         raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")
 
 
-def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResult:
+def _diagnose_model(model: LoadedModel, changes: dict[str, Plain]) -> EvaluationResult:
     """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not cached."""
     config = config_of(model, changes)
     options = config.eval.diagnostics
@@ -436,7 +436,7 @@ def _diagnose_model(model: Loaded, changes: dict[str, Plain]) -> EvaluationResul
     return EvaluationResult(model.folder, evaluation, cached=False)
 
 
-def config_of(model: Loaded, changes: dict[str, Plain]) -> Config:
+def config_of(model: LoadedModel, changes: dict[str, Plain]) -> Config:
     """A model's training configuration, or defaults with the model's shape if it has no training run; `changes` are merged in."""
     config = model.config
     if config is None:

@@ -22,7 +22,7 @@ from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
 from lm.runs.checkpoints import weights_sha256
 from lm.runs.folder import CONFIG, DESCRIPTION, ENVIRONMENT, TOKENIZER, read_config, require_run
-from lm.runs.loading import Loaded, find_checkpoint, load
+from lm.runs.loading import LoadedModel, find_checkpoint, load
 from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
 
@@ -85,12 +85,14 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
     return _measure(config, folder, model, open_store(config, model), open_device(config, environment), kinds)
 
 
-def evaluate_model(config: Config, model: Loaded, kinds: list[str] | None = None) -> list[EvaluationResult]:
+def evaluate_model(config: Config, model: LoadedModel, kinds: list[str] | None = None) -> list[EvaluationResult]:
     """Evaluate a model folder by `config`, which `text_config` made, as `evaluate_runs` does; `kinds` names evaluations, if not all."""
     return _measure(config, model.folder, *model_on_text(model, config), open_device(config, {}), kinds)
 
 
-def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: Device, kinds: list[str] | None) -> list[EvaluationResult]:
+def _measure(
+    config: Config, folder: Path, model: LoadedModel, store: Store, device: Device, kinds: list[str] | None
+) -> list[EvaluationResult]:
     """The results of a model on `store`: measured, or read from `folder` if they were measured before."""
     decoder, metadata = model.decoder, model.metadata
     check_sequences(store, config)
@@ -109,7 +111,7 @@ def _measure(config: Config, folder: Path, model: Loaded, store: Store, device: 
     return results
 
 
-def open_store(config: Config, model: Loaded) -> Store:
+def open_store(config: Config, model: LoadedModel) -> Store:
     """The token store that a model was trained on, found by its fingerprint, or built again from the sources if it is gone.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens.
@@ -144,7 +146,7 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     return [path for path in dict.fromkeys(paths) if path not in files], files
 
 
-def text_config(model: Loaded, files: list[Path]) -> Config:
+def text_config(model: LoadedModel, files: list[Path]) -> Config:
     """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of `files`.
 
     Of their `trainer` it has the keys that `lm eval` reads, of their `data` no tasks. It is not checked against the model's limits, such as
@@ -167,7 +169,7 @@ def text_config(model: Loaded, files: list[Path]) -> Config:
     )  # fmt: skip
 
 
-def model_on_text(model: Loaded, config: Config) -> tuple[Loaded, Store]:
+def model_on_text(model: LoadedModel, config: Config) -> tuple[LoadedModel, Store]:
     """The model, with metadata of a training of 0 steps on the text of `config` (from `text_config`), and the store of this text.
 
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.

@@ -29,7 +29,7 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode, preserved_random_state
 from lm.model.spec import ModelSpec
 from lm.runs.evaluations import Sample, Series, Shown
-from lm.runs.loading import Loaded
+from lm.runs.loading import LoadedModel
 from lm.schema import Plain
 
 try:
@@ -63,7 +63,7 @@ class HarnessLM(LM):
     Raises RunError: no tokenizer beside the weights; ConfigError: a `max_length` that the model can't take.
     """
 
-    def __init__(self, model: Loaded, max_length: int | None = None, device: Device | None = None):
+    def __init__(self, model: LoadedModel, max_length: int | None = None, device: Device | None = None):
         super().__init__()
         self.tokenizer, start = model.tokenizer_and_start()
         decoder = model.decoder
@@ -313,7 +313,7 @@ class Downstream(Measurement):
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
         with eval_mode(decoder), _restored_random_state():
-            model = HarnessLM(Loaded(decoder, spec, self.store.tokenizer(), self.store.path), self.eval_config.max_length, device)
+            model = HarnessLM(LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path), self.eval_config.max_length, device)
             results: dict[str, Plain] = {}
             # all ranks stop together if one has no time left
             all_reduce_sum(device, lambda: results.update(_evaluate(model, self.names, self.manager, self.eval_config)) or torch.zeros(1))

@@ -25,7 +25,7 @@ from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import applicable_settings, for_inference
-from lm.runs.evaluations import KIND, LOSS, UNIGRAM, UNIGRAM_BOUND, Axis, Sample, Series, Shown, selection_mask, validation_series
+from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, VALIDATION, Axis, Sample, Series, Shown, selection_mask, validation_series
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
@@ -255,7 +255,7 @@ def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
 class Validation(Measurement):
     """Loss at the training length: nats per token, bits per byte, and each sequence's mean loss for paired comparison."""
 
-    kind = KIND
+    kind = VALIDATION
 
     def __init__(self, config: Config, store: Store):
         super().__init__(config, store)

@@ -34,7 +34,7 @@ from lm.plugins import PLUGINS
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint, weights_sha256
 from lm.runs.evaluations import Axis, Evaluation, Series, Shown
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, TOKENIZER, command_line, step_path
-from lm.runs.loading import TOKENIZER_SHA256, Loaded, load
+from lm.runs.loading import TOKENIZER_SHA256, LoadedModel, load
 from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.runs.record import arm
 from lm.schema import Plain, Unavailable, suggest, to_plain
@@ -177,7 +177,7 @@ class SwapResult:
 
     evaluation: Evaluation
     path: Path
-    models: list[str]
+    model_lines: list[str]
     notes: list[str]
     warning: str
 
@@ -228,18 +228,18 @@ def swap_run(
         path = destination / measurement.write(folder, evaluation).relative_to(folder)
         _write_run(folder, config, model, new.cpu(), {**environment, "command": command_line(), "swap": facts})
     factors, warning = _factor_lines(old, new)
-    models = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameter_lines(new), *factors]
+    model_lines = [f"{facts['normalizer']} -> {label}, step {evaluation.step}", *_parameter_lines(new), *factors]
     asked_lengths = lengths_from_factors(config.eval.swap_lengths, config.data)
     if missing_lengths := sorted({*asked_lengths} - {held_out.length for held_out in measurement.held_out}):
         missing_text = ", ".join(f"{length:,}" for length in missing_lengths)
         text_reason = "which no held-out document has, or no position of the model"
         reason = "into which the task does not fit" if config.data.symbolic else text_reason
-        models.append(f"not measured: {missing_text} tokens (eval.swap_lengths), {reason}")
+        model_lines.append(f"not measured: {missing_text} tokens (eval.swap_lengths), {reason}")
     if not evaluation.series:
-        models.append("nothing measured")
+        model_lines.append("nothing measured")
     if changed_layers := _layers_with_changed_keys(old, new):
         phrase = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
-        models.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
+        model_lines.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
     notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
     unmatched_layers = [str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None]
     if facts["init"] == "match" and unmatched_layers:
@@ -248,7 +248,7 @@ def swap_run(
         notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k{layers_note} that {label} could match: {remedy}")
     if init == "fit":
         notes.insert(0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
-    return SwapResult(evaluation, path, models, notes, warning)
+    return SwapResult(evaluation, path, model_lines, notes, warning)
 
 
 def _parameter_lines(decoder: Decoder) -> list[str]:
@@ -302,7 +302,7 @@ def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
     return [layer for layer, pair in pairs if not torch.equal(*(normalizer.visible(layout) for normalizer in pair))]
 
 
-def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> Config:
+def _text_config(model: LoadedModel, files: Sequence[Path], overrides: list[str]) -> Config:
     """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but those of `model`.
     Raises RunError: the model is in a run folder, whose own text a swap is measured on."""
     if (model.folder / CONFIG).is_file():
@@ -311,7 +311,7 @@ def _text_config(model: Loaded, files: Sequence[Path], overrides: list[str]) -> 
     return parse(merge(to_plain(text_config(model, list(files))), changes))
 
 
-def _swapped_config(model: Loaded, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
+def _swapped_config(model: LoadedModel, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
     """The configuration of the new run folder. Imports plugins that `name` or `overrides` name; `load` has imported the model's plugins."""
     changes = overrides_in("swap", overrides)
     try:
@@ -342,7 +342,7 @@ def _swapped_config(model: Loaded, name: str, init: str | None, destination: Pat
     return parse({**base, **fields})
 
 
-def _write_run(folder: Path, config: Config, model: Loaded, decoder: Decoder, environment: dict[str, Plain]) -> None:
+def _write_run(folder: Path, config: Config, model: LoadedModel, decoder: Decoder, environment: dict[str, Plain]) -> None:
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
     metadata = {**model.metadata, "format": CHECKPOINT_FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
     metadata["plugins"] = PLUGINS.versions(config.normalizer_names)

@@ -27,7 +27,7 @@ from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import process_start, this_machine
 from lm.report.tables import numeral
 from lm.runs.evaluations import NoDocuments, evaluation_files
-from lm.runs.folder import CHECKPOINTS, step_of, steps_saved
+from lm.runs.folder import CHECKPOINTS, step_of, step_paths
 from lm.schema import Plain
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def note_failure(experiment_folder: Path, run: Run, status: int, reason: str = "
     """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run, else `reason`,
     else the last line of the run's log. Write the failure to a file for `read_failure`, unless a signal stopped the run without a crash."""
     log, file, folder = log_path(experiment_folder, run), log_path(experiment_folder, run, FAILURE_SUFFIX), run.config.run_folder
-    step = max(map(step_of, steps_saved(folder / CHECKPOINTS)), default=0)
+    step = max(map(step_of, step_paths(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     reason = reason or next((line for line in reversed(output) if line.strip()), "no output")[:300]

@@ -13,7 +13,7 @@ from lm.config import presets
 from lm.config.eval_config import Quantity, Timing, lengths_from_factors
 from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_overrides, refuse_unused_temperatures
 from lm.config.task_config import task_names
-from lm.config.tree import Config, ExperimentConfig, differences, effect_of, is_learned
+from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
 from lm.data.prepare import vocabulary
 from lm.data.sources import labels
@@ -107,7 +107,7 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     fixed_keys = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
     fixed_keys |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     for tuned_key in settings.tune.keys:
-        if tuned_key in fixed_keys or not is_learned(tuned_key):
+        if tuned_key in fixed_keys or not distinguishes_arms(tuned_key):
             reason = "is set by the experiment" if tuned_key in fixed_keys else "is nothing that training depends on"
             problems.append(Problem("tune.key", tuned_key, reason, "name a key of the optimizer, such as optim.lr"))
     fixed_keys |= {*settings.tune.keys} if settings.tune.grid or settings.tune.table else set()

@@ -22,7 +22,7 @@ from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.run_outcome import SELECTION
 from lm.files import json_bytes, plain_sha256, read_json, write_json, write_new
 from lm.machine import threads_per_process
-from lm.plugins import PLUGINS, is_version
+from lm.plugins import PLUGINS, matches_version
 from lm.runs.evaluations import selection_mask
 from lm.runs.folder import CHECKPOINTS, CONFIG, EVALUATIONS, RESOLVED_FILE, step_path
 from lm.schema import Plain, build, convert, to_plain
@@ -101,7 +101,7 @@ def start(
     if settings.get("data_fingerprint") != store.fingerprint:
         raise RunError(f"{settings_file}: the text is not what the first runs were trained on; {remedy}")
     for name, version in (settings.get(_CODE) or {}).items():
-        if not is_version(version, code.get(name, version)):
+        if not matches_version(version, code.get(name, version)):
             change = f"{name} was {version} in the first runs, it is {code[name]} now"
             raise RunError(f"{settings_file}: {change}; bring that code back, {remedy}")
     return open_experiment(path, overrides, jobs, True)

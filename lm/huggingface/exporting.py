@@ -20,16 +20,16 @@ from lm.huggingface.gguf_file import SPLIT_REGEX
 from lm.huggingface.importing import CONFIG, LM_MODEL_TYPE, WEIGHTS_FILE
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import Described, write_weights
+from lm.runs.checkpoints import TensorSignature, write_weights
 from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import TOKENIZER
-from lm.runs.loading import Loaded, load
+from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain, to_plain
 
 MAX_SERIES_VALUES = 8  # values of the longest series that a model card shows; the run's evaluations hold all series
 
 
-def model_card(loaded_model: Loaded, kind: str) -> str:
+def model_card(loaded_model: LoadedModel, kind: str) -> str:
     """Return the text of a model card, in Markdown, with the header that the hub reads.
 
     kind: `model_type` of the exported model.
@@ -56,7 +56,7 @@ def model_card(loaded_model: Loaded, kind: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _training_section(loaded_model: Loaded) -> str:
+def _training_section(loaded_model: LoadedModel) -> str:
     origin = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in loaded_model.origin.items())
     origin_note = f"The weights were imported: {origin}." if origin else ""
     config, environment = loaded_model.config, loaded_model.environment
@@ -82,7 +82,7 @@ def _training_section(loaded_model: Loaded) -> str:
     return f"{origin_note}\n\n{text}" if origin_note else text
 
 
-def _evaluation_table(loaded_model: Loaded) -> str:
+def _evaluation_table(loaded_model: LoadedModel) -> str:
     """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one can't be read."""
     files, table_rows = sorted(evaluation_files(loaded_model.folder).items()), []
     evaluations = [load_evaluation(path) for (_, step), path in files if step == loaded_model.stamp["step"]]
@@ -125,7 +125,7 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
         config = _lm_config(loaded_model)
         tensors = _lm_tensors(loaded_model)
-    descriptions: dict[str, Described] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
+    descriptions: dict[str, TensorSignature] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     with new_folder(target) as folder:
         with replacing(folder / WEIGHTS_FILE, "the weights") as file:
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
@@ -144,7 +144,7 @@ def _json(content: dict[str, Plain]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _matching_architecture(loaded_model: Loaded, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
+def _matching_architecture(loaded_model: LoadedModel, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
     """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields; None if none does."""
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
@@ -157,7 +157,7 @@ def _matching_architecture(loaded_model: Loaded, source: Path) -> tuple[Architec
     return None
 
 
-def _splits_text_as_qwen2(loaded_model: Loaded) -> bool:
+def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
     """Whether the tokenizer normalizes and splits text as Qwen 2's does; true for a model without a tokenizer.
 
     For every model of type qwen2 AutoTokenizer makes Qwen 2's tokenizer, whatever tokenizer.json says.
@@ -172,7 +172,7 @@ def _splits_text_as_qwen2(loaded_model: Loaded) -> bool:
     return has_qwen2_steps and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
 
 
-def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: Loaded) -> dict[str, Tensor]:
+def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: LoadedModel) -> dict[str, Tensor]:
     """The tensors of `architecture`, by their names in transformers, as views of lm's parameters."""
     state, tensors = loaded_model.decoder.state_dict(), {}
     for part in architecture.mapped_parameters(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
@@ -181,7 +181,7 @@ def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], 
     return tensors
 
 
-def _token_id_fields(loaded_model: Loaded) -> dict[str, Plain]:
+def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
     """The config.json fields `bos_token_id`, the id of the token that starts a document, and `eos_token_id`, the id, or a list of ids, of
     the tokens that end it. Both are None without a tokenizer."""
     if loaded_model.tokenizer is None:
@@ -231,7 +231,7 @@ COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
 )  # fmt: skip
 
 
-def _reason_not_computed(loaded_model: Loaded) -> str:
+def _reason_not_computed(loaded_model: LoadedModel) -> str:
     """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
     layer_options = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
     if loaded_model.spec.model.differential:
@@ -245,7 +245,7 @@ def _reason_not_computed(loaded_model: Loaded) -> str:
     return ""
 
 
-def _lm_config(loaded_model: Loaded) -> dict[str, Plain]:
+def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
     """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class `LmConfig`."""
     spec, normalizers, rope_fields = loaded_model.spec, loaded_model.decoder.normalizers(), {}
     model, rope = spec.model, spec.model.position
@@ -276,7 +276,7 @@ def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
 
-def _lm_tensors(loaded_model: Loaded) -> dict[str, Tensor]:
+def _lm_tensors(loaded_model: LoadedModel) -> dict[str, Tensor]:
     """The decoder's tensors, by lm's names with the prefix `model.`; an untied head is `lm_head.weight`."""
     state = loaded_model.decoder.state_dict()
     if loaded_model.spec.model.tied:

@@ -141,7 +141,7 @@ class GGUF:
             raise RunError(f"{path}: not a readable GGUF file: {one_line(error, 160)}") from None
         self._check_tensor_ranges()
         self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
-        self.types = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
+        self.type_counts = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
         if FREQUENCY_DIVISORS in self._tensors and "rope_scaling" not in self.config:
             self.config["rope_scaling"] = self._llama3_scaling()

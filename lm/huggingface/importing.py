@@ -12,15 +12,15 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lm.config.data_config import END_OF_TEXT, LONGEST
+from lm.config.data_config import END_OF_TEXT, MAX_SEQ_LEN
 from lm.data.tokenizer import (
     NO_TOKENIZER,
     TOKENIZER_CONFIG,
     downloaded,
+    find_tokenizer_json,
     library_errors,
-    named_tokenizer,
     parse_tokenizer,
-    read_tokenizer,
+    require_tokenizer_json,
     vocab_size,
 )
 from lm.errors import ConfigError, DataError, Problem, RunError, one_line
@@ -28,7 +28,7 @@ from lm.files import check_new, read_json
 from lm.huggingface.architectures import ARCHITECTURES, HEAD, Architecture, MappedParameter
 from lm.huggingface.fields import Fields
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import Described
+from lm.runs.checkpoints import TensorSignature
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import write_model
 from lm.schema import Plain, to_plain
@@ -154,7 +154,7 @@ def import_model(
     Raises:
         RunError: `source` is no model or can't be used (the error names the field or tensor), or `target` exists; nothing is written.
         DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
-        ConfigError: `length` is above `LONGEST` or differs from the number of learned positions; an argument does not apply to `source`.
+        ConfigError: `length` is above `MAX_SEQ_LEN` or is not the number of learned positions; an argument does not apply to `source`.
     """
     check_new(target)
     model = open_pretrained(source, revision, tokenizer)
@@ -168,9 +168,11 @@ def import_model(
     positions = spec.seq_len
     if length is not None and length != positions and spec.model.position.has_last_position:
         raise ConfigError([Problem("--length", length, f"{source} has learned positions for {positions}", "drop it")])
-    if (n_tokens := length or positions) > LONGEST:
+    if (n_tokens := length or positions) > MAX_SEQ_LEN:
         name = "--length" if length else "max_position_embeddings"
-        raise ConfigError([Problem(name, n_tokens, f"no data has sequences of more than {LONGEST:,} tokens", "give a shorter --length")])
+        raise ConfigError(
+            [Problem(name, n_tokens, f"no data has sequences of more than {MAX_SEQ_LEN:,} tokens", "give a shorter --length")]
+        )
     if end_of_text and model.tokenizer is None:
         raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
     token_count = 0
@@ -187,7 +189,7 @@ def import_model(
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
     parameters = _checked_parameters(architecture, spec, fields, model.tensors)
-    descriptions: dict[str, Described] = {parameter.name: (torch.float32, parameter.shape) for parameter in parameters}
+    descriptions: dict[str, TensorSignature] = {parameter.name: (torch.float32, parameter.shape) for parameter in parameters}
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     tokenizer_bytes = None if model.tokenizer is None else model.tokenizer.encode()
     write_model(target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, origin=origin)
@@ -206,8 +208,8 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
         from lm.huggingface.gguf_file import GGUF
 
         gguf_file = GGUF(path)
-        tokenizer_text = named_tokenizer(tokenizer) if tokenizer else gguf_file.tokenizer()
-        origin["tensor_types"] = gguf_file.types
+        tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else gguf_file.tokenizer()
+        origin["tensor_types"] = gguf_file.type_counts
         return PretrainedModel(path, gguf_file.config, gguf_file, tokenizer_text, tokenizer or path, gguf_file.tokenizer_config, {}, origin)
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
@@ -216,7 +218,7 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
         raise RunError(f"{path}: not a model in the format of transformers: it has no {CONFIG}")
     config = read_json(path / CONFIG)
     tokenizer_path = tokenizer or path
-    tokenizer_text = named_tokenizer(tokenizer) if tokenizer else read_tokenizer(path)
+    tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else find_tokenizer_json(path)
     tokenizer_config, generation_config = (
         read_json(file) if file.is_file() else {} for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
     )

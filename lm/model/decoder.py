@@ -214,12 +214,12 @@ def group_of(name: str, parameter: Tensor) -> str:
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
     """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k": rows, "v": rows}.
 
-    Optimizers use these rows to treat projections separately. A module's `fused` is {linear layer: {projection: number of rows}}, in the
-    order of rows.
+    Optimizers use these rows to treat projections separately. A module's `fused_rows` is {linear layer: {projection: number of rows}}, in
+    the order of rows.
     """
     matrix_rows = {}
     for name, module in decoder.named_modules():
-        for layer, sizes in getattr(module, "fused", {}).items():
+        for layer, sizes in getattr(module, "fused_rows", {}).items():
             row_ends = accumulate(sizes.values())
             matrix_rows[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, row_ends, strict=True)}
     return matrix_rows

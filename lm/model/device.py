@@ -43,7 +43,7 @@ class Machine:
     accelerator: str  # Lightning's name of the device, `cpu` or `gpu`
     device: str  # the device in words
     precision: ResolvedSetting
-    compiled: ResolvedSetting  # whether the model is compiled
+    compilation: ResolvedSetting  # whether the model is compiled
     launcher: str = "lightning"  # the program that started the processes
     peak_flops: float | None = None  # FLOPs a second that one device can make; None if not known
 
@@ -54,7 +54,7 @@ class Machine:
 
     @property
     def compiles(self) -> bool:
-        return self.compiled.value == "true"
+        return self.compilation.value == "true"
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from lm.config.model_config import ModelConfig
 from lm.config.tree import Config
 from lm.errors import ConfigError, Problem
 from lm.model.decoder import Decoder, is_normalizer_parameter
-from lm.plugins import PLUGINS, is_version
+from lm.plugins import PLUGINS, matches_version
 from lm.schema import Plain, build, cross_key_problems, key, section
 
 
@@ -52,7 +52,7 @@ class ModelSpec:
     def changed_plugins(self) -> list[tuple[str, str, str]]:
         """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was recorded."""
         versions = PLUGINS.versions(self.plugins).items()
-        return [(name, self.plugins[name], version) for name, version in versions if not is_version(self.plugins[name], version)]
+        return [(name, self.plugins[name], version) for name, version in versions if not matches_version(self.plugins[name], version)]
 
     def decoder(self) -> Decoder:
         """Return a decoder whose parameters are not initialised, so that weights can be loaded into it."""
@@ -68,7 +68,7 @@ def count_parameters(decoder: Decoder) -> dict[str, int]:
     return {"total": total, "non_embedding": total - sum(p.numel() for p in embedding), "normalizer": normalizer}
 
 
-def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
+def flops_per_token(decoder: Decoder, count_masked: bool = False) -> int:
     """Training FLOPs per token: 6 per matrix entry, plus 3 seq_len per dimension of each head's keys and of its values.
 
     Embedding look-ups are free, and scores that the causal mask hides are not counted.
@@ -81,7 +81,7 @@ def flops_per_token(decoder: Decoder, masked: bool = False) -> int:
     if config.value_residual == "first_layer":  # the first layer's values are computed twice
         matrix_entries += config.n_embd * config.kv_heads * config.value_dims
     dimensions = config.n_head * config.maps_per_head * (config.key_dims + config.value_dims)
-    return 6 * matrix_entries + (6 if masked else 3) * config.n_layer * decoder.seq_len * dimensions
+    return 6 * matrix_entries + (6 if count_masked else 3) * config.n_layer * decoder.seq_len * dimensions
 
 
 def count_steps(config: Config, vocab_size: int) -> int:

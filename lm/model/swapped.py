@@ -116,7 +116,7 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     layer's scores don't scale with q.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
-    if problems := problems + setting.unused_temperature([decoder.config.normalizer], "inference"):
+    if problems := problems + setting.temperature_problems([decoder.config.normalizer], "inference"):
         raise ConfigError(problems)
     inference_decoder = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
     inference_decoder.rope_scaling, inference_decoder.config = setting.rope, replace(decoder.config, normalizer=normalizer)

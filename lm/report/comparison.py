@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 
 from lm.attention import catalogue
-from lm.config.tree import is_learned
+from lm.config.tree import distinguishes_arms
 from lm.errors import RunError
 from lm.report.tables import plain_text, printable
 from lm.runs.evaluations import Series, Shape, Units, number, series_names
@@ -221,7 +221,7 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
 
 
 def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], config_diff: Mapping[str, tuple[str, ...]]) -> list[str]:
-    keys = [key for key in config_diff if is_learned(key) and not key.startswith(_NORMALIZER_PREFIXES)]
+    keys = [key for key in config_diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_PREFIXES)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
     agreement, tokens = shared_value(arms, lambda run: run.tokens_before)
     warnings += [f"They started from weights that had seen different numbers of tokens: {tokens}."] if agreement is False else []
@@ -249,7 +249,7 @@ def _group_into_arms(records: list[RunRecord]) -> list[ArmRuns]:
     labels = [arm_label(group[0]) for group in runs_by_arm]
     if len(set(labels)) < len(labels):
         diff = _config_diff([ArmRuns("", group) for group in runs_by_arm])
-        keys = [key for key in diff if is_learned(key) and not key.startswith(_NORMALIZER_PREFIXES)]
+        keys = [key for key in diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_PREFIXES)]
         keys = keys if len(keys) <= 3 else []  # more keys would make long labels: the runs' names tell the arms apart
 
         def setting_suffixes(run: RunRecord) -> list[str]:

@@ -98,18 +98,18 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         traces, settled_values, is_loss = [], [], name in LOSSES
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-            losses, stride = pd.Series(curve.loss).where(np.isfinite(curve.loss)), max(1, len(curve.tokens) // MAX_POINTS)
+            losses, stride = pd.Series(curve.values).where(np.isfinite(curve.values)), max(1, len(curve.tokens) // MAX_POINTS)
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
             start_tokens = run.record.tokens_before
             settled_values += y[(curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)) & np.isfinite(y)].tolist()
             if run.state == DIVERGED:
-                traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.loss[-1:], "diverged"))
+                traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.values[-1:], "diverged"))
         for arm_index, arm in enumerate(names) if name != "train/loss" else ():
             arm_curves = [curve for run, curve in run_curves if run.arm == arm and run.state == "finished"]
             if len({curve.tokens.tobytes() for curve in arm_curves}) == 1:
-                mean = np.mean([curve.loss for curve in arm_curves], axis=0)
+                mean = np.mean([curve.values for curve in arm_curves], axis=0)
                 traces.append(Trace(arm_index, f"{arm}, mean of {_seed_count(len(arm_curves))}", arm_curves[0].tokens / unit, mean, "mean"))
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
         top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss else high
@@ -335,7 +335,7 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
-    entries = [(run, *key, by_head) for run in runs for key, by_head in layer_curves(run.record.logged).items()]
+    entries = [(run, *key, by_head) for run in runs for key, by_head in layer_curves(run.record.log_lines).items()]
     last_tokens = (curve.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for curve in by_head.values())
     unit, x_label = token_unit(max(last_tokens, default=1))
     if len(runs) == 1:
@@ -346,7 +346,7 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
         single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
         for head, head_curves in (single_heads if quantity.startswith(PARAM_PREFIX) else {"": [*by_head.values()]}).items():
             x = (head_curves[0].tokens + run.record.tokens_before) / unit
-            points = _merge_points(quantity, x, np.stack([head_curve.loss for head_curve in head_curves], axis=1))
+            points = _merge_points(quantity, x, np.stack([head_curve.values for head_curve in head_curves], axis=1))
             traces.setdefault(quantity, []).append(Trace(colour_index, f"{label_prefix}{head and '/'}{head}", *points, "seed"))
     medians = {quantity: _median_traces(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
     traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}

@@ -153,9 +153,9 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
 
 def _costs(run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
     """A run's costs by (name, unit), None where the run folder records none. `training_spans`: start and end of training by run folder."""
-    seconds, memory = training_seconds(run.logged), peak_memory(run.logged)
+    seconds, memory = training_seconds(run.log_lines), peak_memory(run.log_lines)
     tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # the run's own, as the seconds are
-    tokens = 0 if run.environment.get("swap") and not run.logged else tokens  # it was swapped, and not trained
+    tokens = 0 if run.environment.get("swap") and not run.log_lines else tokens  # it was swapped, and not trained
     total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
     concurrency = None
     if own_span := training_spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
@@ -177,7 +177,7 @@ def _costs(run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memor
 def _training_span(run: RunRecord) -> TimeSpan | None:
     """Start and end of a run's training since it was last started or resumed; None if the run folder does not record them."""
     run_starts = starts(run.environment)
-    seconds = training_seconds(run.logged, run_starts[-1]["step"]) if run_starts else None
+    seconds = training_seconds(run.log_lines, run_starts[-1]["step"]) if run_starts else None
     if not seconds or not run_starts[-1].get("time"):
         return None
     start = datetime.fromisoformat(run_starts[-1]["time"])

@@ -112,7 +112,7 @@ def run_columns(record: RunRecord) -> RowBlock:
     has_ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
     last_series = (series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series)
     final_loss = next((series for series in last_series if "val/loss" in series.logged), None)
-    divergence_text = divergence(record.logged, final_loss if has_ended else None)
+    divergence_text = divergence(record.log_lines, final_loss if has_ended else None)
     state = DIVERGED if divergence_text else "finished" if has_ended else "unfinished"
     return {
         "run": record.name,
@@ -136,7 +136,7 @@ def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
         evaluations = [evaluation for _, path in files if (evaluation := load_evaluation(path))]
     for evaluation in evaluations:
         yield from evaluation_blocks(evaluation, run_values)
-    for log_line in record.logged if history else ():
+    for log_line in record.log_lines if history else ():
         numbers = {name: value for name, value in log_line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
         if numbers and "tokens" in log_line:
             metric_names = np.array([*numbers], dtype=object)

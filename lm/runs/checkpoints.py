@@ -27,10 +27,10 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 
-Described = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor
+TensorSignature = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor
 
 
-def write_weights(file: BinaryIO, signatures: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def write_weights(file: BinaryIO, signatures: Mapping[str, TensorSignature], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Write tensors to a safetensors file; returns the `tensor_sha256` of each tensor by name.
 
     `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is described in

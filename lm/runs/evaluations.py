@@ -365,7 +365,7 @@ def json_value(value: object) -> Plain:
 # ---------------------------------------------------------------- the validation loss
 
 
-KIND, LOSS = "validation", "val loss"
+VALIDATION, LOSS = "validation", "val loss"
 UNIGRAM = "unigram cross-entropy"  # the level to compare the loss with
 UNIGRAM_BOUND = f"{UNIGRAM}, at most"  # the name of the level if it is an upper bound
 
@@ -390,7 +390,7 @@ def validation_series(
     target_note = "" if bits_per_byte is not None else ", nats per token of the answers"
     sequences_text = "" if sample is None else f"{len(sample.values):,} of {seq_len:,} tokens{target_note}"
     display = Shown("Validation at the training length", "validation sequences", sequences_text)
-    common_fields = {"kind": KIND, "better": "lower", "seq_len": seq_len, "shown": display}
+    common_fields = {"kind": VALIDATION, "better": "lower", "seq_len": seq_len, "shown": display}
     loss_series = Series(
         metric=LOSS, unit="nats per token", means=np.array([loss], float), logged=("val/loss",),
         references={} if unigram_cross_entropy is None else {level: unigram_cross_entropy},
@@ -495,10 +495,10 @@ def read_evaluation(path: Path) -> dict[str, Plain]:
         if "sha256" in content or "code" in content:
             content = unsealed(content, path)
     except RunError as error:
-        raise RunError(f"{error}; {remedy(path)}") from None
+        raise RunError(f"{error}; {restore_advice(path)}") from None
     kind, _, step = path.stem.rpartition(".step-")
     if (content.get("kind", kind), content.get("step", int(step))) != (kind, int(step)):
-        raise RunError(f"{path}: holds the {content['kind']} of step {content['step']}; {remedy(path)}")
+        raise RunError(f"{path}: holds the {content['kind']} of step {content['step']}; {restore_advice(path)}")
     return content
 
 
@@ -508,10 +508,10 @@ def load_evaluation(path: Path) -> Evaluation | None:
     try:
         return Evaluation.from_plain(content) if "series" in content else None
     except (KeyError, ValueError) as error:
-        raise RunError(f"{path}: not an evaluation of this version: {one_line(error)}; {remedy(path)}") from None
+        raise RunError(f"{path}: not an evaluation of this version: {one_line(error)}; {restore_advice(path)}") from None
 
 
-def remedy(path: Path) -> str:
+def restore_advice(path: Path) -> str:
     """Advice that ends an error message on a damaged evaluation file: restore it, or measure again if the checkpoint exists."""
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
     if not step_path(run / CHECKPOINTS, step).exists():

@@ -102,7 +102,7 @@ def is_own(run: Path, checkpoint: Path) -> bool:
     return checkpoint.resolve().parent == (run / CHECKPOINTS).resolve()
 
 
-def steps_saved(folder: Path) -> list[Path]:
+def step_paths(folder: Path) -> list[Path]:
     """The `step-N.ckpt` files of a folder, in ascending order of step."""
     return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()), key=step_of)
 
@@ -121,7 +121,7 @@ class Curve:
     """A metric, such as the training loss, as a function of the tokens seen, with a point for each logged step; NaN where not finite."""
 
     tokens: np.ndarray  # (points,) tokens seen so far
-    loss: np.ndarray  # (points,) nats per token, or the unit of the other metric
+    values: np.ndarray  # (points,) in the unit of the metric, such as nats per token
 
 
 class Log(NamedTuple):

@@ -21,7 +21,7 @@ from lm.files import expand_home, file_sha256, new_folder, read_sealed, replacin
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
 from lm.model.spec import ModelSpec
-from lm.runs.checkpoints import Described, load_checkpoint, mismatch, tensor_sha256, write_weights
+from lm.runs.checkpoints import TensorSignature, load_checkpoint, mismatch, tensor_sha256, write_weights
 from lm.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -33,7 +33,7 @@ from lm.runs.folder import (
     require_run,
     step_of,
     step_path,
-    steps_saved,
+    step_paths,
 )  # fmt: skip
 from lm.runs.metadata import DIGEST_FIELDS, METADATA, load_metadata
 from lm.runs.same_run import check_environment, trained_config
@@ -47,7 +47,7 @@ TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # keys of
 def write_model(
     out: Path,
     spec: ModelSpec,
-    signatures: Mapping[str, Described],
+    signatures: Mapping[str, TensorSignature],
     tensors: Iterable[tuple[str, Tensor]],
     tokenizer: bytes | None = None,
     training: dict[str, Plain] | None = None,
@@ -84,7 +84,7 @@ DESCRIPTION_FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that was read from files, with its tokenizer, configuration and metadata."""
 
     decoder: Decoder  # the model in evaluation mode, on the CPU
@@ -123,7 +123,7 @@ class Loaded:
         return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
 
-def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
+def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel:
     """Load the model at `path`, a checkpoint, a model folder or a run folder. `checkpoint` of a run folder is `last`, `best` or a step.
 
     `lm export` and `save_model` write model folders. Every byte is verified before it is used.
@@ -149,10 +149,10 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> Loaded:
     config, metadata = _split_config(content["lm"], path)
     spec = ModelSpec.from_training(config, metadata)
     decoder, tokenizer = _build_decoder(spec, content["state_dict"], path, environment.get(TOKENIZER_SHA256))
-    return Loaded(decoder, spec, tokenizer, path, config, metadata, environment)
+    return LoadedModel(decoder, spec, tokenizer, path, config, metadata, environment)
 
 
-def _load_model(path: Path) -> Loaded:
+def _load_model(path: Path) -> LoadedModel:
     description = {"origin": {}, **read_sealed(path / DESCRIPTION)}
     if (version := description.get("format")) != MODEL_FORMAT:
         raise RunError(f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again")
@@ -171,12 +171,12 @@ def _load_model(path: Path) -> Loaded:
             raise RunError(f"{path / WEIGHTS}: {name} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
     decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
-        return Loaded(decoder, spec, tokenizer, path, origin=origin)
+        return LoadedModel(decoder, spec, tokenizer, path, origin=origin)
     check_fields(training, METADATA, path / DESCRIPTION, "training.")
     config, metadata = _split_config(training, path)
     if function_options(config.model_in(metadata["phase"])) != function_options(spec.model):
         raise RunError(f"{path / DESCRIPTION}: its `training` is of another model than its `spec`")
-    return Loaded(decoder, spec, tokenizer, path, config, metadata, origin=origin)
+    return LoadedModel(decoder, spec, tokenizer, path, config, metadata, origin=origin)
 
 
 def _split_config(metadata: dict[str, Plain], path: Path) -> tuple[Config, dict[str, Plain]]:
@@ -265,7 +265,7 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
     else:
         path = expand_home(checkpoint)
     if not path.is_file():
-        steps = ", ".join(str(step_of(path)) for path in steps_saved(checkpoints)) or "none"
+        steps = ", ".join(str(step_of(path)) for path in step_paths(checkpoints)) or "none"
         raise RunError(f"{path}: no such checkpoint; steps saved in {folder}: {steps}")
     if not is_own(folder, path) and (folder / ENVIRONMENT).is_file():
         check_environment(folder / ENVIRONMENT, load_metadata(path), path)

@@ -8,19 +8,11 @@ from collections import OrderedDict
 from pathlib import Path
 
 from lm.errors import RunError, one_line
-from lm.runs.folder import BEST, check_fields, steps_saved
+from lm.runs.folder import BEST, check_fields, step_paths
 
 CHECKPOINT_FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; a checkpoint that can be resumed has more (lm.training.starting).
-METADATA = {
-    "step": int,
-    "tokens": int,
-    "phase": int,
-    "vocab_size": int,
-    "data_fingerprint": str,
-    "config": str,
-    "plugins": dict[str, str],
-}
+METADATA = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str, "plugins": dict[str, str]}
 SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
 # Entries that `lm.runs.same_run.check_evaluations` reads: SHA256, and in the metadata digests of the weights by step and of the log.
 DIGEST_FIELDS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
@@ -91,5 +83,5 @@ def unreadable_checkpoint(path: Path, error: Exception) -> RunError:
 
 def fallback_hint(damaged_path: Path) -> str:
     """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if there is none."""
-    other_checkpoints = [checkpoint for checkpoint in steps_saved(damaged_path.parent) if not checkpoint.samefile(damaged_path)]
+    other_checkpoints = [checkpoint for checkpoint in step_paths(damaged_path.parent) if not checkpoint.samefile(damaged_path)]
     return f"; the newest beside it is {other_checkpoints[-1]}" if other_checkpoints else ""

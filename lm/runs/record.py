@@ -15,11 +15,11 @@ import numpy as np
 
 from lm.config.eval_config import EvalConfig
 from lm.config.task_config import TASKS
-from lm.config.tree import canonical, is_learned, recorded_per_start
+from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
-from lm.runs.evaluations import KIND, UNIGRAM, UNIGRAM_BOUND, Evaluation, Series, last_evaluations, validation_series
+from lm.runs.evaluations import UNIGRAM, UNIGRAM_BOUND, VALIDATION, Evaluation, Series, last_evaluations, validation_series
 from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_metrics, require_run
 from lm.runs.same_run import check_evaluations
 from lm.schema import Plain, convert, flatten, yaml_scalar
@@ -68,7 +68,7 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
     the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from (`branch_from`) are
     identified by their arm, not by their path.
     """
-    definition = {key: value for key, value in flatten(canonical(config)).items() if is_learned(key)}
+    definition = {key: value for key, value in flatten(canonical(config)).items() if distinguishes_arms(key)}
     settings = {key: start_setting(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
     definition |= {key: value for key, value in settings.items() if value is not None}
     start, swap = environment.get("started_from") or {}, environment.get("swap") or {}
@@ -112,7 +112,7 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
         return reason
     if final_series and not math.isfinite(final_series.means[0]):
         return "final val/loss is not finite"
-    losses = curve(lines, "train/loss").loss
+    losses = curve(lines, "train/loss").values
     losses = losses[np.isfinite(losses)]
     if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= MIN_LOSS_RISE:
         return ""
@@ -146,7 +146,7 @@ class RunRecord:
     name: str
     config: dict[str, Plain]
     environment: dict[str, Plain]
-    logged: list[dict[str, Plain]]  # lines of its metrics.jsonl
+    log_lines: list[dict[str, Plain]]  # lines of its metrics.jsonl
     evaluations: tuple[Evaluation, ...]  # the last of each kind
     missing: tuple[str, ...]
 
@@ -197,7 +197,7 @@ class RunRecord:
         return int(tokens[-1]) if len(tokens) else None
 
     def curve(self, name: str) -> Curve:
-        return curve(self.logged, name)
+        return curve(self.log_lines, name)
 
     @property
     def tokens_before(self) -> int:
@@ -255,10 +255,10 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     elif evaluations and not check_evaluations(folder, evaluations, checkpoint, log, config_text):
         gaps.append("its evaluations carry no digest (made by an earlier version)")
     validation_lines = [line for line in lines if "val/loss" in line]
-    if validation_lines and not any(evaluation.kind == KIND for evaluation in evaluations):
+    if validation_lines and not any(evaluation.kind == VALIDATION for evaluation in evaluations):
         last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
         series = validation_series(last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, config["data"]["seq_len"])
-        evaluations.insert(0, Evaluation(KIND, last_line["step"], last_line["tokens"], "", {}, "", "", tuple(series)))
+        evaluations.insert(0, Evaluation(VALIDATION, last_line["step"], last_line["tokens"], "", {}, "", "", tuple(series)))
         gaps.append("its validation loss is the last one logged while training, without an interval")
     for evaluation in evaluations[1:]:
         first_result = evaluations[0]

@@ -10,7 +10,7 @@ from lm.config.tree import Config, differences, effect_of
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, Problem, RunError, as_written, one_line
 from lm.files import read_json
-from lm.runs.evaluations import Evaluation, evaluation_path, remedy
+from lm.runs.evaluations import Evaluation, evaluation_path, restore_advice
 from lm.runs.folder import CONFIG, EMPTY_LOG, METRICS, Log, check_fields, seal
 from lm.runs.metadata import DIGEST_FIELDS, SHA256, read_without_tensors
 from lm.schema import Plain, to_plain
@@ -111,7 +111,9 @@ def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: 
         step, digests = evaluation.step, digests_by_step.get(evaluation.step, set())
         if digests and evaluation.weights_sha256 not in digests:
             path = evaluation_path(run, evaluation.kind, step)
-            raise RunError(f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {remedy(path)}")
+            raise RunError(
+                f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {restore_advice(path)}"
+            )
         is_checked &= step > saved_digests["step"] or bool(digests and evaluation.code)
     check_log(run, log.content, content["lm"], checkpoint)
     if config_text and content["lm"]["config"]:

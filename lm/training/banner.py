@@ -94,7 +94,7 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         "note": "; ".join(notes),
-        "device": f"{machine.device}, precision {machine.precision}, compile {machine.compiled}",
+        "device": f"{machine.device}, precision {machine.precision}, compile {machine.compilation}",
         "memory": _memory_text(config, start.phase, decoder.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak_text}",
         "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",

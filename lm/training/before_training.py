@@ -14,14 +14,14 @@ from lm.model.decoder import Decoder, group_of
 from lm.model.device import resolve_device
 from lm.model.spec import with_steps
 from lm.runs.folder import is_own
-from lm.runs.loading import Loaded, load
+from lm.runs.loading import LoadedModel, load
 from lm.runs.metadata import load_metadata
 from lm.runs.same_run import config_problems, trained_config
 from lm.schema import to_plain
 from lm.training.optimizers import GROUPS, freeze, implied_state
 
 
-def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, Loaded | None]:
+def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, LoadedModel | None]:
     """Check everything that needs no data, before the preparation of the data takes minutes.
 
     checkpoint: the checkpoint that the run resumes or branches from; None: the run starts at step 0.
@@ -74,7 +74,7 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
         raise ConfigError([Problem("model", size_text, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
 
 
-def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
+def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel) -> list[Problem]:
     """A problem for each key (model, normalizer, tasks, learned positions) that doesn't fit `source_model`, which `init_from` names."""
     models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source_model.decoder.config))
     problems = [
@@ -100,7 +100,7 @@ def _source_problems(config: Config, decoder: Decoder, source_model: Loaded) -> 
     return problems
 
 
-def _normalizer_problems(config: Config, decoder: Decoder, source_model: Loaded) -> list[Problem]:
+def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedModel) -> list[Problem]:
     """Problems if a normalizer's options (except initial values), or its constants (`Normalizer.constants`), differ in `source_model`."""
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]

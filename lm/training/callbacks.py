@@ -27,7 +27,7 @@ from lm.plugins import PLUGINS
 from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
-from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, steps_saved
+from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, step_paths
 from lm.runs.metadata import CHECKPOINT_FORMAT
 from lm.training.module import L, NamedValues, RunContext, TrainModule, copied_to_host, largest_scores, logit_scales, normalizer_parameters
 from lm.training.optimizers import named_state
@@ -110,7 +110,7 @@ def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, 
     """
     if not peak:
         return {}
-    counts = {"mfu/causal": flops_per_token(decoder), "mfu/palm": flops_per_token(decoder, masked=True)}
+    counts = {"mfu/causal": flops_per_token(decoder), "mfu/palm": flops_per_token(decoder, count_masked=True)}
     return {name: round(flops * tokens_per_s / peak, 4) for name, flops in counts.items()}
 
 
@@ -121,7 +121,7 @@ class StepCallback(L.Callback):
     """A callback with one hook, `on_step`, called after each optimizer step (Lightning calls its hooks for each micro-batch)."""
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.config, self.record, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
+        self.config, self.metric_log, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         """Call `on_step` if the micro-batch ended an optimizer step."""
@@ -203,7 +203,7 @@ class Metrics(StepCallback):
         elapsed_s = self.clock.seconds()
         speed = (step - self.last_step) * tokens / max(elapsed_s - self.last_time, 1e-9)
         self.last_step, self.last_time = step, elapsed_s
-        self.record.write(
+        self.metric_log.write(
             {
                 "step": step,
                 "tokens": step * tokens,
@@ -263,11 +263,11 @@ class Evaluations(StepCallback):
             module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
-                self.record.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
-                draws_picture = self.record.pictures or (step == self.max_steps and not self.config.experiment.name)
+                self.metric_log.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
+                draws_picture = self.metric_log.gets_pictures or (step == self.max_steps and not self.config.experiment.name)
                 path = measurement.write(self.config.run_folder, result, draws_picture)
                 measurement.cache(self.config.run_folder, result, device)
-                self.record.evaluation(result, path.with_suffix(".png"))
+                self.metric_log.send_evaluation(result, path.with_suffix(".png"))
                 self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
@@ -276,7 +276,7 @@ class Evaluations(StepCallback):
                     raise RunError(f"{key} = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
                 raise
             reason = one_line(error)
-            self.record.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
+            self.metric_log.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
             self.progress.say(f"step {step}: {kind}: not {'kept' if result else 'measured'}: {reason}")
         finally:
             self.clock.exclude_since(begin)
@@ -294,7 +294,7 @@ class Validate(Evaluations):
             has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
                 state.best = Best(result.step, loss, sha256)
-                self.record.summarize({"best/step": result.step, "best/selection_loss": loss})
+                self.metric_log.summarize({"best/step": result.step, "best/selection_loss": loss})
         return result
 
 
@@ -387,7 +387,7 @@ class Checkpoints(StepCallback):
 
     def prune(self) -> None:
         """Delete each `step-N.ckpt` but the newest, the last regular ones (`is_regular`), and those of phase ends; `best.ckpt` stays."""
-        paths = steps_saved(self.folder)
+        paths = step_paths(self.folder)
         regular_paths = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
         for path in {*paths} - {step_path(self.folder, self.saved_step), *regular_paths[-self.config.trainer.keep_checkpoints :], *swaps}:

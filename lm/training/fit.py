@@ -37,10 +37,10 @@ from lm.runs.folder import (
     read_metrics,
     step_of,
     step_path,
-    steps_saved,
+    step_paths,
     truncate_metrics,
 )
-from lm.runs.loading import TOKENIZER_SHA256, Loaded
+from lm.runs.loading import TOKENIZER_SHA256, LoadedModel
 from lm.runs.metadata import best_step
 from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
@@ -59,7 +59,7 @@ LAUNCHERS = {
 }
 
 
-def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | None, process: Process) -> int:
+def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedModel | None, process: Process) -> int:
     """Train from step 0, or from `checkpoint`, a checkpoint of this run or of the run that it branches from. Returns the exit status.
 
     source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights fit.
@@ -87,7 +87,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: Loaded | 
         old_log = read_metrics(config.run_folder / METRICS).content or b""  # a missing log counts as an empty one
         check_log(config.run_folder, old_log, content["lm"], checkpoint)
         if (step := content["lm"]["step"]) >= config.trainer.max_steps:
-            if later_paths := [path for path in steps_saved(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
+            if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
                 reason = f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has {later_paths[-1].name}"
                 raise RunError(f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=...")
             if is_main:
@@ -153,7 +153,7 @@ def truncate_after(run: Path, step: int) -> list[str]:
     pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
     for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern), *temporary_links]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
-    for path in steps_saved(run / CHECKPOINTS):
+    for path in step_paths(run / CHECKPOINTS):
         if step_of(path) > step:
             path.unlink()
     if (best_step(run / CHECKPOINTS) or 0) > step:
@@ -243,7 +243,7 @@ def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path,
         log = MetricLog(folder / METRICS, start_mirrors(mode, config, old_facts, step, L.pytorch.loggers), True)
         for result in unlogged_results:
             log.write({"step": step, "tokens": result.tokens_seen, **logged_means(result)})
-            log.evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
+            log.send_evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
     changed_kinds = [kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))]
     if changed_kinds:

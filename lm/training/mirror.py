@@ -33,12 +33,12 @@ class Mirror:
     """A log kept by another program, such as wandb, that gets a copy of each line of metrics.jsonl."""
 
     name: str  # the log's name for the user
-    pictures: ClassVar[bool] = False  # whether it gets the pictures of evaluations, which are then drawn
+    gets_pictures: ClassVar[bool] = False  # whether it gets the pictures of evaluations, which are then drawn
 
     def log(self, metrics: dict[str, Plain]) -> None:
         """Send a line of metrics.jsonl."""
 
-    def evaluation(self, result: Evaluation, picture: Path) -> None:
+    def send_evaluation(self, result: Evaluation, picture: Path) -> None:
         """Send charts of an evaluation, and the file `picture` if it exists; does nothing in logs that show neither."""
 
     def summarize(self, values: dict[str, Plain]) -> None:
@@ -67,14 +67,14 @@ class WandbMirror(RunMirror):
     """Logs to a wandb run, which draws each metric as a function of the number of tokens."""
 
     name = "wandb"
-    pictures = True
+    gets_pictures = True
 
     def __init__(self, run: "wandb.Run"):
         super().__init__(run)
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
 
-    def evaluation(self, result: Evaluation, picture: Path) -> None:
+    def send_evaluation(self, result: Evaluation, picture: Path) -> None:
         """Send an evaluation to wandb: its picture, and a chart of each series that has an axis and is shown in reports."""
         import wandb
 
@@ -302,8 +302,8 @@ class MetricLog:
         self.path, self.mirrors, self.is_main = path, [*mirrors], is_main
 
     @property
-    def pictures(self) -> bool:
-        return any(mirror.pictures for mirror in self.mirrors)
+    def gets_pictures(self) -> bool:
+        return any(mirror.gets_pictures for mirror in self.mirrors)
 
     def write(self, metrics: dict[str, Plain]) -> None:
         """Append `metrics`, with a `step`, as a line; numbers that are not finite become null. Raises RunError if writing fails."""
@@ -317,9 +317,9 @@ class MetricLog:
             raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
         self._send(lambda mirror: mirror.log(metrics))
 
-    def evaluation(self, result: Evaluation, picture: Path) -> None:
+    def send_evaluation(self, result: Evaluation, picture: Path) -> None:
         """Send charts of an evaluation to all mirrors, and the file `picture` if it exists."""
-        self._send(lambda mirror: mirror.evaluation(result, picture))
+        self._send(lambda mirror: mirror.send_evaluation(result, picture))
 
     def summarize(self, values: dict[str, Plain]) -> None:
         self._send(lambda mirror: mirror.summarize(values))

@@ -224,8 +224,8 @@ class TrainModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, with the optimizer state of `start`, which is then cleared to free memory."""
         optimizer = make_optimizer(self.decoder, self.config.optim)
-        load_named_state(optimizer, self.start.optimizer)
-        self.start.optimizer = {}
+        load_named_state(optimizer, self.start.optimizer_state)
+        self.start.optimizer_state = {}
         return optimizer
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:

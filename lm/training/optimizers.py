@@ -113,7 +113,7 @@ def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.
 
 
 # An optimizer's state by parameter name; {} for a parameter without an update yet.
-State = dict[str, dict[str, Tensor | float]]
+OptimizerState = dict[str, dict[str, Tensor | float]]
 
 GROUPS = tuple(group.name for group in fields(Groups))
 
@@ -189,24 +189,24 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
 # ---------------------------------------------------------------- state by parameter name
 
 
-def named_state(optimizer: torch.optim.Optimizer) -> State:
+def named_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     pairs = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs}
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, state: State) -> None:
+def load_named_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Copy `state` into a new optimizer; parameters that `state` lacks start without optimizer state."""
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     states = {index: copy.deepcopy(state[name]) for index, name in enumerate(names) if state.get(name)}
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def state_after_swap(state: State) -> State:
+def state_after_swap(state: OptimizerState) -> OptimizerState:
     """The optimizer state that is kept after a swap, without the entries of the normalizers' parameters, which are new."""
     return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}
 
 
-def implied_state(decoder: Decoder, config: Config) -> State:
+def implied_state(decoder: Decoder, config: Config) -> OptimizerState:
     """The optimizer state that training would create, as tensors without values, found by one step of `decoder` on the meta device.
 
     The function also freezes the parameters of `decoder` that the configuration doesn't train.
@@ -220,7 +220,7 @@ def implied_state(decoder: Decoder, config: Config) -> State:
     return named_state(optimizer)
 
 
-def optimizer_mismatch(decoder: Decoder, config: Config, state: State) -> str:
+def optimizer_mismatch(decoder: Decoder, config: Config, state: OptimizerState) -> str:
     """A message on the first entry of `state` that the configured optimizer of `decoder`, on the meta device, can't take; empty if none."""
     expected_state = implied_state(decoder, config)
     for name in {**expected_state, **state}:

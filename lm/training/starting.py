@@ -15,13 +15,13 @@ from lm.model.decoder import Decoder
 from lm.model.spec import ModelSpec
 from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import SHA256, load_checkpoint, weights_sha256
-from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, check_fields, is_own, step_of, step_path, steps_saved
-from lm.runs.loading import Loaded, check_finite, weights_mismatch
+from lm.runs.folder import CHECKPOINTS, ENVIRONMENT, TOKENIZER, check_fields, is_own, step_of, step_path, step_paths
+from lm.runs.loading import LoadedModel, check_finite, weights_mismatch
 from lm.runs.metadata import best_step
 from lm.runs.record import arm, seeds, tokens_before
 from lm.runs.same_run import check_environment, trained_config
 from lm.schema import Plain, to_plain
-from lm.training.optimizers import State, freeze, optimizer_mismatch, state_after_swap
+from lm.training.optimizers import OptimizerState, freeze, optimizer_mismatch, state_after_swap
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,20 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase, a part of a run with its own normalizers. `optimizer` and `replaced_decoder` are cleared after use."""
+    """The start of a phase, a part of a run with its own normalizers. `optimizer_state` and `replaced_decoder` are cleared after use."""
 
     step: int  # optimizer steps done
     phase: int
     decoder: Decoder  # on the CPU, with the weights to train from
     state: RunState = field(default_factory=RunState)
-    optimizer: State = field(default_factory=dict)  # the optimizer's state by parameter name
+    optimizer_state: OptimizerState = field(default_factory=dict)  # the optimizer's state by parameter name
     replaced_decoder: Decoder | None = None  # the decoder that a swap at this step replaced
 
 
 # ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
 
 
-def start_new_run(config: Config, store: Store, source: Loaded | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+def start_new_run(config: Config, store: Store, source: LoadedModel | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
     The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and `weights`, 12 digits
@@ -152,7 +152,7 @@ def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
     return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
 
 
-def _tokenizer_problems(config: Config, store: Store, loaded_model: Loaded) -> list[Problem]:
+def _tokenizer_problems(config: Config, store: Store, loaded_model: LoadedModel) -> list[Problem]:
     """A list with a problem if the data's tokenizer is not the model's, else []; the model may have more token ids than its tokenizer."""
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
@@ -181,7 +181,7 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
     start = PhaseStart(metadata["step"], phase, decoder, state, checkpoint["optimizer"])
     if phase != metadata["phase"]:
         start.decoder, start.replaced_decoder = with_normalizer(decoder, config.model_in(phase).normalizer), decoder
-        start.optimizer = state_after_swap(start.optimizer)
+        start.optimizer_state = state_after_swap(start.optimizer_state)
     freeze(start.decoder, config.train_only)
     return start
 
@@ -240,7 +240,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
     is_own_checkpoint = is_own(config.run_folder, path)
-    if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in steps_saved(path.parent)):
+    if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in step_paths(path.parent)):
         notes.append(f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted")
     max_steps = saved_config.trainer.max_steps, config.trainer.max_steps
     step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end planned no rate for a further step

@@ -11,7 +11,7 @@ from lm.errors import RunError
 from lm.files import expand_home, locked_folder, read_json
 from lm.machine import without_garbage_collection
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import ALREADY_TRAINING, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, is_own, read_config, read_metrics, steps_saved
+from lm.runs.folder import ALREADY_TRAINING, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, is_own, read_config, read_metrics, step_paths
 from lm.runs.metadata import load_metadata
 from lm.training.launcher import end_with_parent, this_process
 
@@ -58,7 +58,7 @@ def starting_checkpoint(config: Config) -> Path | None:
     path = expand_home(config.branch_from)
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
-        names = ", ".join(checkpoint.name for checkpoint in steps_saved(path.parent))
+        names = ", ".join(checkpoint.name for checkpoint in step_paths(path.parent))
         remedy = f"the run has: {names}" if names else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
         raise RunError(f"{path}: no such checkpoint (branch_from); {remedy}")
     if is_own(config.run_folder, path):
@@ -78,7 +78,7 @@ def _resumed_checkpoint(config: Config) -> Path | None:
                 f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
             )
         return path
-    files = steps_saved(config.run_folder / CHECKPOINTS)
+    files = step_paths(config.run_folder / CHECKPOINTS)
     if config.resume == "auto":
         if len(files) == 1:  # after a kill between the first checkpoint and its link
             return files[0]
