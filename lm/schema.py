@@ -63,14 +63,19 @@ class Effect:
     # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
     # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
     # stored and displayed
-    affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"] = "training"
+    affects: str = "training"
     # whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come; `branch`: no, but a
     # new run that branches from it (`branch_from`) may
-    on_resume: typing.Literal["same", "free", "ahead", "branch"] = "same"
+    on_resume: str = "same"
     acts_in: tuple[str, ...] = ("train",)  # the commands in which the key has an effect: `train`, or commands on a trained model
 
 
-DeclaredEffect = dict[str, str | tuple[str, ...]]  # the entries of an `Effect` that a field declares; its block gives it the others
+class DeclaredEffect(typing.TypedDict, total=False):
+    """The entries of an `Effect` that a field declares; a field inherits the other entries from the block that contains it."""
+
+    affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
+    on_resume: typing.Literal["same", "free", "ahead", "branch"]
+    acts_in: tuple[str, ...]
 
 
 def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):

@@ -271,6 +271,7 @@ def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str
     assert len("".join(texts)) > 0.5 * len("".join(ENTRIES)) - 200_000
     assert str(path) in str(error)
     assert "runcated" in str(error)
+    assert str(path) not in [os.path.realpath(link) for link in Path("/proc/self/fd").glob("*")], "closed, though the error is kept"
     if kind == "txt":
         texts, (error,) = skipping(Files([str(path)]))
         assert texts == []

@@ -45,6 +45,11 @@ class Options:
             return []
         return [Problem("n", n, "unknown row length", f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})")]
 
+    @classmethod
+    def first_init(cls) -> Plain:
+        """The default of the option `init`, which sets the parameters' initial values; None if there is no such option."""
+        return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
+
     def layer_options(self) -> list["Options"]:
         """The options of all normalizers that these options describe: [self], or for a list of layers (`catalogue.Layers`) its entries."""
         return [self]

@@ -1,6 +1,6 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
-`load` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError` with
+`load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError` with
 every problem of keys and values, problems between several keys included. This module never imports torch.
 """
 

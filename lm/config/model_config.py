@@ -64,8 +64,9 @@ class Llama3Scaling(TrainedScaling):
 class YarnScaling(Llama3Scaling):
     """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a transition.
 
-    Source: `YaRNScaledRotaryEmbedding` of github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is
-    linear in the number of periods, as in the inference setting `yarn`.
+    Keys and their checks are those of Llama 3's scaling, frequencies are not. Source: `YaRNScaledRotaryEmbedding` of
+    github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is linear in the number of periods, as in the
+    inference setting `yarn`.
     """
 
     name: ClassVar[str] = "yarn"

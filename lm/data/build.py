@@ -87,7 +87,7 @@ class Journal:
 
 
 class Restart(DataError):
-    """Raised if an interrupted preparation can't be continued: `build` deletes its folder, and the next call starts again."""
+    """Raised if an interrupted preparation can't be continued: `build_store` deletes its folder, and the next call starts again."""
 
 
 def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:

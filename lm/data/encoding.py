@@ -18,7 +18,8 @@ from lm.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048  # limits of a batch of several: encoding needs a hundred times its bytes of memory
+# limits of a batch, which a single longer document may exceed: encoding takes a hundred times the batch's bytes of memory
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048
 PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
 MAX_WORD_LENGTH = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
@@ -93,7 +94,7 @@ class Encoder:
 
 
 def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
-    """Return whether encoding the `pieces` of a text gives the same tokens as encoding the whole text, judged by a short test text."""
+    """Return whether the pieces of `split_text` encode to the same tokens as the whole text, judged by a short test text."""
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()

@@ -150,7 +150,7 @@ def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, P
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:
-    """Return a file's sha256, or "unreadable" for a file that can't be read: `documents` handles this error by `data.on_error`."""
+    """Return a file's sha256, or "unreadable" for a file that can't be read: `file_documents` handles this error by `data.on_error`."""
     try:
         return hashes.sha256(path)
     except DataError:
@@ -277,6 +277,8 @@ class _FileStream(io.RawIOBase):
     Raises Unreadable: the file is damaged. Up to about 64 kB of content before the damage are lost, too.
     """
 
+    file = None  # until `__init__` opens it: Python closes a stream whose `__init__` failed, too
+
     def __init__(self, path: Path):
         import pyarrow
 
@@ -292,6 +294,11 @@ class _FileStream(io.RawIOBase):
             return self.stream.readinto(buffer)
         except self.errors as error:
             raise unreadable_error(str(self.path), error, self.file.size() - self.file.tell()) from None
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        super().close()
 
 
 def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:

@@ -137,8 +137,8 @@ def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
                 unsuitable_paths.append(match)
     files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
     if not files:
-        path = (unsuitable_paths or source.paths)[0]
-        raise DataError(f"{path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
+        rejected_path = (unsuitable_paths or source.paths)[0]
+        raise DataError(f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
     return files
 
 

@@ -330,9 +330,9 @@ class Measures:
     def values(self, vectors: np.ndarray, train_length: int) -> Values:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
-        by_query, *totals = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        by_query, *sum_parts = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
-        totals = {sums.name: total.astype("f8") for sums, total in zip(self.query_sums, totals, strict=True)}
+        totals = {sums.name: total.astype("f8") for sums, total in zip(self.query_sums, sum_parts, strict=True)}
         by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.query_sums if sums.head_values}
         return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 

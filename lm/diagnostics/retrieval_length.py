@@ -93,14 +93,15 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
             if is_exp_map or (any_map and bool((rows.n >= rows.queries).all())):
                 parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, is_exp_map))
                 formula_holds[block.layer] = is_exp_map
-    heads: list[RetrievingHead] = []  # each layer's head with the largest mean weight
+    best_head: RetrievingHead | None = None
     for layer, blocks in parts.items():
         arrays = (np.concatenate(values) for values in zip(*blocks, strict=True))
         needle, other_scores, filler, n, slope, weight, effective_keys, entropy = arrays
         head = int(weight.mean(0).argmax())
-        scores, mean = Retrieval(needle[:, head], other_scores[:, head], filler, n, slope[:, head]), float(weight[:, head].mean())
-        heads.append(RetrievingHead(layer, head, mean, effective_keys[:, head], entropy[:, head], scores, formula_holds[layer]))
-    return max(heads, key=lambda head: head.weight, default=None)
+        if best_head is None or weight[:, head].mean() > best_head.weight:
+            scores, mean = Retrieval(needle[:, head], other_scores[:, head], filler, n, slope[:, head]), float(weight[:, head].mean())
+            best_head = RetrievingHead(layer, head, mean, effective_keys[:, head], entropy[:, head], scores, formula_holds[layer])
+    return best_head
 
 
 def _block_scores(block: QueryBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool) -> tuple[np.ndarray, ...]:

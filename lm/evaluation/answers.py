@@ -456,8 +456,8 @@ class NeedleMeasurement(AnswerMeasurement):
                 continue
             pools = [self._pooled_sample(depth_scores) for depth_scores in zip(*(scores[name] for name in names), strict=True)]
             log_names = tuple(self.eval_config.metric(control, length, label) for length in self.lengths)
-            fields = {"control": control, "what": "needle, control without it" if control else "needle", "logged": log_names}
-            series.append(self.accuracy(pools, self._chance(self.tasks[names[0]]), **fields, **common_fields))
+            what, chance = "needle, control without it" if control else "needle", self._chance(self.tasks[names[0]])
+            series.append(self.accuracy(pools, chance, control=control, what=what, logged=log_names, **common_fields))
         for name, task in self.tasks.items():
             guess_accuracies = [np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials]) for length_scores in scores[name]]
             chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
@@ -501,8 +501,8 @@ class NeedleMeasurement(AnswerMeasurement):
         heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
         attention_series = []
         for (number, span), layer in product(enumerate(("number", "sentence")), range(shape[1])):
-            fields = {"axis": heads, "references": {"uniform attention": float(uniform_attention[number])}}
-            attention_series.append(series(f"attention to the {span}", weights[:, number, layer], what=f"layer {layer}", **fields))
+            name, levels = f"attention to the {span}", {"uniform attention": float(uniform_attention[number])}
+            attention_series.append(series(name, weights[:, number, layer], what=f"layer {layer}", axis=heads, references=levels))
         return attention_series + [series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)]
 
 

@@ -83,8 +83,9 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
     panels: list[Panel | Map | None] = []
     for setting in settings:
         curves = [entry for entry in derived_series if entry.setting == setting]
-        points = [(curve.what, np.array(curve.axis.values), curve.means) for curve in curves]
-        traces = [Trace(index, *labelled_points, "mean", in_legend=True) for index, labelled_points in enumerate(points)]
+        traces = []
+        for index, curve in enumerate(curves):
+            traces.append(Trace(index, curve.what, np.array(curve.axis.values), curve.means, "mean", in_legend=True))
         title = f"{derived_series[0].metric}\n{setting}"
         panels.append(Panel(title, axis.name, derived_series[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
     return panels

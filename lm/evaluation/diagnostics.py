@@ -291,7 +291,7 @@ class _ModelSeries:
 
     def curves(self) -> Iterator[Series]:
         """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
-        for statistic, setting, values in self._model_values(self.measures.query_statistics):
+        for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
             by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
             fields = {"axis": visible_keys_axis(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
@@ -346,10 +346,11 @@ class _ModelSeries:
         self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
     ) -> Series:
         """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed from the statistic."""
-        name, unit = (metric, "") if metric else (statistic.name, statistic.unit)
-        fields |= {"setting": setting, "control": setting != self.first_setting, "data_fingerprint": self.fingerprint}
-        fields["interval"] = "documents" if fields.get("samples") else "none"
-        return Series(KIND, name, unit, "none", self.models[setting].train_length, np.atleast_1d(np.asarray(means, "f8")), **fields)
+        return Series(
+            KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
+            np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
+            interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
+        )  # fmt: skip
 
     def _display(self, statistic: Statistic | DerivedNumbers) -> Shown | None:
         """Title and caption with which reports show a statistic; None if reports leave it out."""

@@ -345,11 +345,18 @@ class OtherTexts(Measurement):
             selection = selection_mask(fingerprint, sequences.document_labels)
             display = Shown("Other texts, at the training length", "sequences of other texts", sequences.amount)
             splits = selection.any() and not selection.all()  # else too few documents to divide: all report
-            fields = {"samples": (sequences.sample(nll.mean(1, dtype=np.float64)[:, None]),), "interval": "documents"}
-            fields |= {"data_fingerprint": fingerprint if splits else "", "logged": (self.eval_config.metric(name),)}
-            series.append(self.series("loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, shown=display, **fields))
-            bits, log_names = bits_per_byte(nll, sequences), (self.eval_config.metric(name, "bits_per_byte"),)
-            series.append(self.series("bits per byte", "", "lower", bits, what=name, shown=display, logged=log_names))
+            sequence_means = nll.mean(1, dtype=np.float64)[:, None]
+            series += [
+                self.series(
+                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(sequences.sample(sequence_means),),
+                    data_fingerprint=fingerprint if splits else "", interval="documents", shown=display,
+                    logged=(self.eval_config.metric(name),),
+                ),
+                self.series(
+                    "bits per byte", "", "lower", bits_per_byte(nll, sequences), what=name,
+                    logged=(self.eval_config.metric(name, "bits_per_byte"),), shown=display,
+                ),
+            ]  # fmt: skip
         return series
 
 
@@ -375,10 +382,13 @@ class LongContext(Measurement):
         display = Shown("Long sequences, by position", "long-context sequences", sequences.amount, caption)
         for setting in applicable_settings(decoder, self.eval_config.inference):
             nll = nll_by_token(for_inference(decoder, setting), sequences, device, progress)
-            fields = by_position(sequences, nll, self.config.data.seq_len) | {"interval": "documents", "shown": display}
-            fields |= {"data_fingerprint": self.fingerprint, "logged": (self.eval_config.metric(setting.label),)}
-            series.append(self.series("loss", NATS, "lower", setting=setting.label, **fields))
-            series.append(self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label))
+            series += [
+                self.series(
+                    "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len), setting=setting.label, shown=display,
+                    data_fingerprint=self.fingerprint, interval="documents", logged=(self.eval_config.metric(setting.label),),
+                ),
+                self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
+            ]  # fmt: skip
         return series
 
 
@@ -419,8 +429,10 @@ class ByLength(Measurement):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
             by_stretch = np.stack([nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
-            fields = {"axis": lengths_axis(self.lengths), "samples": (self.stretches.sample(by_stretch),), "shown": display}
-            fields |= {"data_fingerprint": self.fingerprint, "interval": "documents"}
             log_names = tuple(self.eval_config.metric(length, setting.label) for length in self.lengths)
-            series.append(self.series("loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names, **fields))
+            loss_series = self.series(
+                "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names, axis=lengths_axis(self.lengths),
+                samples=(self.stretches.sample(by_stretch),), shown=display, data_fingerprint=self.fingerprint, interval="documents",
+            )  # fmt: skip
+            series.append(loss_series)
         return series

@@ -101,12 +101,11 @@ class SwapMeasurement(Measurement):
         for index, (sequences, values) in enumerate(zip(self.held_out, comparisons, strict=True)):
             label = f"sequences of {sequences.length:,}"
             for (metric, name), numbers in zip(_LOG_NAMES.items(), values, strict=True):
-                fields = {"what": label, "logged": (f"swap/{name}",) if index == logged_index else ()} | fingerprint
+                by_place = {"means": numbers.mean(where=sequences.target_mask)}
                 if sequences.answers is None:
-                    fields |= by_position(sequences, numbers, self.config.data.seq_len)
-                else:
-                    fields["means"] = numbers.mean(where=sequences.target_mask)
-                series.append(self.series(metric, NATS, "lower", **fields))
+                    by_place = by_position(sequences, numbers, self.config.data.seq_len)
+                log_names = (f"swap/{name}",) if index == logged_index else ()
+                series.append(self.series(metric, NATS, "lower", **by_place, what=label, logged=log_names, **fingerprint))
             drift = attention_drift(*models, sequences, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
             series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
@@ -121,9 +120,10 @@ class SwapMeasurement(Measurement):
         sequences_text = "; ".join(sequences.amount for sequences in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
         display = Shown(title, "sequences around the swap", sequences_text, f"{metric} at the swap, by sequence length")
-        axis = lengths_axis(sequences.length for sequences in self.held_out)
-        fields = {"samples": samples, "interval": "documents", "data_fingerprint": self.fingerprint}
-        return self.series(metric, NATS, "lower", np.array(means), axis=axis, shown=display, **fields)
+        return self.series(
+            metric, NATS, "lower", np.array(means), axis=lengths_axis(sequences.length for sequences in self.held_out),
+            samples=samples, interval="documents", data_fingerprint=self.fingerprint, shown=display,
+        )  # fmt: skip
 
 
 _LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # by metric, its name in the metrics log
@@ -326,7 +326,7 @@ def _swapped_config(model: LoadedModel, name: str, init: str | None, destination
         reason = f"the new normalizer is --to {name}"
         raise ConfigError([Problem("model.normalizer", user_options, reason, "set its options by their keys")])
     normalizer: dict[str, Plain] = {"name": name}
-    first_init = getattr(options, "init", None)  # the default
+    first_init = options.first_init()
     if init not in (None, "fit") and first_init is None:
         raise ConfigError([Problem("--init", init, f"{name} has no option init", "drop --init, or give fit")])
     if init is not None and "init" in user_options:

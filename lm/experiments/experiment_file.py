@@ -198,7 +198,7 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
     if not is_block(normalizer) or normalizer.get("name", swap.to) != swap.to or "init" in normalizer:
         reason = f"the weights are swapped to {swap.to}"
         problems.append(Problem(f"{prefix}.model.normalizer", normalizer, reason, "give its options by their keys, and init in `swap`"))
-    first_init = getattr(options, "init", None)  # the default
+    first_init = options.first_init()
     if swap.init is not None and first_init is None:
         problems.append(Problem(f"{prefix}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
     elif swap.init not in (None, "fit"):

@@ -230,9 +230,9 @@ class Judgement:
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            names = "factor" if counts_tokens else "difference", "alone", "over_seeds_and_documents"
-            intervals = verdict.interval, verdict.single_interval, verdict.document_interval
-            entry |= {name: json_value(interval and interval.as_list()) for name, interval in zip(names, intervals, strict=True)}
+            intervals = {"factor" if counts_tokens else "difference": verdict.interval, "alone": verdict.single_interval}
+            intervals["over_seeds_and_documents"] = verdict.document_interval
+            entry |= {name: json_value(interval and interval.as_list()) for name, interval in intervals.items()}
             entry |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry

@@ -1,6 +1,7 @@
 """`lm export --format hf` writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own model code."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -86,8 +87,10 @@ def _evaluation_table(loaded_model: LoadedModel) -> str:
     """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one can't be read."""
     files, table_rows = sorted(evaluation_files(loaded_model.folder).items()), []
     evaluations = [load_evaluation(path) for (_, step), path in files if step == loaded_model.stamp["step"]]
-    for series in (series for evaluation in filter(None, evaluations) for series in evaluation.series if series.shown):
-        for axis_value in series.places if len(series.places) <= MAX_SERIES_VALUES else ():
+    for series in chain.from_iterable(evaluation.series for evaluation in evaluations if evaluation):
+        if series.shown is None or len(series.places) > MAX_SERIES_VALUES:
+            continue
+        for axis_value in series.places:
             n_units = len(series.column(series.column_at(axis_value))[0].values) if series.samples else ""
             name = " ".join(filter(None, (series.metric, series.what, f"({series.unit})" if series.unit else "")))
             axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""

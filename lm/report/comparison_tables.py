@@ -81,9 +81,11 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
             (section.interval(*row, place) if has_points else None) or numeral(section.mean(*row, place)) for row in rows
         ]
     noise_sources = dict.fromkeys(cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
-    interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}"
-    fields = (interval_unit, "mean", 3 if example.unit == "fraction" else 4) if noise_sources else (unit,)
-    mean_columns = [(Column(name, *fields), cells) for name, cells in cells_by_name.items()]
+    fields = {"unit": unit}
+    if noise_sources:
+        interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}"
+        fields = {"unit": interval_unit, "kind": "mean", "decimals": 3 if example.unit == "fraction" else 4}
+    mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
         spreads = [numeral(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]

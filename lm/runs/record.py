@@ -258,7 +258,9 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     if validation_lines and not any(evaluation.kind == VALIDATION for evaluation in evaluations):
         last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
         series = validation_series(last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, config["data"]["seq_len"])
-        evaluations.insert(0, Evaluation(VALIDATION, last_line["step"], last_line["tokens"], "", {}, "", "", tuple(series)))
+        empty_fields = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
+        step, tokens = last_line["step"], last_line["tokens"]
+        evaluations.insert(0, Evaluation(VALIDATION, step, tokens, **empty_fields, series=tuple(series)))
         gaps.append("its validation loss is the last one logged while training, without an interval")
     for evaluation in evaluations[1:]:
         first_result = evaluations[0]

@@ -163,11 +163,14 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
     has_interval = seeds > 1 and not comparison.unreached_runs
     interval = comparison.interval(family) if has_interval else None
     needed_seeds = _seed_numbers(comparison, margin, family) if seeds > 1 and is_finite else None
-    intervals = {"single_interval": comparison.interval(looks) if has_interval else None}
-    intervals["document_interval"] = comparison.document_estimate and comparison.enclosing(comparison.document_estimate, family)
+    single_interval = comparison.interval(looks) if has_interval else None
+    document_interval = comparison.document_estimate and comparison.enclosing(comparison.document_estimate, family)
 
     def untested_verdict(kind: VerdictKind, reason: str, open_reason: str) -> Verdict:
-        return Verdict(kind, reason, interval, 1.0, needed_seeds, **intervals, margin_text=margin_text, open_reason=open_reason)
+        return Verdict(
+            kind, reason, interval, 1.0, needed_seeds, single_interval=single_interval, document_interval=document_interval,
+            margin_text=margin_text, open_reason=open_reason,
+        )  # fmt: skip
 
     if comparison.n_diverged_runs:
         runs = f"{comparison.n_diverged_runs} final run{'s' * (comparison.n_diverged_runs > 1)} diverged"
