@@ -292,7 +292,7 @@ def file_sha256(path: Path) -> str:
 
 
 def plain_sha256(plain: Plain) -> str:
-    """Return the sha256 of plain data, which does not depend on the order of keys."""
+    """Return a sha256 of plain data that is the same for any order of keys."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

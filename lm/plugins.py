@@ -37,15 +37,15 @@ class Kind:
         """Return the command line that checks the plugin `name` of this kind, such as `lm check-extension optimizer NAME`."""
         return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
 
-    def options(self, code: type) -> type:
-        """Return the dataclass of options of the plugin class `code`, often `code` itself. Raises Unavailable: no plugin of this kind."""
-        if not (isinstance(code, type) and issubclass(code, self.base) and is_dataclass(code)):
+    def options(self, plugin_class: type) -> type:
+        """Return the dataclass of a plugin's options, often the class itself. Raises Unavailable: the class is no plugin of this kind."""
+        if not (isinstance(plugin_class, type) and issubclass(plugin_class, self.base) and is_dataclass(plugin_class)):
             base_name = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
-        missing_names = [name for name in self.methods if getattr(code, name) is getattr(self.base, name)]
-        if missing_names := [*missing_names, *sorted(getattr(code, "__abstractmethods__", ()))]:
+        missing_names = [name for name in self.methods if getattr(plugin_class, name) is getattr(self.base, name)]
+        if missing_names := [*missing_names, *sorted(getattr(plugin_class, "__abstractmethods__", ()))]:
             raise Unavailable(f"is not whole: it has no {', '.join(missing_names)}", f"see {self.page}")
-        return code
+        return plugin_class
 
 
 class Plugin(NamedTuple):
@@ -55,7 +55,7 @@ class Plugin(NamedTuple):
     implementation: type  # the imported class
     version: str  # the sha256 of its source file, with name and version of its distribution if it has one
     kind: Kind
-    code: str  # digest of the Python and C++ files of its package, computed at its import
+    code_digest: str  # digest of the Python and C++ files of its package, computed at its import
 
 
 class Plugins:
@@ -118,8 +118,8 @@ class Plugins:
         return {name: self._plugins[name].version for name in names if name in self._plugins}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """Return {name: digest of the package's source code (`Plugin.code`)} of the imported plugins among `names`."""
-        return {name: self._plugins[name].code for name in names if name in self._plugins}
+        """Return {name: digest of the package's source code (`Plugin.code_digest`)} of the imported plugins among `names`."""
+        return {name: self._plugins[name].code_digest for name in names if name in self._plugins}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
         """Return two texts: the plugin, function, file and line that raised `error`, and the command that checks this plugin.

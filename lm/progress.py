@@ -19,7 +19,7 @@ class Progress:
 
     def __init__(self, mode: str = "auto"):
         self.console = Console(stderr=True, quiet=mode == "none")
-        self.lines = mode == "lines" or (mode == "auto" and not self.console.is_terminal)
+        self.prints_lines = mode == "lines" or (mode == "auto" and not self.console.is_terminal)
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -40,7 +40,7 @@ class Progress:
             *(columns or (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())),
             console=self.console,
             transient=True,
-            disable=self.lines or self.console.quiet,
+            disable=self.prints_lines or self.console.quiet,
         )
         bar_id = bars.add_task(name, total=total, completed=n_done, text="")
         with bars:
@@ -50,7 +50,7 @@ class Progress:
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
         """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before. Yields a function
         f(n_bytes) that adds newly done bytes."""
-        if self.lines:
+        if self.prints_lines:
             self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
         columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
         start = last_line = time.monotonic()
@@ -62,7 +62,7 @@ class Progress:
                 n_new += n_bytes
                 show(n_bytes)
                 current_time = time.monotonic()
-                if self.lines and current_time - last_line >= LINE_SECONDS:
+                if self.prints_lines and current_time - last_line >= LINE_SECONDS:
                     last_line, speed, n_complete = current_time, n_new / max(current_time - start, 1e-9), n_done + n_new
                     remaining = f" ({n_complete / total:.0%}), {(total - n_complete) / max(speed, 1e-9):,.0f} s left" if total else ""
                     self.say(f"{name}: {n_complete / 1e6:,.0f} MB{remaining}, {speed / 1e6:.1f} MB/s")
@@ -93,7 +93,7 @@ class StepProgress(Progress):
         text = {} if loss is None else {"text": f"loss {loss:.4f}  {speed:,.0f} tokens/s"}
         self._show(step - self.step, **text)
         self.step = step
-        if self.lines and text and (step >= self.next_line or step == self.max_steps):
+        if self.prints_lines and text and (step >= self.next_line or step == self.max_steps):
             self.next_line = (step // self.steps_per_line + 1) * self.steps_per_line
             seconds = (time.perf_counter() - self.start_time) / (step - self.first_step) * (self.max_steps - step)
             remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

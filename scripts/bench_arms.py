@@ -17,7 +17,7 @@ from loss_results import AGAIN
 
 from lm.config.tree import Config
 from lm.data.batches import Batch
-from lm.data.prepare import vocabulary
+from lm.data.prepare import vocab_size_of
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
 from lm.training.memory import estimated_memory
@@ -52,7 +52,7 @@ def main() -> None:
     experiment = read_experiment(asked.file, [])
     configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
     baseline, config = next(iter(configs.items()))
-    vocab_size = vocabulary(config.data)
+    vocab_size = vocab_size_of(config.data)
     seconds = interleaved({arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds)
     print_ratios(seconds, baseline, config.optim.batch_tokens)
     lines = [(arm, "seconds", number, f"{value:.6f}") for arm, values in seconds.items() for number, value in enumerate(values)]

@@ -48,7 +48,7 @@ def batch(length: int = LENGTH, documents: bool = False) -> Batch:
 def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
     """Scores and weights of each layer, (B, H, T, T), of the heads that a layer's attention gets; documents one by one."""
     layers = []
-    for block in attention_blocks(decoder, sample, [0], inputs=True):
+    for block in attention_blocks(decoder, sample, [0], with_inputs=True):
         inputs, normalizer = block.inputs, decoder.normalizers()[block.layer]
         q, k = inputs.q.double(), inputs.k.double()
         layers.append((normalizer.scores(q, k, batch_layout(sample)), normalizer.weights(q, k, batch_layout(sample))))
@@ -62,7 +62,7 @@ def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
 def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(name: str, block: str, documents: bool):
     decoder, sample = make_decoder(catalogue.OPTIONS[name](), block), batch(documents=documents)
     expected, coverage = dense(decoder, sample), torch.zeros(2, LENGTH)
-    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, inputs=True):
+    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, with_inputs=True):
         keys = chunk.weights.size(-1)
         scores, weights = (x[:, :, chunk.queries, :keys] for x in expected[chunk.layer])
         visible = chunk.layout.visible().expand_as(scores)
@@ -78,7 +78,7 @@ def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_outp
 def gives_what_the_layers_give(decoder: Decoder, sample: Batch) -> None:
     """Weights of the stream times values are what the model computes, by its fast routes."""
     outputs: list[list[Tensor]] = [[] for _ in decoder.blocks]
-    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, inputs=True):
+    for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, with_inputs=True):
         outputs[chunk.layer].append(chunk.weights @ chunk.inputs.v[:, :, : chunk.weights.size(-1)].double())
     for parts, attended in zip(outputs, given_to_the_projection(decoder, sample), strict=True):
         torch.testing.assert_close(torch.cat(parts, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4)

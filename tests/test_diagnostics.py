@@ -27,8 +27,8 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     NO_WEIGHT,
     NOT_FINITE,
+    MeasuredValues,
     Measures,
-    Values,
     exponent,
     half_octaves,
     query_indices,
@@ -70,7 +70,7 @@ def batch(isolated: bool = False) -> Batch:
     return Batch.of(tokens, end_of_text=0 if isolated else None)
 
 
-def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle: bool = False) -> Values:
+def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle: bool = False) -> MeasuredValues:
     """What concentration's statistics are of one sequence; `shuffle`: of its shuffled scores."""
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig()), 2, heads, queries, LENGTH)
@@ -117,7 +117,7 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
     """Compare all rows of all layers and heads with the dense definition in fp64; how many numbers were compared."""
     values, compared, layout = measured(decoder, sample), 0, batch_layout(sample)
     positions = layout.positions.reshape(-1).tolist()
-    for block in attention_blocks(decoder, sample, [0], inputs=True):
+    for block in attention_blocks(decoder, sample, [0], with_inputs=True):
         normalizer, inputs = block.normalizer, block.inputs
         q, k = inputs.q.double(), inputs.k.double()
         weights, scores = (tensor[0].detach().numpy() for tensor in (normalizer.weights(q, k, layout), normalizer.scores(q, k, layout)))

@@ -280,7 +280,9 @@ def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
 
 def test_context_and_new_tokens_share_max_length(tiny, monkeypatch):
     model, lengths = made(tiny, max_length=16), []
-    monkeypatch.setattr(model, "_generate", lambda texts: lengths.extend((len(text.ids), text.new) for text in texts) or [""] * len(texts))
+    monkeypatch.setattr(
+        model, "_generate", lambda texts: lengths.extend((len(text.ids), text.max_new_tokens) for text in texts) or [""] * len(texts)
+    )
     long = "a bad cab " * 20
     model.generate_until(ask("generate_until", ("a", {}), (long, {}), (long, {"max_gen_toks": 4}), ("a", {"max_gen_toks": 4})))
     assert lengths == [(2, 14), (8, 8), (12, 4), (2, 4)]

@@ -142,7 +142,7 @@ def test_the_norm_is_of_the_tokens_vectors_before_their_positions(kind: str, pos
 def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: str):
     decoder, batch, first = trained(f"value_residual, {kind}", qkv_bias=True), Batch(tokens(2), tokens(2), None), None
     with torch.no_grad():
-        inputs = [block.inputs for block in attention_blocks(decoder, batch, inputs=True, block=T)]
+        inputs = [block.inputs for block in attention_blocks(decoder, batch, with_inputs=True, block=T)]
         for layer, (layer_inputs, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
             expected = values = (layer_inputs.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]).view(2, T, 2, 12)
             if kind == "embedding" or layer:
@@ -158,7 +158,7 @@ def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: s
 def test_a_model_starts_with_the_mean_of_both_values(kind: str):
     decoder, batch = model(value_residual=kind), Batch(tokens(2), tokens(2), None)
     with torch.no_grad():
-        inputs = [block.inputs for block in attention_blocks(decoder, batch, inputs=True, block=T)]
+        inputs = [block.inputs for block in attention_blocks(decoder, batch, with_inputs=True, block=T)]
         layer_values = [
             layer_inputs.x @ block.attention.qkv.weight[-C:].t() for layer_inputs, block in zip(inputs, decoder.blocks, strict=True)
         ]
@@ -194,7 +194,7 @@ def test_differential_attention_subtracts_the_map_of_the_second_halves(normalize
         block.attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0]))
     with torch.no_grad():
         decoder(batch.tokens)
-        for layer, chunk in enumerate(attention_blocks(decoder, batch, inputs=True, block=T)):
+        for layer, chunk in enumerate(attention_blocks(decoder, batch, with_inputs=True, block=T)):
             difference = decoder.blocks[layer].attention.difference
             a, b, c, d = difference.lambdas.view(4, 6)
             first = 0.8 - 0.6 * math.exp(-0.3 * layer)

@@ -15,7 +15,7 @@ from lm.config.eval_config import LimitsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import lemmas
-from lm.diagnostics.attention_rows import AttentionRows, Measures, Values
+from lm.diagnostics.attention_rows import AttentionRows, MeasuredValues, Measures
 from lm.diagnostics.limits import (
     DISTANCES,
     TESTED_EXPECTATIONS,
@@ -25,8 +25,8 @@ from lm.diagnostics.limits import (
     head_mean_samples,
     limit_statistics,
     many_key_counts,
-    means,
     octaves,
+    query_means,
     totals_and_counts,
     two_sample_tests,
 )
@@ -54,11 +54,11 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "att
     model, sample = decoder(normalizer, block), batch()
     return [
         AttentionRows.from_block(block, model.embedding(sample.tokens), 0)
-        for block in attention_blocks(model, sample, queries, inputs=True)
+        for block in attention_blocks(model, sample, queries, with_inputs=True)
     ]
 
 
-def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[Values, list]:
+def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[MeasuredValues, list]:
     """Values of some sequences, and what is derived of them."""
     statistics, model = (
         limit_statistics(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), query_stride=1),
@@ -167,8 +167,8 @@ SLOW = [(entry(), block, {}) for entry in catalogue.ENTRIES.values() for block i
 def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict[str, object]):
     values, _ = measured(options, 1, block, **asked)
     counts, numbers = many_key_counts(LENGTH), few_key_counts(LENGTH)
-    distances = means(values.sums["distances"][0])
-    separable = means(values.sums["separability"][0])
+    distances = query_means(values.sums["distances"][0])
+    separable = query_means(values.sums["separability"][0])
     first = 0 if asked.get("first_token", True) else 1
     for rows in rows_of(options, block=block):
         for (octave, (low, high)), head in product(enumerate(octaves(LENGTH)), range(len(rows.weights))):
@@ -220,7 +220,7 @@ def test_a_key_is_separable_by_at_least_as_many_heads_together():
 def test_what_is_derived_follows_from_the_sums():
     values, derived = measured(opt.Softmax(), sample_size=LAYERS * HEADS)
     curves, counts = {(curve.name, curve.label): curve for curve in derived}, many_key_counts(LENGTH)
-    p = means(values.sums["separability"].sum(0))[-1][0].mean(-1)  # (N, layers)
+    p = query_means(values.sums["separability"].sum(0))[-1][0].mean(-1)  # (N, layers)
     assert curves["keys that at least one head separates", "1 - (1 - p)^H"].values == pytest.approx((1 - (1 - p) ** HEADS).mean(-1))
     total, rows = totals_and_counts(values.sums["distances"].sum(0))  # (octaves, quantities, N, layers, H)
     with np.errstate(invalid="ignore"):

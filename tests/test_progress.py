@@ -12,7 +12,7 @@ def told(progress: Progress, terminal: bool) -> io.StringIO:
     """What it writes from now on, as to a terminal or to a file."""
     file = io.StringIO()
     progress.console = Console(file=file, force_terminal=terminal, width=200, quiet=progress.console.quiet)
-    progress.lines = progress.lines and not terminal
+    progress.prints_lines = progress.prints_lines and not terminal
     return file
 
 

@@ -13,7 +13,7 @@ from lm.config.eval_config import DiagnosticsConfig
 from lm.config.model_config import GAUBlock, ModelConfig
 from lm.data.batches import Batch
 from lm.diagnostics import sparsity
-from lm.diagnostics.attention_rows import Measures, Values, shuffling_numbers
+from lm.diagnostics.attention_rows import MeasuredValues, Measures, shuffling_numbers
 from lm.evaluation.diagnostics import families
 from lm.model.attention_stream import attention_blocks
 from lm.model.decoder import Decoder, batch_layout
@@ -34,7 +34,7 @@ def batch(seed: int, isolated: bool = False) -> Batch:
     return Batch.of(tokens, end_of_text=0 if isolated else None)
 
 
-def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuffle: bool = False) -> Values:
+def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuffle: bool = False) -> MeasuredValues:
     heads = decoder.normalizers()[0].layer.n_head
     measures = Measures(families(DiagnosticsConfig(statistics=["sparsity"])), LAYERS, heads, QUERIES, LENGTH)
     order = [shuffling_numbers(index, len(QUERIES), LENGTH) if shuffle else None for index in range(sequences)]
@@ -99,7 +99,7 @@ def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, bl
 @torch.no_grad()
 def test_non_negative_features_have_the_closed_form_of_independent_components():
     decoder = make_decoder(opt.Linear(features="relu", decay=True), std=1.0)
-    values, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]], inputs=True)
+    values, (block, *_) = measured(decoder), attention_blocks(decoder, batch(0), [QUERIES[3]], with_inputs=True)
     q, k = block.normalizer.features(block.inputs.q, block.inputs.k)
     for head in range(HEADS):
         query, keys = q[0, head, QUERIES[3]].double(), k[0, head, : QUERIES[3] + 1].double()

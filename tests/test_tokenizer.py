@@ -249,7 +249,11 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
         batches = list(encode_all(documents, tokenizer, END_OF_TEXT, 1))
         parts = [document for documents, _, _ in batches for document in documents]
         assert [len(in_val) for _, _, in_val in batches] == [len(tokens) for _, tokens, _ in batches]
-        assert [piece.end for piece in parts if piece.begins] == [piece.end for piece in parts if piece.ends] == [*range(1, len(texts) + 1)]
+        assert (
+            [piece.n_read for piece in parts if piece.is_first_piece]
+            == [piece.n_read for piece in parts if piece.is_last_piece]
+            == [*range(1, len(texts) + 1)]
+        )
         return np.concatenate([tokens for _, tokens, _ in batches]), sum(piece.n_bytes for piece in parts), len(parts)
 
     tokens, n_bytes, n_documents = encoded()

@@ -35,19 +35,20 @@ ENTRIES: dict[str, type[Options]] = {
 class _NormalizerKind(Kind):
     """Describes normalizer plugins: a plugin's class derives from `Normalizer`, and its attribute `schema` is its class of options."""
 
-    def options(self, code: type) -> type:
-        schema = getattr(code, "schema", None)
+    def options(self, plugin_class: type) -> type:
+        schema = getattr(plugin_class, "schema", None)
         if not (isinstance(schema, type) and issubclass(schema, self.base) and is_dataclass(schema) and hasattr(schema, "full_formula")):
             raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
-        if not (isinstance(code, type) and issubclass(code, Normalizer)):
+        if not (isinstance(plugin_class, type) and issubclass(plugin_class, Normalizer)):
             raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", f"see {self.page}")
-        if inspect.isabstract(code):
-            raise Unavailable(f"is not whole: it has no {', '.join(sorted(code.__abstractmethods__))}", f"see {self.page}")
-        for owner, other, names in ((schema, code, _OPTION_ATTRIBUTES), (code, schema, _CODE_ATTRIBUTES)):
+        if inspect.isabstract(plugin_class):
+            raise Unavailable(f"is not whole: it has no {', '.join(sorted(plugin_class.__abstractmethods__))}", f"see {self.page}")
+        for owner, other, names in ((schema, plugin_class, _OPTION_ATTRIBUTES), (plugin_class, schema, _CODE_ATTRIBUTES)):
             if misplaced_names := [name for name in names if hasattr(other, name)]:
                 raise Unavailable(f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}")
-        if name := method_ignored_by_forward(code):
-            reason = f"has {name} of its own, but `forward` of {_defining_class(code, 'forward').__name__}, which computes another function"
+        if name := method_ignored_by_forward(plugin_class):
+            forward_class = _defining_class(plugin_class, "forward").__name__
+            reason = f"has {name} of its own, but `forward` of {forward_class}, which computes another function"
             raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
         return schema
 

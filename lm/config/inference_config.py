@@ -67,8 +67,8 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling, which multiplies theta by s^(D / (D - 2)), D the head size. It divides the lowest frequency by s and keeps the
-    highest."""
+    """NTK-aware scaling by a factor s, which multiplies theta by s^(D / (D - 2)), D the head size. It divides the lowest frequency by s and
+    keeps the highest."""
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)

@@ -136,7 +136,7 @@ class Scan:
     sources: np.ndarray  # (readings,) int64: index of each reading's source
     left_out: dict[str, int]  # number of documents left out, by reason
     unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
-    ids: dict[str, int]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
+    id_statistics: dict[str, int]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
 
     @property
     def source_indices(self) -> np.ndarray:
@@ -242,8 +242,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
                 n_bytes = sum(document.n_bytes for document in documents)
                 advance(n_bytes)
                 unsaved_bytes += n_bytes
-                if unsaved_bytes >= JOURNAL_BYTES and documents[-1].ends:
-                    journal.advance(documents[-1].end, writers)
+                if unsaved_bytes >= JOURNAL_BYTES and documents[-1].is_last_piece:
+                    journal.advance(documents[-1].n_read, writers)
                     unsaved_bytes = 0
         counts = {name: writer.counts for name, writer in writers.items()}
         total_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
@@ -257,7 +257,7 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
         "unreadable": scan.unreadable,
-        **({"ids": scan.ids} if scan.ids else {}),
+        **({"ids": scan.id_statistics} if scan.id_statistics else {}),
         **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
         **facts,
     }
@@ -316,7 +316,7 @@ def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Sca
     if not journal.holds(SCAN):
         scan = _scan(data, journal.folder, progress)
         buffer = io.BytesIO()
-        facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.ids]).encode(), np.uint8)
+        facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.id_statistics]).encode(), np.uint8)
         np.savez(buffer, **{name: getattr(scan, name) for name in SCAN_ARRAYS}, facts=facts)
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as arrays:
@@ -419,7 +419,7 @@ def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionC
     has_spool = spool and spool.exists()
     read_documents = reader(reading.source).documents
     for document in read_spool(spool) if has_spool else read_documents(reading.source, data.folder, omissions.skip, vocabulary):
-        content = document.encode() if not vocabulary else vocabulary.text(document) if has_text else document.data
+        content = document.encode() if not vocabulary else vocabulary.utf8_text(document) if has_text else document.data
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
         del content  # a long document is in memory once

@@ -34,9 +34,9 @@ class Document:
     content: str | np.ndarray  # its text, or its token ids (tokens,)
     n_bytes: int  # UTF-8 bytes of the text
     held_out: bool
-    end: int  # number of documents read from the sources so far, this one included
-    begins: bool = True  # true if the content is the beginning of the document
-    ends: bool = True  # true if the content is the end of the document
+    n_read: int  # number of documents read from the sources so far, this one included
+    is_first_piece: bool = True  # true if the content is the beginning of the document
+    is_last_piece: bool = True  # true if the content is the end of the document
 
 
 # Documents or pieces of documents; the ids of all their tokens, in the store's dtype; and a mask of the tokens of held-out documents.
@@ -69,7 +69,7 @@ class Encoder:
                 self._check_reversible(document.content, tokens)
             else:
                 tokens = document.content.astype(self.dtype)
-            token_arrays.append(np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.begins else tokens)
+            token_arrays.append(np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.is_first_piece else tokens)
         in_val = np.repeat([document.held_out for document in documents], [len(tokens) for tokens in token_arrays])
         return documents, np.concatenate(token_arrays), in_val
 
@@ -153,7 +153,9 @@ def _split_document(document: Document) -> Iterator[Document]:
     end = 0
     for text in split_text(document.content):
         begin, end = end, end + len(text)
-        yield replace(document, content=text, n_bytes=len(text.encode()), begins=begin == 0, ends=end == len(document.content))
+        yield replace(
+            document, content=text, n_bytes=len(text.encode()), is_first_piece=begin == 0, is_last_piece=end == len(document.content)
+        )
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -83,7 +83,7 @@ def open_prepared(data: DataConfig) -> Store:
     return Store.open(folder)
 
 
-def vocabulary(data: DataConfig) -> int | None:
+def vocab_size_of(data: DataConfig) -> int | None:
     """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the tokenizer can't be read."""
     if data.symbolic:
         return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # plus the end-of-text token

@@ -36,8 +36,8 @@ class Vocabulary:
     """
 
     def __init__(self, spec: TokenizerOptions):
-        self.tokenizer, self.name = tokenizer_of(spec), spec.end_of_text
-        self.end_of_text = self.tokenizer.token_to_id(spec.end_of_text)
+        self.tokenizer, self.end_of_text_token = tokenizer_of(spec), spec.end_of_text
+        self.end_of_text_id = self.tokenizer.token_to_id(spec.end_of_text)
         self.bytes = token_bytes(self.tokenizer)
         self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.known[list(self.tokenizer.get_vocab().values())] = True
@@ -57,11 +57,12 @@ class Vocabulary:
                 index = begin + int(is_wrong.argmax())
                 reason = f"token {index:,} has the id {ids[index]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
                 raise Unreadable(f"{location}: {reason}; {TOKENIZER_REMEDY}")
-        n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text)
-        n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text)
+        n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text_id)
+        n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text_id)
         document = ids[n_leading : len(ids) - n_trailing].astype(np.uint32)
-        if len(positions := np.flatnonzero(document == self.end_of_text)):
-            reason = f"the end of text {self.name} (id {self.end_of_text}) is inside the document, at token {n_leading + positions[0]:,}"
+        if len(positions := np.flatnonzero(document == self.end_of_text_id)):
+            end_of_text = f"the end of text {self.end_of_text_token} (id {self.end_of_text_id})"
+            reason = f"{end_of_text} is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{location}: {reason}; {remedy}")
         self.seen["documents"] += 1
@@ -70,14 +71,14 @@ class Vocabulary:
         self.seen["end_of_text_last"] += n_trailing
         return document
 
-    def text(self, ids: np.ndarray) -> bytes:
+    def utf8_text(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 bytes of the decoded text of `ids`."""
         return decode(self.tokenizer, ids.tolist()).encode()
 
     def n_bytes(self, ids: np.ndarray) -> int:
         """Return the number of UTF-8 bytes of the decoded text of `ids`."""
         if self.bytes is None:
-            return len(self.text(ids))
+            return len(self.utf8_text(ids))
         return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
 
 
@@ -191,7 +192,7 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
 def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
     """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes (0) each document."""
     begin = number = 0
-    borders = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text) for start in range(0, len(ids), _BLOCK))
+    borders = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text_id) for start in range(0, len(ids), _BLOCK))
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1

@@ -218,7 +218,7 @@ class QuerySums:
 
     name: str  # as in `Statistic`
     unit: str  # as in `Statistic`
-    size: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
+    shape: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
     sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
     # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined. If `head_values` is
     # None, `StatisticFamily.derive` alone uses the sums.
@@ -227,7 +227,7 @@ class QuerySums:
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class MeasuredValues:
     """The values of statistics of one model on N sequences; NaN where a statistic is not defined."""
 
     n: np.ndarray  # (N, layers, T), the number of keys that each query sees
@@ -259,7 +259,7 @@ class StatisticFamily:
 
     query_statistics: tuple[Statistic, ...] = ()
     query_sums: tuple[QuerySums, ...] = ()
-    derive: Callable[[Values], list[DerivedNumbers]] = lambda values: []
+    derive: Callable[[MeasuredValues], list[DerivedNumbers]] = lambda values: []
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
@@ -280,7 +280,7 @@ class Measures:
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
         # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
         self.shapes = [(len(self.names), layers, heads, len(queries))]
-        self.shapes += [(layers, heads, *accumulator.size(length)) for accumulator in self.query_sums]
+        self.shapes += [(layers, heads, *accumulator.shape(length)) for accumulator in self.query_sums]
 
     @property
     def vector_length(self) -> int:
@@ -301,7 +301,7 @@ class Measures:
         vectors = [[torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])] for _ in range(1 if order is None else 2)]
         device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
-        for block in attention_blocks(decoder, batch, self.queries, inputs=True):
+        for block in attention_blocks(decoder, batch, self.queries, with_inputs=True):
             start = query_counts[block.layer]
             stop = query_counts[block.layer] = start + len(block.queries)
             rows = AttentionRows.from_block(block, embedding, index, len(self.queries) - stop)
@@ -327,14 +327,14 @@ class Measures:
             if (value := accumulator.sums(rows, self.length)) is not None:
                 total[layer] += value.float().cpu()
 
-    def values(self, vectors: np.ndarray, train_length: int) -> Values:
+    def values(self, vectors: np.ndarray, train_length: int) -> MeasuredValues:
         """Split the vectors of N sequences, (N, `vector_length`), into the values of each statistic, by its name."""
         parts = np.split(vectors, np.cumsum([math.prod(shape) for shape in self.shapes])[:-1], axis=1)
         by_query, *sum_parts = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         n, *statistics = np.moveaxis(by_query, 1, 0)
         totals = {sums.name: total.astype("f8") for sums, total in zip(self.query_sums, sum_parts, strict=True)}
         by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.query_sums if sums.head_values}
-        return Values(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
+        return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
 
 
 def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:

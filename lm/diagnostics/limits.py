@@ -37,10 +37,10 @@ from lm.diagnostics.attention_rows import (
     MIN_KEYS,
     AttentionRows,
     DerivedNumbers,
+    MeasuredValues,
     QuerySums,
     Statistic,
     StatisticFamily,
-    Values,
     mean,
     visible_keys_axis,
 )
@@ -60,7 +60,7 @@ class TopKeys(NamedTuple):
     separable: Tensor  # Theorem 2's N_s / N: the fraction of the N keys that lie within r of s
     lower: Tensor  # lower envelope of `separable`, between 0 and 1
     upper: Tensor  # upper envelope of `separable`, between 0 and 1
-    near_mask: Tensor  # (G, R, S) bool: the keys among the N that lie within r of s
+    separable_mask: Tensor  # (G, R, S) bool: the keys among the N that lie within r of s
     top_mask: Tensor  # (G, R, S) bool: the N keys
 
 
@@ -88,7 +88,7 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
     by_count = []
     for index, (count, (rest_mask, excess, distance)) in enumerate(zip(counts, _sum_gaps(weights, visible, x, order, counts), strict=True)):
         top_mask = visible & ~rest_mask
-        near_mask = top_mask & (excess <= excess.masked_fill(~rest_mask, torch.inf).amin(-1, keepdim=True))
+        separable_mask = top_mask & (excess <= excess.masked_fill(~rest_mask, torch.inf).amin(-1, keepdim=True))
         r = distance.masked_fill(~rest_mask, torch.inf).amin(-1)
         indices = order[:, :count]
         alpha, longest = weights.gather(1, indices), length[indices].amax(-1)
@@ -96,11 +96,11 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
         top_total = alpha.sum(-1)
         bound = (total - top_total) * largest_distance + ((n - count + 1) * top_total - total) * longest
         lower, upper = _envelopes(alpha, longest, nearest[index], r)
-        values = (distance * rest_mask).sum(-1), bound.where(not_negative, torch.nan), near_mask.sum(-1) / count, lower, upper
+        values = (distance * rest_mask).sum(-1), bound.where(not_negative, torch.nan), separable_mask.sum(-1) / count, lower, upper
         is_too_many = torch.stack((n < count, n < count, n <= count, n <= count, n <= count))
-        by_count.append((torch.stack(values).masked_fill(is_too_many, torch.nan), near_mask, top_mask))
-    values, near_masks, top_masks = map(torch.stack, zip(*by_count, strict=True))
-    return TopKeys(*values.unbind(1), near_masks, top_masks)
+        by_count.append((torch.stack(values).masked_fill(is_too_many, torch.nan), separable_mask, top_mask))
+    values, separable_masks, top_masks = map(torch.stack, zip(*by_count, strict=True))
+    return TopKeys(*values.unbind(1), separable_masks, top_masks)
 
 
 def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -228,7 +228,7 @@ def few_key_counts(length: int) -> list[int]:
     return [count for count in FEW_COUNTS if count <= length / 2]
 
 
-def means(sums: np.ndarray) -> np.ndarray:
+def query_means(sums: np.ndarray) -> np.ndarray:
     """Divide the totals in `sums` by the numbers of queries in it (`totals_and_counts`): (octaves, quantities, points, ...).
 
     NaN where no query was counted.
@@ -279,7 +279,7 @@ class Theorems:
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 top = top_keys(weights, visible, x, counts)
-                masks.append((top.near_mask, top.top_mask))
+                masks.append((top.separable_mask, top.top_mask))
                 return torch.stack((top.separable, top.lower, top.upper, top.distance / top.bound))
 
             masks: list[tuple[Tensor, Tensor]] = []
@@ -464,13 +464,13 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
     return mean(values, (-2, -1))
 
 
-def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
+def _derived_distances(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
     """Yield d~, a distance that the module's docstring defines, of the N keys of largest weight and of N random keys.
 
     First by N, for queries that see the most keys (the last octave of visible keys); then by octave for N = `LENGTH_CURVE_KEYS`.
     """
     counts = many_key_counts(values.length)
-    distances = _mean_over_heads(means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
+    distances = _mean_over_heads(query_means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
     for number, label in enumerate(DISTANCES):
         yield DerivedNumbers("d~", "", distances[-1, number], _counts_axis(counts), in_reports=True, label=label)
     for number, label in enumerate(DISTANCES if LENGTH_CURVE_KEYS in counts else ()):
@@ -478,7 +478,7 @@ def _derived_distances(config: LimitsConfig, values: Values) -> Iterator[Derived
         yield DerivedNumbers(f"d~ of {LENGTH_CURVE_KEYS} keys", "", by_length, axis, in_reports=True, label=label)
 
 
-def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
+def _derived_critical(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
     """Yield D of Kolmogorov-Smirnov tests by N in the last octave of visible keys, and by octave the critical N / number of visible keys.
 
     The tests compare d~ (see the module) of the N keys of largest weight and of N random keys. The critical N is the least N at which they
@@ -500,7 +500,7 @@ def _derived_critical(config: LimitsConfig, values: Values) -> Iterator[DerivedN
             )
 
 
-def _distance_samples(config: LimitsConfig, values: Values, octave: int, expectation: int) -> list[np.ndarray]:
+def _distance_samples(config: LimitsConfig, values: MeasuredValues, octave: int, expectation: int) -> list[np.ndarray]:
     """Two samples of heads' mean d~ (see the module) in one octave of visible keys, (size, numbers N) each: for the largest weights, then
     for `DISTANCES[expectation]`."""
     total, counts = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
@@ -512,12 +512,12 @@ def _distance_samples(config: LimitsConfig, values: Values, octave: int, expecta
     return sample_pair
 
 
-def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
+def _derived_separable(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
     """Yield the quantities `SEPARABLE` by N, means over heads in the last octave of visible keys, N_s / N (`TopKeys.separable`) at
     N = `PLATEAU_KEYS`, and the fraction of keys that at least one of H independent heads would separate."""
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
-    separability = means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
+    separability = query_means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
     for number in (0, 1, 2):
         yield DerivedNumbers("N_s / N", "fraction", _mean_over_heads(separability[number]), axis, in_reports=True, label=SEPARABLE[number])
     yield DerivedNumbers("d~ of the largest weights / its bound", "fraction", _mean_over_heads(separability[3]), axis)
@@ -531,10 +531,10 @@ def _derived_separable(config: LimitsConfig, values: Values) -> Iterator[Derived
         yield DerivedNumbers(f"N_s / N of {PLATEAU_KEYS} keys", "fraction", _mean_over_heads(separability[0])[[counts.index(PLATEAU_KEYS)]])
 
 
-def _derived_differences(config: LimitsConfig, values: Values) -> Iterator[DerivedNumbers]:
+def _derived_differences(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
     """Yield rates of change of weights (`DIFFERENCES`) by temperature, each for the head of the largest mean, as in arXiv 2508.17821."""
     shape = len(config.temperatures), len(config.steps)
-    by_head = means(values.sums["differences"].sum(0))[0]
+    by_head = query_means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)
     largest[np.isneginf(largest)] = np.nan
     axis = Axis("temperature T", "", "at T =", tuple(config.temperatures))

@@ -84,7 +84,7 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
     for example in examples:
         queries = (example.questions[:, 0] - 1).tolist()
         batch = Batch.of(example.tokens[None]).to(decoder.head.weight.device)
-        for block in attention_blocks(decoder, batch, queries, inputs=True, block=len(queries)):
+        for block in attention_blocks(decoder, batch, queries, with_inputs=True, block=len(queries)):
             rows = AttentionRows.from_block(block)
             normalizer = block.normalizer
             is_exp_map = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()

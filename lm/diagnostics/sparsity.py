@@ -82,7 +82,10 @@ def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights equal to Gaussian scores, also negative ones. S is at least sqrt(2 / pi) = .798, so they cannot concentrate."""
+    """Sparsity S = E|a| / sqrt(E[a^2]) of weights a that equal Gaussian scores, negative ones included: at least sqrt(2 / pi) = .798.
+
+    S is 1 for equal weights, and small where few keys have most of the weight: such weights can't concentrate.
+    """
     beta, gamma = mean.double(), std.double()
     mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(beta / gamma / math.sqrt(2))
     return mean_magnitude / (beta.square() + gamma.square()).sqrt()
@@ -151,10 +154,10 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
     mean = sums[..., :size] / np.maximum(counts, 1)
     total, square, sequences, entries = mean.sum(0), (mean**2).sum(0), (counts > 0).sum(0), counts.sum(0)
     pairs = sequences * (sequences - 1)
-    effect = (total**2 - square) / np.maximum(pairs, 1)
+    squared_effect = (total**2 - square) / np.maximum(pairs, 1)
     weight = entries * (pairs > 0)
     weights = weight.sum(-1)
-    return np.divide((effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
+    return np.divide((squared_effect * weight).sum(-1), weights, out=np.full(weights.shape, np.nan), where=weights > 0)
 
 
 def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
@@ -219,7 +222,8 @@ def is_condensed(rows: AttentionRows) -> Tensor | None:
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
-    """The sparsity S of each query's weights minus its closed form, (H, T); None for weights without a closed form."""
+    """The sparsity S (`sparsity`) of each query's weights minus the S that a closed form predicts for the moments of its scores, (H, T);
+    None for a normalizer whose S has no closed form."""
     expected_sparsity = closed_form(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 

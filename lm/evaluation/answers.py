@@ -254,9 +254,9 @@ SCORED = (  # metric and unit of each column of `score`
 
 
 def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
-    """Scores of questions whose prompts have one length: (questions, metrics) fp32, with a column for each metric that `SCORED` lists.
+    """Scores of questions with equally long prompts: (questions, metrics) fp32, with a column for each metric that `SCORED` lists.
 
-    Each prompt is read once; it is the beginning of a sequence of `length` tokens.
+    Each prompt is the beginning of a sequence of `length` tokens.
     """
     device = decoder.head.weight.device
     prompts = torch.from_numpy(np.stack([trial.prompt for trial in questions])).to(device)

@@ -26,11 +26,11 @@ from lm.diagnostics.attention_rows import (
     NO_WEIGHT,
     NOT_FINITE,
     DerivedNumbers,
+    MeasuredValues,
     Measures,
     QuerySums,
     Statistic,
     StatisticFamily,
-    Values,
     exponent,
     half_octaves,
     mean,
@@ -187,7 +187,7 @@ def diagnostic_series(
     seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
-    models: dict[str, Values] = {}
+    models: dict[str, MeasuredValues] = {}
     settings = applicable_settings(decoder, options.inference)
     for setting in settings:
         suffix = "" if setting.label == "as trained" else f", {setting.label}"
@@ -261,12 +261,12 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
 class _ModelSeries:
     """The series of the statistics of several models on the same sequences; the trained model comes first."""
 
-    def __init__(self, models: dict[str, Values], measures: Measures, held_out: HeldOut, fingerprint: str):
+    def __init__(self, models: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str):
         self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
         self.first_setting = next(iter(models))
         self.bins = half_octaves(models[self.first_setting].n, models[self.first_setting].train_length)
 
-    def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, Values]]:
+    def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, MeasuredValues]]:
         """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
         for statistic in statistics:
             arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
@@ -332,7 +332,7 @@ class _ModelSeries:
             if np.isfinite(exponents).any():
                 yield statistic, setting, exponents, r_squared
 
-    def _mean_within(self, statistic: Statistic, values: Values, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
+    def _mean_within(self, statistic: Statistic, values: MeasuredValues, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
         """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends included."""
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)

@@ -173,9 +173,9 @@ class HarnessLM(LM):
         texts = [self._text_request(request, seed) for seed, request in enumerate(requests)]
         answers = [""] * len(texts)
         with tqdm(total=len(texts), desc="texts", leave=False, disable=disable_tqdm or None) as bar:
-            for new_tokens in sorted({text.new for text in texts}, reverse=True):
-                indices = [index for index, text in enumerate(texts) if text.new == new_tokens]
-                for group in batches(indices, lambda index: len(texts[index].ids) + texts[index].new):
+            for new_tokens in sorted({text.max_new_tokens for text in texts}, reverse=True):
+                indices = [index for index, text in enumerate(texts) if text.max_new_tokens == new_tokens]
+                for group in batches(indices, lambda index: len(texts[index].ids) + texts[index].max_new_tokens):
                     for index, answer in zip(group, self._generate([texts[index] for index in group]), strict=True):
                         answers[index] = answer
                     bar.update(len(group))
@@ -207,7 +207,7 @@ class HarnessLM(LM):
         """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the batch."""
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
         starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
-        prompts, samplings, new_tokens = [text.ids for text in texts], [text.sampling for text in texts], texts[0].new
+        prompts, samplings, new_tokens = [text.ids for text in texts], [text.sampling for text in texts], texts[0].max_new_tokens
         continuation = Continuation(self.decoder, prompts, len(prompts[0]) + new_tokens, samplings)
         for _ in range(new_tokens):
             self.device_and_precision.check_time()
@@ -232,7 +232,7 @@ class HarnessLM(LM):
 @dataclass(frozen=True)
 class _TextRequest:
     ids: list[int]  # tokens of the context
-    new: int  # the most new tokens
+    max_new_tokens: int
     sampling: Sampling  # how the new tokens are sampled
     stops: list[str]  # stop strings: the text ends before the first of them
 

@@ -79,7 +79,8 @@ class HeldOut:
         return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-        """A sample of `values`, (N, columns), by sequence, grouped by document. `weights` of sequences: (N,), or None if all are equal."""
+        """A sample with the row of `values`, (N, columns), of each sequence; rows of one document are a group. `weights` of sequences:
+        (N,), or None if all are equal."""
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:

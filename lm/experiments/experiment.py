@@ -210,8 +210,8 @@ class Experiment:
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity_name
 
     def data_words(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a quantity is measured on: all questions if it is the primary metric and an accuracy. Else it is the held-out
-        text that chooses rates (`selection`) or reports results (`report`)."""
+        """Name the data that a quantity is measured on: `all questions` of a task if the quantity is the primary metric and an accuracy,
+        else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
         return "all questions" if quantity == self.primary.quantity_name and self._asks_questions else f"{part} text"
 
     @cached_property

@@ -15,7 +15,7 @@ from lm.config.load import merge, merge_bases, nest_keys, overrides_in, read_ove
 from lm.config.task_config import task_names
 from lm.config.tree import Config, ExperimentConfig, differences, distinguishes_arms, effect_of
 from lm.config.yaml_text import MAX_BYTES, parse_yaml
-from lm.data.prepare import vocabulary
+from lm.data.prepare import vocab_size_of
 from lm.data.sources import labels
 from lm.errors import ConfigError, DataError, Problem, as_written
 from lm.experiments.experiment import (
@@ -290,7 +290,7 @@ def _with_steps(experiment: Experiment) -> Experiment:
                 if config.trainer.max_steps is None:
                     from lm.model.spec import count_steps  # torch takes seconds to import
 
-                    if not (vocabulary_size := vocabulary(config.data)):
+                    if not (vocabulary_size := vocab_size_of(config.data)):
                         reason = "needs the vocabulary, which is not known before the text is there"
                         remedy = "lm prepare makes it; or set trainer.max_steps"
                         raise DataError(f"{TOKENS_KEY} = {config.trainer.tokens_per_parameter:g}: {reason}: {remedy}")

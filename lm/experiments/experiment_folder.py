@@ -12,7 +12,7 @@ from lm.config.load import merge
 from lm.config.training_config import TrainerConfig
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
-from lm.data.prepare import prepare, vocabulary
+from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
 from lm.experiments.experiment import SHARED_SETTINGS, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric, omitted_keys
@@ -216,7 +216,7 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
     config, tune = experiment.first_config, experiment.tune
     runs = len(experiment.seeds) + len(tune.rates) * len(tune.seeds)
-    flops = cost(config, vocabulary(config.data) or 1).flops
+    flops = cost(config, vocab_size_of(config.data) or 1).flops
     return resolve_compile(config, flops, "gpu" if count_gpus(config) else "cpu", {}, runs, seconds)
 
 

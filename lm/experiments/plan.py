@@ -21,7 +21,7 @@ from rich.filesize import decimal
 
 from lm.config.load import to_yaml
 from lm.config.tree import Config, effect_of
-from lm.data.prepare import open_prepared, vocabulary
+from lm.data.prepare import open_prepared, vocab_size_of
 from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.experiment import SHARED_SETTINGS, Experiment, PrimaryMetric
 from lm.experiments.procedure import Procedure, Run
@@ -79,7 +79,7 @@ Costs = dict[tuple[str, str], Cost]  # resources of a run, by size and arm
 def costs(procedure: Procedure) -> Costs | None:
     """Estimate the resources of a run of each size and arm; None if the size of the vocabulary is unknown before text is prepared."""
     experiment = procedure.experiment
-    vocab_size = vocabulary(experiment.first_config.data)
+    vocab_size = vocab_size_of(experiment.first_config.data)
     if vocab_size is None:
         return None
     costs_of_arms = {}

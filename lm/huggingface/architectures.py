@@ -34,7 +34,10 @@ class MappedParameter:
 
 
 class Architecture(ABC):
-    """A `model_type` of transformers. In a model with a language-model head, names of all tensors but the head's start with `base`."""
+    """The map between configuration and tensors of lm's models and of one `model_type` of transformers.
+
+    In a model with a language-model head, names of all tensors but the head's start with `base`.
+    """
 
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]  # transformers' classes of models with such weights; the first is the language model

@@ -46,7 +46,7 @@ def attention_blocks(
     length: int | None = None,
     dtype: torch.dtype = torch.float32,
     block: int | None = None,
-    inputs: bool = False,
+    with_inputs: bool = False,
 ) -> Iterator[QueryBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
@@ -58,7 +58,7 @@ def attention_blocks(
         length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
-        inputs: whether blocks hold the layer's input, queries, keys and values, too.
+        with_inputs: whether blocks hold the layer's input, queries, keys and values, too.
     """
     indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
     indices = indices if queries is None else indices[list(queries)]
@@ -72,7 +72,7 @@ def attention_blocks(
             n_keys = int(block_queries.max()) + 1  # no query sees a later key
             block_layout = context.layout.select(block_queries, n_keys)
             scores = normalizer.scores(layer_inputs.q[:, :, block_queries].to(dtype), layer_inputs.k[:, :, :n_keys].to(dtype), block_layout)
-            yield QueryBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs if inputs else None)
+            yield QueryBlock(layer, normalizer, block_queries, block_layout, scores, layer_inputs if with_inputs else None)
         del layer_inputs, scores  # before the next layer's are computed
 
 

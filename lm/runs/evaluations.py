@@ -245,7 +245,8 @@ class Series:
         return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
 
     def column_at(self, label: str) -> int:
-        """The index of the column at the point `label`, a key of `places`; for a range, the index of the range's first bin."""
+        """The index, among the columns of `means`, of the point with the label `label`, a key of `places`; for the label of a range of
+        bins, the index of its first bin."""
         start = self.places[label][0]
         return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
 

@@ -164,7 +164,8 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Pa
 
 
 def _length_problems(config: Config, training_config: Config, step: int, checkpoint: Path) -> list[Problem]:
-    """A list with a problem if `trainer.max_steps` of `config` changes the sequence lengths of steps up to `step`; else an empty list."""
+    """A list with a problem if `config` gives steps up to `step` other sequence lengths than `training_config`, with which they were
+    trained, as `trainer.max_steps` differs; else an empty list."""
     lengths = config.data.lengths
     schedules = (lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps) for run_config in (training_config, config))
     trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)

@@ -68,7 +68,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     """
     quiet_lightning()
     is_main = process.rank == 0  # the process that writes files
-    plan = measurements(config, store)
+    all_measurements = measurements(config, store)
     accelerator, device = resolve_device(config)
     mode = wandb_mode(config.log, bool(config.experiment.name))
     torch.set_num_threads(config.trainer.threads or threads_per_process(config.trainer.devices))
@@ -91,7 +91,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
                 reason = f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has {later_paths[-1].name}"
                 raise RunError(f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=...")
             if is_main:
-                _evaluate_missing(config, plan, checkpoint, step, mode, old_facts)
+                _evaluate_missing(config, all_measurements, checkpoint, step, mode, old_facts)
             return 0
         start = start_from_checkpoint(config, content)
     else:
@@ -115,7 +115,7 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     progress = StepProgress(config.log.progress if is_main else "none", config.trainer.max_steps)
     progress.start(start.step)
     try:
-        run = RunContext(config, store, plan, machine, facts["wandb_id"], log, progress)
+        run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], log, progress)
         status = _train_phases(run, start)
         return 0 if process.is_child else status  # if a child fails, Lightning kills the first process, which may still write
     except Diverged as error:
@@ -218,11 +218,13 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
     return trainer
 
 
-def _evaluate_missing(config: Config, plan: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]) -> None:
+def _evaluate_missing(
+    config: Config, all_measurements: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]
+) -> None:
     """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
     Evaluations that exceeded a time limit (`max_seconds`) that has not changed, or were made with other options, are not repeated."""
     folder = config.run_folder
-    due_kinds, missing_kinds = [measurement.kind for measurement in plan if measurement.eval_config.is_due(step, step)], []
+    due_kinds, missing_kinds = [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)], []
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
     time_limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
     for kind in [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:

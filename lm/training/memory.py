@@ -48,8 +48,8 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     maximum over phase `phase` and all later phases.
 
     The estimate takes no account of memory that `torch.compile` saves, nor of the isolation of documents, nor of evaluations. It also
-    leaves out the memory of Muon after activations are freed. Muon needs 12 to 22 bytes for each of `BATCH_ELEMENTS` entries
-    (lm.training.optimizers), or for each entry of the largest matrix if it has more.
+    leaves out the temporary memory of Muon, which is used once activations are freed: it is 12 to 22 bytes for each of `BATCH_ELEMENTS`
+    entries (lm.training.optimizers), or of the largest matrix if that has more.
     """
     recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
     setup = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)

@@ -26,7 +26,9 @@ def train(config: Config) -> int:
     is_main = process.rank == 0
     folder = config.run_folder
     checkpoint = starting_checkpoint(config)
-    is_new = is_main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
+    has_created_folder = (
+        is_main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
+    )
     with locked_folder(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
             print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
@@ -45,7 +47,7 @@ def train(config: Config) -> int:
 
             return fit(config, store, checkpoint, source, process)
         except BaseException:
-            if is_new and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
+            if has_created_folder and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
