@@ -142,7 +142,7 @@ FEW = st.lists(OVERRIDES, max_size=3).map(lambda overrides: [override for overri
     ("texts", "overrides", "valid"),
     [
         (of_block(Config, 6).map(lambda keys: yaml.safe_dump({**BASE, **keys})), FEW, 0.02),
-        (mutilated(), st.just([]), 0.02),
+        (mutilated(), st.just([]), 0.01),  # of 700 texts, 13 to 34 were valid in 23 runs
         (of_block(Config, 1).map(lambda keys: yaml.safe_dump({**BASE, **keys})), st.just([]), 0.1),
     ],
     ids=["several blocks and overrides", "a mutilated text", "one block"],
