@@ -107,6 +107,7 @@ def test_selected_queries_equal_the_same_queries_of_the_whole_and_layers_differ_
         assert chunk.queries.tolist() == [LENGTH - 1, 4]
         torch.testing.assert_close(chunk.weights, layers[chunk.layer][:, :, [LENGTH - 1, 4]])
         assert chunk.inputs is None
+    assert not list(attention_blocks(decoder, batch(), []))
     windowed = [(layer_weights > 0).sum(-1).max().item() == 5 for layer_weights in layers]
     assert windowed == [True, False, True]
 

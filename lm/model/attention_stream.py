@@ -54,7 +54,7 @@ def attention_blocks(
     `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores and as many weights at a time.
 
     Args:
-        queries: indices of queries in the sequence, negative ones from the end; None: all queries.
+        queries: indices of queries in the sequence, negative ones from the end; None: all queries; without any, no block is yielded.
         length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
@@ -62,6 +62,8 @@ def attention_blocks(
     """
     indices = torch.arange(batch.tokens.size(1), device=batch.tokens.device)
     indices = indices if queries is None else indices[list(queries)]
+    if not len(indices):
+        return
     block = block or block_size([decoder], batch)
     x, context = decoder.embed(batch.tokens, None if length else batch_layout(batch), length=length)
     for layer, (module, normalizer) in enumerate(zip(decoder.blocks, decoder.normalizers(), strict=True)):
