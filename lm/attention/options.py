@@ -59,8 +59,8 @@ class Options:
         return options[layer % len(options)]
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """Return a trained normalizer's options with the values in `changes` of options that it has. Problems with the new values, at keys
-        below `path`, are appended to `problems`."""
+        """Return these options, of a trained normalizer, updated from `changes`; keys that are none of its options are ignored. Problems
+        with the new values, at keys below `path`, are appended to `problems`."""
         overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)

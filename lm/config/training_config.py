@@ -98,7 +98,8 @@ class AdamW(Optimizer):
 
 @dataclass
 class Muon(AdamW):
-    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, with AdamW's options, for others."""
+    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, with AdamW's options, for all other
+    parameters."""
 
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"

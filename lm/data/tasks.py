@@ -99,7 +99,8 @@ def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
 
 
 def require_room(room: int, contents: str, length: int) -> None:
-    """Raise NoRoom if `room`, the number of positions that `contents` leave for filler, is negative."""
+    """Raise NoRoom if `room`, the number of positions left for filler in a sequence of `length` tokens, is negative. `contents`: what fills
+    the other positions, in words for the error message."""
     if room < 0:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 

@@ -75,7 +75,7 @@ class Measurement(ABC):
         """Measure a decoder and return its series. All ranks call it; the decoder and the random state are not changed."""
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file that shows the series; None if the evaluation has no picture, and reports draw the series."""
+        """A PNG file that shows the series. None: the evaluation has no picture of its own, and reports draw its series themselves."""
         return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:

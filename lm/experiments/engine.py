@@ -468,7 +468,7 @@ class ExperimentTrainer:
         return f"{quantity_name} ({experiment.data_words(quantity_name, 'selection')}) {value}"
 
     def stop(self) -> None:
-        """Let the pending runs save a checkpoint, and wait for their end; a second signal kills them. A scheduler's jobs go on."""
+        """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a scheduler go on."""
         self.trainer.stop()
         try:
             wait(self.pending)

@@ -255,8 +255,8 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def has_plan_changed(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
-    """Whether a recorded plan is known and differs from the current plan in more than its time. A new order of the arms counts only if it
-    changes the baseline."""
+    """Whether a recorded plan is known and differs from the current plan in more than the time at which it was recorded. A new order of the
+    arms counts only if it changes the baseline."""
     return bool(plan) and ({**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"]))
 
 

@@ -97,7 +97,7 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
 
 
 def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
-    """The file in the experiment's folder that holds a run's output; with another suffix, a file that belongs to the run."""
+    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds the run's output."""
     return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
 
 

@@ -27,7 +27,8 @@ FIT_EPOCHS, FIT_LR = 8, 0.02
 def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
-    `Normalizer.init_from` sets the new normalizers' parameters from the old ones, or leaves the initial values for the old training length.
+    `Normalizer.init_from` sets the new normalizers' parameters from the old ones, or keeps their initial values, for the training length of
+    `old`.
 
     normalizer: the new normalizer's options (`lm.attention.options`).
 

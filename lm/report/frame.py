@@ -95,7 +95,8 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    """Return [folder] for a run folder, else the run folders below it except those in `swapped`. Raises RunError: there are none."""
+    """Return [folder] for a run folder, else the run folders below it except those in a folder named `swapped`. Raises RunError: there are
+    none."""
     if (folder / CONFIG).is_file():
         return [folder]
     parents = (path.parent for path in folder.glob(f"**/{CONFIG}"))

@@ -68,7 +68,8 @@ class Sample:
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as sequences of one document
 
     def part(self, mask: np.ndarray) -> "Sample":
-        """The sample restricted to units where `mask`, (units,) bool, is true; if a unit is dropped, the hash depends on the mask, too."""
+        """The sample restricted to units where `mask`, (units,) bool, is true; if a unit is dropped, the sample's hash depends on the mask,
+        too."""
         if mask.all():
             return self
         sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()

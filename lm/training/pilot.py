@@ -27,8 +27,8 @@ STEPS = 10  # optimizer steps that are made of each run, at most
 
 
 def pilot(config: Config) -> dict[str, float]:
-    """Estimate a whole run's `seconds` by training at most `STEPS` steps in its run folder, with its evaluations. Steps are not compiled,
-    as compiling would take most of the time."""
+    """Train at most `STEPS` steps in a run's folder, with the run's evaluations, and return {`seconds`: estimate for the whole run}. Steps
+    are not compiled, as compiling would take most of the time."""
     first_step = load_metadata(starting_checkpoint(config))["step"] if config.first_step is None else config.first_step
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
