@@ -414,8 +414,8 @@ PLATEAU_KEYS = 16  # number N of keys from which on the paper has N_s / N betwee
 
 
 def limit_statistics(config: LimitsConfig, query_stride: int) -> StatisticFamily:
-    """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems take one query in
-    `query_stride`, others all."""
+    """The statistics of the lemmas and theorems of arXiv 2508.17821; Lemma 2 and the theorems
+    take one query in `query_stride`, others all."""
     theorems, steps = Theorems(config), len(config.temperatures) * len(config.steps)
     derivations = _derived_distances, _derived_critical, _derived_separable, _derived_differences
 

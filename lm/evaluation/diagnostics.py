@@ -187,17 +187,17 @@ def diagnostic_series(
     seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
-    models: dict[str, MeasuredValues] = {}
+    values_by_setting: dict[str, MeasuredValues] = {}
     settings = applicable_settings(decoder, options.inference)
     for setting in settings:
         suffix = "" if setting.label == "as trained" else f", {setting.label}"
         decoders = [for_inference(model, setting) for model in (decoder, untrained_decoder)]
         measures, vectors = statistics_of(*decoders, held_out, options, device, progress)
         values = [measures.values(vectors[:, number], decoder.seq_len) for number in range(3)]
-        models |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
+        values_by_setting |= dict(zip((setting.label, UNTRAINED + suffix, SHUFFLED + suffix), values, strict=True))
     if not settings:
         return []
-    groups = _ModelSeries(models, measures, held_out, fingerprint)
+    groups = _ModelSeries(values_by_setting, measures, held_out, fingerprint)
     series = [*groups.overall_means(), *groups.curves(), *groups.derived_series(), *groups.head_means()]
     return series + (list(groups.head_means_by_keys()) if options.by_position else [])
 
@@ -261,17 +261,17 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
 class _ModelSeries:
     """The series of the statistics of several models on the same sequences; the trained model comes first."""
 
-    def __init__(self, models: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str):
-        self.models, self.measures, self.held_out, self.fingerprint = models, measures, held_out, fingerprint
-        self.first_setting = next(iter(models))
-        self.bins = half_octaves(models[self.first_setting].n, models[self.first_setting].train_length)
+    def __init__(self, values_by_setting: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str):
+        self.values_by_setting, self.measures, self.held_out, self.fingerprint = values_by_setting, measures, held_out, fingerprint
+        self.first_setting = next(iter(values_by_setting))
+        self.bins = half_octaves(values_by_setting[self.first_setting].n, values_by_setting[self.first_setting].train_length)
 
     def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, MeasuredValues]]:
         """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
         for statistic in statistics:
-            arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.models.values()]
+            arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.values_by_setting.values()]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
-                yield from ((statistic, setting, values) for setting, values in self.models.items())
+                yield from ((statistic, setting, values) for setting, values in self.values_by_setting.items())
 
     def overall_means(self) -> Iterator[Series]:
         """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a value for each query.
@@ -299,7 +299,7 @@ class _ModelSeries:
     def derived_series(self) -> Iterator[Series]:
         """Series that families of statistics compute from several statistics (`StatisticFamily.derive`)."""
         for family in self.measures.families:
-            for setting, values in self.models.items():
+            for setting, values in self.values_by_setting.items():
                 for entry in family.derive(values):
                     yield self._series(entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry))
 
@@ -347,7 +347,7 @@ class _ModelSeries:
     ) -> Series:
         """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed from the statistic."""
         return Series(
-            KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.models[setting].train_length,
+            KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.values_by_setting[setting].train_length,
             np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
