@@ -36,7 +36,8 @@ _GROUPS = {  # the functions of the commands under each heading of `lm --help`, 
     ),
 }
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    heading: {command.__name__.rstrip("_").replace("_", "-"): command for command in commands} for heading, commands in _GROUPS.items()
+    heading: {command.__name__.rstrip("_").replace("_", "-"): command for command in commands}
+    for heading, commands in _GROUPS.items()
 }
 
 
@@ -81,7 +82,9 @@ def _print_version(is_requested: bool) -> None:
 
 @app.callback()
 def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
 ):
     """Take the options that come before any command."""
 
@@ -94,12 +97,18 @@ app.add_typer(data, name="data")
 def main() -> None:
     """Run the command line. An error meant for the user prints a message, without a traceback, and gives a non-zero exit status."""
     stop_with_parent()
-    atexit.register(gc.freeze)  # else Python ends with a search for reference cycles in all that torch has loaded: half a second
+    atexit.register(
+        gc.freeze
+    )  # else Python ends with a search for reference cycles in all that torch has loaded: half a second
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for é in an ASCII locale, and for file names that are not valid Unicode
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # for é in an ASCII locale, and for file names that are not valid Unicode
     try:
         try:
-            status = app(prog_name="lm", standalone_mode=False)  # the exit code of typer.Exit, 130 after Ctrl-C, else None
+            status = app(
+                prog_name="lm", standalone_mode=False
+            )  # the exit code of typer.Exit, 130 after Ctrl-C, else None
         finally:
             if sys.stdout:
                 sys.stdout.flush()  # here, where the error of a full disk is caught and reported
@@ -115,10 +124,16 @@ def main() -> None:
         _discard_output()
         sys.exit(1)
     except UnicodeEncodeError as error:
-        _exit_with_error(f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1)
+        _exit_with_error(
+            f"the locale's encoding, {error.encoding}, has no {error.object[error.start]!a}: set LC_ALL=C.UTF-8", 1
+        )
     except OSError as error:
         _discard_output()
-        _exit_with_error(_plugin_message(error) or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)), 1)
+        _exit_with_error(
+            _plugin_message(error)
+            or (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error)),
+            1,
+        )
     except BaseException as error:
         if not (isinstance(error, Exception) or panicked(error)) or not (text := _failure_message(error)):
             raise
@@ -133,7 +148,9 @@ def _usage_message(error: UsageError) -> str:
         from lm.schema import effect, reference
 
         if effect(Config, name):
-            match = re.search(rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv))  # --name=q or --name q
+            match = re.search(
+                rf"(?<=\0--){re.escape(name)}[=\0]([^-\0][^\0]*)", "\0".join(sys.argv)
+            )  # --name=q or --name q
             value = match[1] if match else "VALUE"
             return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
         if keys := [path for path, *_ in reference(Config) if path.endswith(f".{name}") and "[" not in path][:3]:

@@ -55,7 +55,11 @@ def as_written(value: object) -> str:
 def out_of_memory(error: BaseException) -> bool:
     """Return whether `error` says that CPU or GPU memory ran out. Such an error is Python's MemoryError, torch's OutOfMemoryError for a
     GPU, or torch's RuntimeError for the CPU."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
 
 
 def panicked(error: BaseException) -> bool:

@@ -63,7 +63,9 @@ def _delete_abandoned(new_path: Path) -> None:
             if match := pattern.fullmatch(leftover.name):
                 machine, pid, start_time = match.groups()
                 is_local, age = machine == _machine_hash(), new_path.stat().st_mtime - leftover.stat().st_mtime
-                if (is_local and process_start(int(pid)) != start_time) or (not is_local and age > ABANDONED_FILE_SECONDS):
+                if (is_local and process_start(int(pid)) != start_time) or (
+                    not is_local and age > ABANDONED_FILE_SECONDS
+                ):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
@@ -193,7 +195,9 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
         while descriptors:
             os.close(descriptors.pop())
 
-    os.register_at_fork(after_in_child=release)  # workers may outlive a killed parent by seconds and must not keep its lock
+    os.register_at_fork(
+        after_in_child=release
+    )  # workers may outlive a killed parent by seconds and must not keep its lock
     try:
         try:
             fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +258,9 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
     """Return `content`, converted to JSON and back, with one key added: `sha256`, the hash of all other keys and values."""
-    content = json.loads(json.dumps(content, allow_nan=False))  # JSON turns keys into texts: the hash is of keys as read back
+    content = json.loads(
+        json.dumps(content, allow_nan=False)
+    )  # JSON turns keys into texts: the hash is of keys as read back
     return {**content, "sha256": plain_sha256(content)}
 
 
@@ -348,5 +354,7 @@ def sources_sha256(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256()
     for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:
-            digest.update(f"{path.relative_to(source.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            digest.update(
+                f"{path.relative_to(source.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+            )
     return digest.hexdigest()[:16]

@@ -110,7 +110,9 @@ def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int
 # ---------------------------------------------------------------- the call
 
 
-def _attend(normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(
+    normalizer: Normalizer, layout: AttentionLayout, x: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     q, k = normalizer.append_features(x, q, k)
     k, v = normalizer.expand_kv_heads(k, v)
     return normalizer.attend(q, k, v, layout).to(v.dtype)  # autocast rounds the output of some routes
@@ -120,7 +122,9 @@ def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, 
     scaled_inputs = normalizer.fused_inputs(q, k, layout)
     if scaled_inputs is None:
         name = normalizer.options.name
-        raise ConfigError([Problem("normalizer", name, "is no softmax of scaled queries", "use lm.functional.attention")])
+        raise ConfigError(
+            [Problem("normalizer", name, "is no softmax of scaled queries", "use lm.functional.attention")]
+        )
     return scaled_inputs[0].to(q.dtype), scaled_inputs[1].to(k.dtype)
 
 
@@ -130,24 +134,41 @@ def _call_normalizer(
 ) -> Result:  # fmt: skip
     _check_sequences(q, k, values, x)
     if not isinstance(parameters, Mapping):
-        raise ValueError(f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}")
+        raise ValueError(
+            f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}"
+        )
     normalizer_data = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
-    normalizer_json = json.dumps(normalizer_data, sort_keys=True, default=repr)  # a value of another type is text, which the option refuses
-    layer = _layer_spec(q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length)
+    normalizer_json = json.dumps(
+        normalizer_data, sort_keys=True, default=repr
+    )  # a value of another type is text, which the option refuses
+    layer = _layer_spec(
+        q.size(1), q.size(3), 1 if x is None else x.size(-1), 2 if train_length is None else train_length
+    )
     module = _cached_module(normalizer_json, layer, str(q.device))
     layer_normalizer = cast(Normalizer, module.normalizer)
     normalizer_name = layer_normalizer.options.name
-    if train_length is None and layer_normalizer.constants() and getattr(layer_normalizer.options, "base", "") == "train":
-        raise ConfigError([Problem("train_length", None, f"{normalizer_name} is softmax at this length", "give it, or base")])
+    if (
+        train_length is None
+        and layer_normalizer.constants()
+        and getattr(layer_normalizer.options, "base", "") == "train"
+    ):
+        raise ConfigError(
+            [Problem("train_length", None, f"{normalizer_name} is softmax at this length", "give it, or base")]
+        )
     has_query_features, has_key_features = (
-        getattr(type(layer_normalizer), name) is not getattr(Normalizer, name) for name in ("query_features", "key_features")
+        getattr(type(layer_normalizer), name) is not getattr(Normalizer, name)
+        for name in ("query_features", "key_features")
     )
     shapes = _parameter_shapes(normalizer_json, layer, train_length is None)
     if set(parameters) == set(shapes) and (has_query_features or has_key_features) and x is None:
-        raise ConfigError([Problem("x", None, f"{normalizer_name} reads the layer's input", "give it to lm.functional.attention")])
+        raise ConfigError(
+            [Problem("x", None, f"{normalizer_name} reads the layer's input", "give it to lm.functional.attention")]
+        )
     _check_parameters(normalizer_name, parameters, shapes)
     if has_key_features and q.size(2) != k.size(2):
-        raise ValueError(f"{normalizer_name} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys")
+        raise ValueError(
+            f"{normalizer_name} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys"
+        )
     layout = make_layout(q, k, positions, cu_seqlens)
     _check_layout(layout, q, k)
     tensors = {f"normalizer.{name}": value for name, value in parameters.items()}
@@ -185,7 +206,9 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
         if v.shape[:3] != k.shape[:3]:
             raise ValueError(f"v {tuple(v.shape)} must have the sequences, heads and tokens of k {tuple(k.shape)}")
     if x is not None and x.shape[:2] != (n_sequences, n_queries):
-        raise ValueError(f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {n_queries} queries of {n_sequences} sequences")
+        raise ValueError(
+            f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {n_queries} queries of {n_sequences} sequences"
+        )
 
 
 def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
@@ -194,10 +217,14 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
         raise ValueError(f"{name} must be a tensor ({axes}), not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.dim() != len(axes.split()) or not tensor.numel():
         dtype_name = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must be floating numbers ({axes}), no axis empty; it is {dtype_name} {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be floating numbers ({axes}), no axis empty; it is {dtype_name} {tuple(tensor.shape)}"
+        )
 
 
-def _check_parameters(normalizer: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]) -> None:
+def _check_parameters(
+    normalizer: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]
+) -> None:
     """Raise ValueError unless `parameters` have the names and shapes of `expected`, in which a word in place of a size allows any size."""
     if set(expected) != set(parameters):
         reason = f"has the parameters {sorted(expected)}, given are {sorted(parameters)}"
@@ -205,7 +232,11 @@ def _check_parameters(normalizer: str, parameters: Mapping[str, Tensor], expecte
     for name, sizes in expected.items():
         value = parameters[name]
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        if shape is None or len(shape) != len(sizes) or not all(isinstance(a, str) or a == b for a, b in zip(sizes, shape, strict=True)):
+        if (
+            shape is None
+            or len(shape) != len(sizes)
+            or not all(isinstance(a, str) or a == b for a, b in zip(sizes, shape, strict=True))
+        ):
             shape_text = f"({', '.join(map(str, sizes))}{',' * (len(sizes) == 1)})"
             reason = f"must be {shape_text}, as lm.functional.parameters makes it, not {shape or type(value).__name__}"
             raise ValueError(f"{name} of {normalizer} {reason}")
@@ -216,7 +247,9 @@ def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
     for name, positions, tensor in (("queries", layout.positions, q), ("keys", layout.key_positions, k)):
         n_sequences = positions.numel() // max(1, positions.size(-1))
         if positions.size(-1) != tensor.size(2) or n_sequences not in (1, q.size(0)):
-            raise ValueError(f"positions {tuple(positions.shape)} are not those of {tensor.size(2)} {name} in {q.size(0)} sequences")
+            raise ValueError(
+                f"positions {tuple(positions.shape)} are not those of {tensor.size(2)} {name} in {q.size(0)} sequences"
+            )
 
 
 def _checked_whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -225,13 +258,17 @@ def _checked_whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> 
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
         dtype_name = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {dtype_name} {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {dtype_name} {tuple(tensor.shape)}"
+        )
     return tensor.long()
 
 
 def _read_options(normalizer: Named) -> Options:
     with PLUGINS.trusted():  # the caller named the normalizer, which may be a plugin
-        return build_named(SINGLE, dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, "normalizer", "softmax")
+        return build_named(
+            SINGLE, dict(normalizer) if isinstance(normalizer, Mapping) else normalizer, "normalizer", "softmax"
+        )
 
 
 @lru_cache(maxsize=256)
@@ -245,11 +282,17 @@ def _cached_module(normalizer_json: str, layer: LayerSpec, device: str) -> AsMod
 def _parameter_shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
     """Return {name: shape} of the parameters; with `any_length`, the word `train_length` replaces sizes that depend on this length."""
     shapes, longer_shapes = (
-        {name: tuple(value.shape) for name, value in _cached_module(normalizer_json, spec, "cpu").normalizer.named_parameters()}
+        {
+            name: tuple(value.shape)
+            for name, value in _cached_module(normalizer_json, spec, "cpu").normalizer.named_parameters()
+        }
         for spec in (layer, replace(layer, train_length=layer.train_length + any_length))
     )
     return {
-        name: tuple(size if size == longer_size else "train_length" for size, longer_size in zip(shape, longer_shapes[name], strict=True))
+        name: tuple(
+            size if size == longer_size else "train_length"
+            for size, longer_size in zip(shape, longer_shapes[name], strict=True)
+        )
         for name, shape in shapes.items()
     }
 
@@ -269,11 +312,17 @@ def make_layout(
     if cu_seqlens is not None:
         token_index = torch.arange(q.size(0) * queries, device=q.device)
         starts = _checked_whole_numbers("cu_seqlens", cu_seqlens, (1,)).to(token_index)
-        if not ((starts[0] == 0) & (starts[-1] == len(token_index)) & (starts.diff() >= 0).all()):  # waits for the device once
+        if not (
+            (starts[0] == 0) & (starts[-1] == len(token_index)) & (starts.diff() >= 0).all()
+        ):  # waits for the device once
             if starts[-1] != len(token_index):
-                raise ValueError(f"cu_seqlens end at {int(starts[-1])}, not at the {len(token_index)} tokens that there are")
+                raise ValueError(
+                    f"cu_seqlens end at {int(starts[-1])}, not at the {len(token_index)} tokens that there are"
+                )
             raise ValueError("cu_seqlens must begin at 0 and never fall")
-        positions = (token_index - starts[torch.searchsorted(starts, token_index, right=True) - 1]).view(q.size(0), queries)
+        positions = (token_index - starts[torch.searchsorted(starts, token_index, right=True) - 1]).view(
+            q.size(0), queries
+        )
     if positions is None:
         if keys < queries:
             raise ValueError(f"{queries} queries are not the last of {keys} tokens")
@@ -282,7 +331,11 @@ def make_layout(
     positions = positions.view(-1, positions.size(-1))
     if positions.size(1) != queries or queries != keys or (positions[:, 0] != 0).any():
         name = "positions" if cu_seqlens is None else "positions by cu_seqlens"
-        raise ValueError(f"{name} {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a document")
+        raise ValueError(
+            f"{name} {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a document"
+        )
     if ((positions[:, 1:] != 0) & (positions.diff() != 1)).any():
-        raise ValueError("positions jump: within a document each is one more than the one before, and another document begins at 0")
+        raise ValueError(
+            "positions jump: within a document each is one more than the one before, and another document begins at 0"
+        )
     return AttentionLayout.from_positions(positions)

@@ -16,7 +16,9 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-_PARENT_VARIABLE = "LM_PARENT"  # environment variable that holds the id of the parent process, at whose end the child ends
+_PARENT_VARIABLE = (
+    "LM_PARENT"  # environment variable that holds the id of the parent process, at whose end the child ends
+)
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl that requests a signal at the end of the parent
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
@@ -62,7 +64,11 @@ def compiled_code_folder() -> Path | None:
     The folder is `lm/compiled-HASH` in XDG_CACHE_HOME or `~/.cache`; HASH identifies the CPU, as machines may share a home folder.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        cpu = [f"{name} {value}" for name, value in _cpuinfo().items() if name.startswith(("model name", "flags", "Features", "CPU "))]
+        cpu = [
+            f"{name} {value}"
+            for name, value in _cpuinfo().items()
+            if name.startswith(("model name", "flags", "Features", "CPU "))
+        ]
         identity = hashlib.sha256("\n".join([platform.machine(), *cpu]).encode()).hexdigest()[:8]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm" / f"compiled-{identity}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +119,10 @@ def this_machine() -> str:
     """Identify this machine: return the host name, and on Linux also the boot id and the PID namespace (each container has its own)."""
     identifiers = [socket.gethostname()]
     with suppress(OSError):
-        identifiers += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(), os.readlink("/proc/self/ns/pid")]
+        identifiers += [
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(identifiers)
 
 
@@ -121,7 +130,9 @@ def process_start(pid: int) -> str:
     """Return the start time of process `pid`, which tells it from a later process with the same id; empty if the process has ended. On
     systems without /proc, return `alive` for a live process."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
         return "" if state in "ZX" else fields[18]  # field 22 of /proc/PID/stat, starttime
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():

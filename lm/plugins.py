@@ -65,7 +65,9 @@ class Plugins:
         self._allowed_packages: set[str] = set()
         self._is_trusting = False
         self._plugins: dict[str, Plugin] = {}
-        self._noted_names: set[tuple[str, str]] = set()  # (entry-point group, built-in name) that `note_hidden` has looked up
+        self._noted_names: set[tuple[str, str]] = (
+            set()
+        )  # (entry-point group, built-in name) that `note_hidden` has looked up
 
     def allow(self, packages: Iterable[str]) -> None:
         """Permit that plugins in these packages (or modules) are imported if a checkpoint, run folder or export names them."""
@@ -95,7 +97,9 @@ class Plugins:
         if reference not in self._plugins or self._plugins[reference].kind is not kind:
             if not self._is_trusting and not is_allowed:
                 package, allowed_packages = package_of(module), ", ".join(sorted(self._allowed_packages))
-                remedy = f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
+                remedy = (
+                    f"if you trust it: --allow-plugin {package}, in Python PLUGINS.allow(['{package}']) of lm.plugins"
+                )
                 remedy += f"; allowed is {allowed_packages}" if allowed_packages else ""
                 raise Unavailable("is code from outside, which a file names", remedy)
             self._plugins[reference] = _import_plugin(reference, kind)
@@ -172,12 +176,16 @@ def _import_plugin(reference: str, kind: Kind) -> Plugin:
         plugin_class = getattr(importlib.import_module(module), name)
     except Exception as error:  # any error that the module raises
         problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        remedy = "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
+        remedy = (
+            "install its package, or mend the name or its code; of a file in the current folder: PYTHONPATH=. lm ..."
+        )
         raise Unavailable(f"can't be imported: {problem}", remedy) from None
     options = kind.options(plugin_class)
     if unkeyed_names := [spec.name for spec in fields(options) if "help" not in spec.metadata]:
         raise Unavailable(f"has an option that is not made by lm.schema.key: {unkeyed_names[0]}", f"see {kind.page}")
-    named_options = type(options.__name__, (options,), {"name": reference, "__doc__": options.__doc__, "__module__": options.__module__})
+    named_options = type(
+        options.__name__, (options,), {"name": reference, "__doc__": options.__doc__, "__module__": options.__module__}
+    )
     package = sys.modules[package_of(reference)]
     if not any(getattr(package, name, None) for name in ("__path__", "__file__")):
         raise Unavailable("is in no file", "write it into a module")

@@ -26,7 +26,9 @@ class Progress:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
-    def bar(self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn) -> Iterator[Callable[..., None]]:
+    def bar(
+        self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn
+    ) -> Iterator[Callable[..., None]]:
         """A context that shows a progress bar, unless `mode` asks for lines or silence. Yields a function f(units, text=...) that adds
         newly done units, e.g. bytes, and sets `text`, a field of the bar that one of `columns` may show.
 
@@ -51,8 +53,15 @@ class Progress:
         """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before. Yields a function
         f(n_bytes) that adds newly done bytes."""
         if self.prints_lines:
-            self.say(f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name)
-        columns = (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+            self.say(
+                f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name
+            )
+        columns = (
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+        )
         start = last_line = time.monotonic()
         n_new = 0  # bytes done since the start
         with self.bar(f"{name:<9}", total, n_done, *columns) as show:
@@ -64,7 +73,11 @@ class Progress:
                 current_time = time.monotonic()
                 if self.prints_lines and current_time - last_line >= LINE_SECONDS:
                     last_line, speed, n_complete = current_time, n_new / max(current_time - start, 1e-9), n_done + n_new
-                    remaining = f" ({n_complete / total:.0%}), {(total - n_complete) / max(speed, 1e-9):,.0f} s left" if total else ""
+                    remaining = (
+                        f" ({n_complete / total:.0%}), {(total - n_complete) / max(speed, 1e-9):,.0f} s left"
+                        if total
+                        else ""
+                    )
                     self.say(f"{name}: {n_complete / 1e6:,.0f} MB{remaining}, {speed / 1e6:.1f} MB/s")
 
             yield advance
@@ -98,7 +111,9 @@ class StepProgress(Progress):
             seconds = (time.perf_counter() - self.start_time) / (step - self.first_step) * (self.max_steps - step)
             remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
             # The first step includes warm-up work: a remaining time estimated from it alone would be many times too long.
-            self.say(f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first_step + 1) * f"  ETA {remaining}")
+            self.say(
+                f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first_step + 1) * f"  ETA {remaining}"
+            )
 
     def stop(self) -> None:
         """Remove the progress bar."""

@@ -46,7 +46,9 @@ class Limits:
 
     def __str__(self) -> str:
         bounds = {_BOUNDS[name][0]: limit for name, limit in vars(self).items() if limit is not None}
-        return " and ".join(f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in bounds.items())
+        return " and ".join(
+            f"{sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in bounds.items()
+        )
 
     def allow(self, value: float) -> bool:
         """Return whether `value` is within the bounds."""
@@ -67,7 +69,9 @@ class Effect:
     # whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come; `branch`: no, but a
     # new run that branches from it (`branch_from`) may
     on_resume: str = "same"
-    acts_in: tuple[str, ...] = ("train",)  # the commands in which the key has an effect: `train`, or commands on a trained model
+    acts_in: tuple[str, ...] = (
+        "train",
+    )  # the commands in which the key has an effect: `train`, or commands on a trained model
 
 
 class DeclaredEffect(typing.TypedDict, total=False):
@@ -110,7 +114,14 @@ def sections(schema: type, help: str, default: tuple = (), effect: DeclaredEffec
     return field(default_factory=lambda: list(default), metadata=metadata)
 
 
-def variant(table: Mapping[str, type], default: str, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False):
+def variant(
+    table: Mapping[str, type],
+    default: str,
+    help: str,
+    effect: DeclaredEffect | None = None,
+    *,
+    omit_default: bool = False,
+):
     """Make a field for a block whose `name` selects a dataclass in `table`; a name alone means all defaults.
 
     `effect` and `omit_default` mean what they mean in `key`.
@@ -152,7 +163,13 @@ def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
             return specs if has_table else []
         specs.append(spec)
         has_table = bool(spec.metadata.get("table"))
-        blocks = list(spec.metadata["table"].values()) if has_table else [spec.metadata["schema"]] if "schema" in spec.metadata else []
+        blocks = (
+            list(spec.metadata["table"].values())
+            if has_table
+            else [spec.metadata["schema"]]
+            if "schema" in spec.metadata
+            else []
+        )
         if not blocks:
             break
     return specs
@@ -200,7 +217,9 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
     remedy names them.
     """
     if not isinstance(data, Mapping):
-        problems.append(Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema))))
+        problems.append(
+            Problem(path, data, "must be a block of keys", "keys: " + ", ".join(spec.name for spec in fields(schema)))
+        )
         return schema()
     specs = {spec.name: spec for spec in fields(schema)}
     empty_remedy = "it has no options: give the name of another" if not specs else ""
@@ -210,12 +229,27 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
         if name in specs:
             values[name] = _field_value(specs[name], value, key_path, problems)
         elif not (name == "name" and hasattr(schema, "name")):
-            owner_names = [variant_name for variant_name, options in (table or {}).items() if _field_named(options, name)]
-            instruction = f"give the whole list {_join_path(path, 'of')}" if "of" in specs else f"set {_join_path(path, 'name')}"
+            owner_names = [
+                variant_name for variant_name, options in (table or {}).items() if _field_named(options, name)
+            ]
+            instruction = (
+                f"give the whole list {_join_path(path, 'of')}" if "of" in specs else f"set {_join_path(path, 'name')}"
+            )
             owner_remedy = f"it is an option of {', '.join(owner_names)}: {instruction}" if owner_names else ""
             parts = str(name).split(".")
-            nesting_remedy = f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}" if len(parts) > 1 and parts[0] in specs else ""
-            problems.append(Problem(key_path, value, "unknown key", owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs)))
+            nesting_remedy = (
+                f"nest it: {': {'.join(parts)}: ...{'}' * (len(parts) - 1)}"
+                if len(parts) > 1 and parts[0] in specs
+                else ""
+            )
+            problems.append(
+                Problem(
+                    key_path,
+                    value,
+                    "unknown key",
+                    owner_remedy or empty_remedy or nesting_remedy or suggest(name, specs),
+                )
+            )
     return schema(**{name: value for name, value in values.items() if value is not MISSING})
 
 
@@ -243,7 +277,11 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
         return None if value is None and "optional" in spec.metadata else block(value, path)
     result = convert(spec.type, value)
     if result is MISSING:
-        problems.append(Problem(path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])))
+        problems.append(
+            Problem(
+                path, value, f"must be {type_name(spec.type)}", _type_remedy(spec.type, value, spec.metadata["help"])
+            )
+        )
         return MISSING
     limits = spec.metadata["limits"]
     for item in single_values(result):
@@ -285,7 +323,11 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
     try:
         schema = table[variant_name]
     except KeyError as error:
-        reason, remedy = (error.reason, error.remedy) if isinstance(error, Unavailable) else ("unknown name", suggest(variant_name, table))
+        reason, remedy = (
+            (error.reason, error.remedy)
+            if isinstance(error, Unavailable)
+            else ("unknown name", suggest(variant_name, table))
+        )
         problems.append(Problem(_join_path(path, "name"), name, reason, remedy))
         return MISSING
     return build(schema, value, path, problems, table)
@@ -317,7 +359,11 @@ def convert(hint: type, value: Plain):
         items = [convert(args[0], item) for item in value] if isinstance(value, list) else [MISSING]
         return MISSING if MISSING in items else items
     if origin is dict:
-        pairs = {convert(args[0], k): convert(args[1], v) for k, v in value.items()} if isinstance(value, dict) else {MISSING: MISSING}
+        pairs = (
+            {convert(args[0], k): convert(args[1], v) for k, v in value.items()}
+            if isinstance(value, dict)
+            else {MISSING: MISSING}
+        )
         return MISSING if MISSING in (*pairs, *pairs.values()) else pairs
     if type(value) is int and not -(2**63) <= value < 2**63:
         return MISSING
@@ -339,18 +385,33 @@ def type_name(hint: type) -> str:
         return f"a list ({type_name(args[0])} each)"
     if origin is dict:
         return f"a map ({type_name(args[0])}: {type_name(args[1])})"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a map", types.NoneType: "null"}[hint]
+    return {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        dict: "a map",
+        types.NoneType: "null",
+    }[hint]
 
 
 def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
     """Return the remedy for a value of the wrong type; for true or false in place of a text, return `meaning`, the key's description."""
     literals = _literals(hint)
-    unknown_texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str) and item not in literals]
+    unknown_texts = [
+        item
+        for item in (value if isinstance(value, list) else [value])
+        if isinstance(item, str) and item not in literals
+    ]
     if (unknown_texts or isinstance(value, dict)) and convert(hint, map_values(value, _as_number)) is not MISSING:
         return "write numbers without quotes and leading zeros, or ${oc.decode:...}"
     if unknown_texts and literals:
         literal_texts = [yaml_scalar(arg) for arg in literals]
-        return f"write {unknown_texts[0]} without quotes" if unknown_texts[0] in literal_texts else suggest(unknown_texts[0], literal_texts)
+        return (
+            f"write {unknown_texts[0]} without quotes"
+            if unknown_texts[0] in literal_texts
+            else suggest(unknown_texts[0], literal_texts)
+        )
     if hint is not str:
         return ""
     return meaning if isinstance(value, bool) else "quote it in the YAML"
@@ -375,13 +436,25 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
 
     A block with rules that concern several keys has a method `problems() -> list[Problem]`; its key paths are relative to the block.
     """
-    problems = [dataclasses.replace(problem, path=_join_path(path, problem.path)) for problem in getattr(block, "problems", list)()]
+    problems = [
+        dataclasses.replace(problem, path=_join_path(path, problem.path))
+        for problem in getattr(block, "problems", list)()
+    ]
     for spec in fields(type(block)):
         value, key_path = getattr(block, spec.name), _join_path(path, spec.name)
-        items = {f"{key_path}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {key_path: value}
+        items = (
+            {f"{key_path}[{index}]": item for index, item in enumerate(value)}
+            if isinstance(value, list)
+            else {key_path: value}
+        )
         if isinstance(value, dict):
             items = {f"{key_path}.{name}": item for name, item in value.items()}
-        problems += [problem for item_path, item in items.items() if is_dataclass(item) for problem in cross_key_problems(item, item_path)]
+        problems += [
+            problem
+            for item_path, item in items.items()
+            if is_dataclass(item)
+            for problem in cross_key_problems(item, item_path)
+        ]
     return problems
 
 
@@ -391,8 +464,12 @@ def to_plain(config, whole: bool = False) -> dict[str, Plain]:
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
-    omitted_names = {spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default_of(spec)}
-    return plain | {name: _plain_value(value, whole) for name, value in values.items() if whole or name not in omitted_names}
+    omitted_names = {
+        spec.name for spec in specs if spec.metadata.get("omit_default") and values[spec.name] == _default_of(spec)
+    }
+    return plain | {
+        name: _plain_value(value, whole) for name, value in values.items() if whole or name not in omitted_names
+    }
 
 
 def _plain_value(value, whole: bool = False) -> Plain:
@@ -410,13 +487,21 @@ def _default_of(spec: dataclasses.Field):
 def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
     """Flatten nested blocks into {key path: value}; the path of a block in a list contains its index (`a[0].b`)."""
     if isinstance(plain, list) and plain and isinstance(plain[0], dict):
-        return {key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()}
+        return {
+            key: value for index, item in enumerate(plain) for key, value in flatten(item, f"{path}[{index}]").items()
+        }
     if not isinstance(plain, dict) or not plain or not all(isinstance(name, str) for name in plain):
         return {path: plain}
-    return {key: value for name, item in plain.items() for key, value in flatten(item, f"{path}.{name}" if path else name).items()}
+    return {
+        key: value
+        for name, item in plain.items()
+        for key, value in flatten(item, f"{path}.{name}" if path else name).items()
+    }
 
 
-def reference(schema: type, path: str = "", described_options: set[type] | None = None) -> list[tuple[str, str, str, str]]:
+def reference(
+    schema: type, path: str = "", described_options: set[type] | None = None
+) -> list[tuple[str, str, str, str]]:
     """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass of a table is described once."""
     rows = []
     described_options = set() if described_options is None else described_options
@@ -424,7 +509,11 @@ def reference(schema: type, path: str = "", described_options: set[type] | None 
         key_path, default, blocks = _join_path(path, spec.name), _default_of(spec), {}
         table, block = spec.metadata.get("table"), spec.metadata.get("schema")
         if container := spec.metadata.get("many"):
-            kind = "a map from names to blocks" if container is dict else f"a list of {'blocks' if table is None else 'names or blocks'}"
+            kind = (
+                "a map from names to blocks"
+                if container is dict
+                else f"a list of {'blocks' if table is None else 'names or blocks'}"
+            )
             default_text = yaml_flow(_plain_value(default))
             blocks = {"[]": block} if block else {}
         elif table is not None:

@@ -107,14 +107,18 @@ def fresh(arguments: argparse.Namespace, **changes: object) -> Decoder:
     return Decoder(shape(arguments, **changes), arguments.vocab_size, arguments.seq_len).to(arguments.device)
 
 
-def made(arguments: argparse.Namespace, sequences: torch.Tensor, optim: OptimConfig | None = None, **changes: object) -> Step:
+def made(
+    arguments: argparse.Namespace, sequences: torch.Tensor, optim: OptimConfig | None = None, **changes: object
+) -> Step:
     """A training step of a fresh decoder."""
     decoder = fresh(arguments, **changes)
     if arguments.compile:
         decoder.compile_blocks(lengths=1)
     tokens = sequences[:, 1:].numel()
     optimizer = make_optimizer(decoder, optim) if optim else None
-    return train_step(decoder, lambda sequences: decoder.loss(Batch.of(sequences)) / tokens, sequences, arguments.bf16, optimizer)
+    return train_step(
+        decoder, lambda sequences: decoder.loss(Batch.of(sequences)) / tokens, sequences, arguments.bf16, optimizer
+    )
 
 
 def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
@@ -127,7 +131,11 @@ def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> 
 
 def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
     """A step with every optimizer's defaults, with AdamW twice: the second shows the noise; and what each takes for the update alone."""
-    options = {"adamw": AdamW(), "adamw again": AdamW(), **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"}}
+    options = {
+        "adamw": AdamW(),
+        "adamw again": AdamW(),
+        **{name: option() for name, option in OPTIMIZERS.items() if name != "adamw"},
+    }
     sides = {name: made(arguments, sequences, OptimConfig(optimizer=option)) for name, option in options.items()}
     for name, option in OPTIMIZERS.items():
         decoder = fresh(arguments)
@@ -152,7 +160,10 @@ def attention(options: object, arguments: argparse.Namespace, dense: bool = Fals
     shape = 1, arguments.n_head, arguments.seq_len, 64
     q, k, v = (torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3))
     normalizer = make_normalizer(options, LayerSpec(arguments.n_head, 64, 64, arguments.seq_len)).to(arguments.device)
-    layout, grad = AttentionLayout.full(arguments.seq_len, arguments.device), torch.randn(shape, device=arguments.device).to(dtype)
+    layout, grad = (
+        AttentionLayout.full(arguments.seq_len, arguments.device),
+        torch.randn(shape, device=arguments.device).to(dtype),
+    )
     x = torch.randn(1, arguments.seq_len, 64, device=arguments.device)
     for_q, for_k = normalizer.query_features(x), normalizer.key_features(x)
     q = q if for_q is None else torch.cat((q, for_q.detach().to(dtype)), -1)
@@ -188,10 +199,18 @@ def kernel_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tupl
     """Every entry's own route, and the dense definition of three; on CUDA also both routes of elementwise attention."""
     sides = {name: attention(option(), arguments) for name, option in catalogue.SINGLE.items()}
     if sequences.is_cuda:
-        print("elementwise attention:", why_tiles(sequences.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton")
+        print(
+            "elementwise attention:",
+            why_tiles(sequences.device, torch.bfloat16 if arguments.bf16 else torch.float32, 64) or "Triton",
+        )
         for f in SCORE_FUNCTIONS:
-            sides |= {f"{f} alone, {route.__name__}": elementwise_alone(route, f, arguments) for route in (elementwise_attention, tiles)}
-    return sides | {f"{name}, dense": attention(catalogue.SINGLE[name](), arguments, dense=True) for name in DENSE}, "softmax"
+            sides |= {
+                f"{f} alone, {route.__name__}": elementwise_alone(route, f, arguments)
+                for route in (elementwise_attention, tiles)
+            }
+    return sides | {
+        f"{name}, dense": attention(catalogue.SINGLE[name](), arguments, dense=True) for name in DENSE
+    }, "softmax"
 
 
 def print_memory(arguments: argparse.Namespace) -> None:
@@ -200,7 +219,13 @@ def print_memory(arguments: argparse.Namespace) -> None:
     print(f"peak memory added by one forward and backward, {arguments.n_head} heads, {arguments.seq_len:,} tokens, MiB")
     for name, dense in sides:
         command = [sys.executable, __file__, "memory-of", name + (":dense" if dense else "")]
-        options = ["--seq-len", str(arguments.seq_len), "--n-head", str(arguments.n_head), *([] if arguments.bf16 else ["--fp32"])]
+        options = [
+            "--seq-len",
+            str(arguments.seq_len),
+            "--n-head",
+            str(arguments.n_head),
+            *([] if arguments.bf16 else ["--fp32"]),
+        ]
         result = subprocess.run([*command, *options], capture_output=True, text=True)
         figure = result.stdout.strip() or result.stderr.strip().splitlines()[-1]
         print(f"{name + (', dense' if dense else ''):<24} {figure:>10}", flush=True)
@@ -234,7 +259,10 @@ def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tu
             begin += size
     sizes = {f"documents of {size}": index % size for size in (64, 256, 1024) if size <= arguments.seq_len}
     sizes[f"documents of 16 to {arguments.seq_len:,}"] = mixed
-    return {"packed": side(None), **{name: side(positions.to(sequences.device)) for name, positions in sizes.items()}}, "packed"
+    return {
+        "packed": side(None),
+        **{name: side(positions.to(sequences.device)) for name, positions in sizes.items()},
+    }, "packed"
 
 
 def measure_long(arguments: argparse.Namespace) -> None:
@@ -242,7 +270,9 @@ def measure_long(arguments: argparse.Namespace) -> None:
     if arguments.fused:
         cpu_kernel.why_unusable = lambda v: "PyTorch's is measured"
     device = Device(torch.device(arguments.device), arguments.bf16)
-    decoder = Decoder(shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024).to(device.device)
+    decoder = Decoder(
+        shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]()), arguments.vocab_size, 1024
+    ).to(device.device)
     tokens = np.random.default_rng(0).integers(arguments.vocab_size, size=(1, arguments.seq_len + 1))
     held_out = HeldOut(tokens, np.ones(arguments.vocab_size, np.float32))
     on_gpu = device.device.type == "cuda"
@@ -317,11 +347,19 @@ def main() -> None:
     parser.add_argument("--n-embd", type=int, default=384)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seq-len", type=int, help="default 256; kernels 2,048; diagnose 1,024; memory 16,384")
-    parser.add_argument("--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long` and `diagnose`")
+    parser.add_argument(
+        "--normalizer", default="softmax", choices=list(catalogue.SINGLE), help="of `long` and `diagnose`"
+    )
     parser.add_argument("--fused", action="store_true", help="PyTorch's attention on a CPU, too, of `long`")
     parser.add_argument("--sequences", type=int, default=8, help="of `diagnose` 16 are usual")
     families = get_args(Statistics)
-    parser.add_argument("--statistics", nargs="+", choices=families, default=["concentration", "sparsity"], help="families, of `diagnose`")
+    parser.add_argument(
+        "--statistics",
+        nargs="+",
+        choices=families,
+        default=["concentration", "sparsity"],
+        help="families, of `diagnose`",
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="fp32 instead of bf16 autocast")
     parser.add_argument("--compile", action="store_true")
@@ -333,9 +371,15 @@ def main() -> None:
         return functions[arguments.what](arguments)
     torch.manual_seed(0)
     random.seed(0)
-    sequences = torch.randint(arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device)
+    sequences = torch.randint(
+        arguments.vocab_size, (arguments.sequences, arguments.seq_len + 1), device=arguments.device
+    )
     sides, base = SIDES[arguments.what](arguments, sequences)
-    name = torch.cuda.get_device_name() if sequences.is_cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if sequences.is_cuda
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
     print(f"{name}, torch {torch.__version__}, {vars(arguments)}")
     print_ratios(interleaved(sides, arguments.rounds), base, arguments.sequences * arguments.seq_len)
 

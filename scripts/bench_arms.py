@@ -53,10 +53,18 @@ def main() -> None:
     configs = {arm.name: experiment.example_config(next(iter(experiment.sizes)), arm) for arm in experiment.arms}
     baseline, config = next(iter(configs.items()))
     vocab_size = vocab_size_of(config.data)
-    seconds = interleaved({arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds)
+    seconds = interleaved(
+        {arm: step_of(side, vocab_size) for arm, side in (configs | {AGAIN: config}).items()}, asked.rounds
+    )
     print_ratios(seconds, baseline, config.optim.batch_tokens)
-    lines = [(arm, "seconds", number, f"{value:.6f}") for arm, values in seconds.items() for number, value in enumerate(values)]
-    lines += [(arm, "bytes", 0, estimated_memory(config, 0, vocab_size, False, "cpu")) for arm, config in configs.items()]
+    lines = [
+        (arm, "seconds", number, f"{value:.6f}")
+        for arm, values in seconds.items()
+        for number, value in enumerate(values)
+    ]
+    lines += [
+        (arm, "bytes", 0, estimated_memory(config, 0, vocab_size, False, "cpu")) for arm, config in configs.items()
+    ]
     path = RESULTS / experiment.name / "costs.csv"
     path.parent.mkdir(exist_ok=True)
     pd.DataFrame(lines, columns=["arm", "metric", "round", "value"]).to_csv(path, index=False, lineterminator="\n")

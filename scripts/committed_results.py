@@ -12,8 +12,18 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-DESCRIBED = ("entropy / ln n", "weight on the first token")  # what is kept of diagnostics: a number a document, no curves
-HUES = {"softmax": 0, "ssmax": 1, "log_n": 2, "ssmax_fixed": 3, "half": 4, "quarter": 5}  # an arm's colour in the reports' palette
+DESCRIBED = (
+    "entropy / ln n",
+    "weight on the first token",
+)  # what is kept of diagnostics: a number a document, no curves
+HUES = {
+    "softmax": 0,
+    "ssmax": 1,
+    "log_n": 2,
+    "ssmax_fixed": 3,
+    "half": 4,
+    "quarter": 5,
+}  # an arm's colour in the reports' palette
 HUES |= {"ssmax_fixed, n=fixed:753": 4, "ssmax_fixed, n=fixed:2048": 5, "ssmax_fixed, n=visible": 2}
 
 
@@ -28,7 +38,10 @@ def runs_of(name: str) -> pd.DataFrame:
 
 
 def at_best(
-    arm_values: Mapping[float, np.ndarray], baseline_values: Mapping[float, np.ndarray], higher: bool, every: bool = False
+    arm_values: Mapping[float, np.ndarray],
+    baseline_values: Mapping[float, np.ndarray],
+    higher: bool,
+    every: bool = False,
 ) -> Comparison:
     """The comparison of two arms by the values (seeds,) at each of their rates, of which the first is each arm's best.
 
@@ -40,7 +53,10 @@ def at_best(
     """
     rates = sorted(baseline_values, key=lambda rate: rate not in arm_values)
     by_rates = np.stack([*arm_values.values()])[:, None] - np.stack([baseline_values[rate] for rate in rates])
-    place, shared = (0, rates.index(next(iter(baseline_values)))), sum(rate in arm_values for rate in baseline_values) or None
+    place, shared = (
+        (0, rates.index(next(iter(baseline_values)))),
+        sum(rate in arm_values for rate in baseline_values) or None,
+    )
     return Comparison(by_rates, place, n_shared_rates=shared, all_pairs=every, higher_is_better=higher)
 
 
@@ -50,7 +66,11 @@ def rate_text(rate: float) -> str:
 
 
 def trend_table(
-    by_part: Mapping[str, Mapping[float, np.ndarray]], matters: float, higher: bool, cell: Callable[[np.ndarray], str], *scale: float
+    by_part: Mapping[str, Mapping[float, np.ndarray]],
+    matters: float,
+    higher: bool,
+    cell: Callable[[np.ndarray], str],
+    *scale: float,
 ) -> str:
     """Values by part of training, and their change from a part of 0 to 1, in Markdown.
 
@@ -66,7 +86,8 @@ def trend_table(
     parts = sorted({part for values in by_part.values() for part in values})
     lines = [["", *(f"{100 * part:g} %" for part in parts), "change from 0 to 100 %"]]
     changes = {
-        name: Comparison(np.polyfit([*values], [*values.values()], 1)[0], higher_is_better=higher) for name, values in by_part.items()
+        name: Comparison(np.polyfit([*values], [*values.values()], 1)[0], higher_is_better=higher)
+        for name, values in by_part.items()
     }
     for name, verdict in verdicts(changes, matters).items():
         cells = [cell(by_part[name][part]) if part in by_part[name] else "" for part in parts]

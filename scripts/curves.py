@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PINNED = ROOT / "tests" / "curves.json"
 NAMES = ("train/loss", "train/grad_norm", "val/loss", "swap/loss_after")
 TOLERANCE = 2e-3  # relative
-LOOSER = {"bf16": 15}  # times the tolerance: on another processor the norm of gradients was 2.4e-3 off, where bf16 is emulated 1.8e-2
+LOOSER = {
+    "bf16": 15
+}  # times the tolerance: on another processor the norm of gradients was 2.4e-3 off, where bf16 is emulated 1.8e-2
 
 SYMBOLS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
 CASES = {
@@ -106,7 +108,11 @@ def differences(curves_a: Curves, curves_b: Curves, tolerance: float) -> list[st
             a, b = curves_a[case].get(name, []), curves_b[case].get(name, [])
             steps = [step for step, (x, y) in enumerate(zip(a, b, strict=False), 1) if not abs(x - y) <= bound * abs(y)]
             if len(a) != len(b) or steps:
-                place = f"from value {steps[0]} on: {a[steps[0] - 1]!r}, {b[steps[0] - 1]!r}" if steps else f"{len(a)} and {len(b)} values"
+                place = (
+                    f"from value {steps[0]} on: {a[steps[0] - 1]!r}, {b[steps[0] - 1]!r}"
+                    if steps
+                    else f"{len(a)} and {len(b)} values"
+                )
                 lines.append(f"{case}: {name}: {place}")
     return sorted(lines)
 
@@ -117,7 +123,9 @@ def at_commit(commit: str, jobs: int) -> Curves:
         tree, out = Path(folder, "tree"), Path(folder, "curves.json")
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
         try:
-            subprocess.run([sys.executable, "scripts/curves.py", "--out", str(out), "--jobs", str(jobs)], cwd=tree, check=True)
+            subprocess.run(
+                [sys.executable, "scripts/curves.py", "--out", str(out), "--jobs", str(jobs)], cwd=tree, check=True
+            )
             return json.loads(out.read_text())
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)

@@ -72,7 +72,13 @@ def _line(x: np.ndarray, p: np.ndarray) -> tuple[float, float, np.ndarray]:
 def _fit(formula: str, parameters: dict[str, float], values: np.ndarray, p: np.ndarray) -> Fit:
     error, variance = np.square(p - values).mean(), p.var()
     explained = 1 - error / variance if variance > 1e-20 * np.square(p).mean() else np.nan
-    return Fit(formula, {name: float(value) for name, value in parameters.items()}, values, float(explained), float(np.sqrt(1 - explained)))
+    return Fit(
+        formula,
+        {name: float(value) for name, value in parameters.items()},
+        values,
+        float(explained),
+        float(np.sqrt(1 - explained)),
+    )
 
 
 def by_head(s: np.ndarray, b: np.ndarray, line: Fit) -> list[dict[str, float]]:
@@ -104,7 +110,9 @@ def draw(p: np.ndarray, fits_by_name: dict[str, Fit], heads: list[dict[str, floa
         left_axes.plot(n, p[FIRST - 1 :], ".", markersize=3, color="#D55E00", label="learned p_n / its mean")
         for name, fit in fits_by_name.items():
             colour, dashes = styles[name]
-            text = f"{fit.formula}: R$^2$ = {fit.r2:.4f}" + (f", k = {fit.parameters['k']:.2f}" if name == "power" else "")
+            text = f"{fit.formula}: R$^2$ = {fit.r2:.4f}" + (
+                f", k = {fit.parameters['k']:.2f}" if name == "power" else ""
+            )
             left_axes.plot(n, fit.values, color=colour, linestyle=dashes, label=text)
             if name != "constant":
                 middle.plot(n, p[FIRST - 1 :] - fit.values, ".", markersize=3, color=colour, label=fit.formula)
@@ -130,14 +138,20 @@ def main(arguments: list[str]) -> None:
     if any(normalizer.options.name != "p_n" for normalizer in normalizers):
         raise ConfigError(f"{run}: model.normalizer is not p_n in every layer; train configs/p_n.yaml")
     p = normalizers[0].p.detach().double().numpy()
-    s, b = (np.array([getattr(normalizer, name).detach().double().tolist() for normalizer in normalizers]) for name in ("s", "b"))
+    s, b = (
+        np.array([getattr(normalizer, name).detach().double().tolist() for normalizer in normalizers])
+        for name in ("s", "b")
+    )
     mean = p.mean()  # what divides p multiplies s
     fits_by_name = fits(p / mean)
     heads = by_head(s * mean, b, fits_by_name["logarithm"])
     summary = {
         "run": str(run),
         "train_length": len(p),
-        "fits": {name: {key: value for key, value in asdict(fit).items() if key != "values"} for name, fit in fits_by_name.items()},
+        "fits": {
+            name: {key: value for key, value in asdict(fit).items() if key != "values"}
+            for name, fit in fits_by_name.items()
+        },
         "heads": heads,
     }
     contents = {
@@ -148,7 +162,9 @@ def main(arguments: list[str]) -> None:
     write_together(contents, "the fit")
     for fit in fits_by_name.values():
         values = ", ".join(f"{name} = {value:.4f}" for name, value in fit.parameters.items())
-        print(f"p_n / mean = {fit.formula}: {values}; R^2 = {fit.r2:.4f}, residuals {fit.rms:.3f} standard deviations of p_n")
+        print(
+            f"p_n / mean = {fit.formula}: {values}; R^2 = {fit.r2:.4f}, residuals {fit.rms:.3f} standard deviations of p_n"
+        )
     slopes = np.array([head["slope"] for head in heads])
     print(
         f"factor on the logits, {len(heads)} heads: slope in ln n {slopes.mean():.4f} on average, {slopes.min():.4f} to {slopes.max():.4f}"

@@ -41,7 +41,12 @@ from lm.training.callbacks import peak_flops
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-FUSED = {"flash": "flash", "cudnn": "cudnn", "fmha": "memory-efficient", "cutlass": "memory-efficient"}  # by a part of a kernel's name
+FUSED = {
+    "flash": "flash",
+    "cudnn": "cudnn",
+    "fmha": "memory-efficient",
+    "cutlass": "memory-efficient",
+}  # by a part of a kernel's name
 
 Line = tuple[str, str, str]  # what, the figure, ok | failed | a note
 
@@ -52,9 +57,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name() if ON_GPU else f"{platform.machine()} CPU, tiny sizes: this checks the script, not a GPU"
+    name = (
+        torch.cuda.get_device_name()
+        if ON_GPU
+        else f"{platform.machine()} CPU, tiny sizes: this checks the script, not a GPU"
+    )
     print(f"{name}; torch {torch.__version__}, python {platform.python_version()}\n", flush=True)
-    facts = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(), "parts": {}}
+    facts = {
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "parts": {},
+    }
     for part in arguments.only:
         start = time.perf_counter()
         try:
@@ -76,10 +91,24 @@ def main() -> int:
 def tests(out: Path) -> list[Line]:
     """`pytest -m gpu`, by test."""
     file, processes = out / "tests.xml", min(16, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), f"--junitxml={file}", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-n",
+        str(processes),
+        f"--junitxml={file}",
+        "-p",
+        "no:cacheprovider",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     file.unlink(missing_ok=True)
-    result = subprocess.run([*command, "tests/test_gpu.py"], capture_output=True, text=True, check=False, env=environment)
+    result = subprocess.run(
+        [*command, "tests/test_gpu.py"], capture_output=True, text=True, check=False, env=environment
+    )
     (out / "tests.txt").write_text(result.stdout + result.stderr)
     if not file.exists():
         last_line = ["no output", *(result.stdout + result.stderr).strip().splitlines()][-1]
@@ -93,7 +122,11 @@ def tests(out: Path) -> list[Line]:
         (
             name,
             ", ".join(f"{count} {state}" for state, count in counts.items()),
-            next(word for word, state in (("failed", "failed"), ("ok", "passed"), ("skipped", "skipped")) if counts[state]),
+            next(
+                word
+                for word, state in (("failed", "failed"), ("ok", "passed"), ("skipped", "skipped"))
+                if counts[state]
+            ),
         )
         for name, counts in states.items()
     ]
@@ -107,24 +140,38 @@ def backends(out: Path) -> list[Line]:
         normalizer = make_normalizer(option(), LayerSpec(heads, 64, 64 * heads, length)).to(DEVICE)
         if not isinstance(normalizer, QueryScale) and name not in ("qassmax", "sink", "softmax1", "window"):
             continue
-        q, k, v = (torch.randn(4, heads, length, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(4, heads, length, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
         layout = AttentionLayout.full(length, DEVICE)
         normalizer(q, k, v, layout).sum().backward()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
         with profile(activities=activities) as profiled:
             normalizer(q, k, v, layout).sum().backward()
         names = [event.key for event in profiled.key_averages() if not ON_GPU or event.self_device_time_total > 0]
-        kernels_seen = dict.fromkeys(label for word, label in FUSED.items() for name_seen in names if word in name_seen.lower())
-        lines.append((f"SDPA's kernel for {name}", ", ".join(kernels_seen) or "math", "ok" if kernels_seen or not ON_GPU else "failed"))
+        kernels_seen = dict.fromkeys(
+            label for word, label in FUSED.items() for name_seen in names if word in name_seen.lower()
+        )
+        lines.append(
+            (
+                f"SDPA's kernel for {name}",
+                ", ".join(kernels_seen) or "math",
+                "ok" if kernels_seen or not ON_GPU else "failed",
+            )
+        )
     return lines
 
 
 def kernels(out: Path) -> list[Line]:
     """Attention alone, forward and backward, of every entry over softmax; and which route the elementwise ones take."""
-    arguments = argparse.Namespace(bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type)
+    arguments = argparse.Namespace(
+        bf16=True, n_head=16 if ON_GPU else 2, seq_len=4096 if ON_GPU else 64, device=DEVICE.type
+    )
     reason = why_tiles(DEVICE, torch.bfloat16, 64)
     lines = [("kernel of relu2, relu, sigmoid", reason or "Triton", "ok" if not reason or not ON_GPU else "failed")]
-    times = interleaved({name: attention_step(option(), arguments) for name, option in catalogue.SINGLE.items()}, 5 if ON_GPU else 1)
+    times = interleaved(
+        {name: attention_step(option(), arguments) for name, option in catalogue.SINGLE.items()}, 5 if ON_GPU else 1
+    )
     base = float(np.median(times["softmax"]))
     shape = f"1 x {arguments.n_head} heads x {arguments.seq_len:,} x 64"
     return lines + [
@@ -149,7 +196,12 @@ def speed(out: Path) -> list[Line]:
 
 def model(normalizer: str) -> ModelConfig:
     """GPT-2's shape with RoPE; tiny without a GPU."""
-    shape = ["configs/softmax.yaml", "configs/models/gpt2-124m.yaml", "model.position=rope", f"model.normalizer={normalizer}"]
+    shape = [
+        "configs/softmax.yaml",
+        "configs/models/gpt2-124m.yaml",
+        "model.position=rope",
+        f"model.normalizer={normalizer}",
+    ]
     small = ["model.n_layer=1", "model.n_head=2", "model.n_embd=64"]
     return load_config([*shape, *([] if ON_GPU else small)]).model
 
@@ -176,7 +228,12 @@ def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int,
             torch.cuda.synchronize()
 
     times = interleaved({"step": step}, rounds)["step"]
-    return step_tokens, flops_per_token(decoder), float(np.median(times)), torch.cuda.max_memory_allocated() if ON_GPU else 0
+    return (
+        step_tokens,
+        flops_per_token(decoder),
+        float(np.median(times)),
+        torch.cuda.max_memory_allocated() if ON_GPU else 0,
+    )
 
 
 def long(out: Path) -> list[Line]:
@@ -193,11 +250,19 @@ def long(out: Path) -> list[Line]:
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
         state = "ok" if np.isfinite(nll).all() else "failed"
-        lines.append((f"evaluation of {length:,} tokens, {normalizer}", f"{seconds:.1f} s, peak memory +{peak / 2**30:.2f} GiB", state))
+        lines.append(
+            (
+                f"evaluation of {length:,} tokens, {normalizer}",
+                f"{seconds:.1f} s, peak memory +{peak / 2**30:.2f} GiB",
+                state,
+            )
+        )
     return lines
 
 
-PARTS: dict[str, Callable[[Path], list[Line]]] = {part.__name__: part for part in (tests, backends, kernels, speed, long)}
+PARTS: dict[str, Callable[[Path], list[Line]]] = {
+    part.__name__: part for part in (tests, backends, kernels, speed, long)
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -84,7 +84,11 @@ class Losses:
     @cached_property
     def lines(self) -> list[str]:
         """The lines of the table, in their order."""
-        best = {line: next(iter(self.by_rate(line, self.tuned_on).values())).mean() for line in self.labels} if self.ranked else {}
+        best = (
+            {line: next(iter(self.by_rate(line, self.tuned_on).values())).mean() for line in self.labels}
+            if self.ranked
+            else {}
+        )
         return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
     def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
@@ -99,7 +103,9 @@ class Losses:
         is_arm = any(name == arm + end for name, *_ in self._losses)
         place = arm + end if is_arm else arm, metric, setting, x
         if place not in self._losses and metric.endswith(("loss", "accuracy")):
-            raise LookupError(f"results/{self.name}: no {metric} of {place[0]} in the setting {setting or 'without a name'} at {x}")
+            raise LookupError(
+                f"results/{self.name}: no {metric} of {place[0]} in the setting {setting or 'without a name'} at {x}"
+            )
         return self._losses.get(place, {})
 
     @cached_property
@@ -115,7 +121,9 @@ class Losses:
     def verdicts(self) -> dict[tuple[str, str, str], Verdict]:
         """The verdicts by line, baseline and setting, as one family."""
         comparisons = {
-            (*pair, column): at_best(*(self.by_rate(line, column) for line in pair), higher=self.accuracy, every=column != self.tuned_on)
+            (*pair, column): at_best(
+                *(self.by_rate(line, column) for line in pair), higher=self.accuracy, every=column != self.tuned_on
+            )
             for pair, column in product(self.pairs, self.deciding)
         }
         return verdicts(comparisons, self.matters)
@@ -130,7 +138,9 @@ class Losses:
 
     def tables(self) -> dict[str, str]:
         """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are counted."""
-        tables = {self.place: self.table()} | ({f"{self.place} verdicts": self.verdict_table()} if self.deciding else {})
+        tables = {self.place: self.table()} | (
+            {f"{self.place} verdicts": self.verdict_table()} if self.deciding else {}
+        )
         tables |= {f"{self.place} trends": self.trend_table()} if self.trends else {}
         return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
 
@@ -141,7 +151,10 @@ class Losses:
             cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
             rate = rate_text(next(iter(self.by_rate(line, self.tuned_on))))
             factor, digits = self._scale
-            words = ["" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})" for x in cells]
+            words = [
+                "" if x is None else f"{factor * x.mean():.{digits}f} ({factor * x.std(ddof=1):.{digits}f})"
+                for x in cells
+            ]
             words += [*(cell(line) for cell in self.beside.values()), *(cells[line] for cells in self.costs.values())]
             lines.append([self.labels[line], rate, *words])
         return markdown(lines)
@@ -159,16 +172,23 @@ class Losses:
         logs, memory = np.log(values["seconds"]), values["bytes"].loc[0] / 2**20
         arms = {line: line.partition(", ")[0] for line in self.labels}
         sides = {line: AGAIN if line == baseline else arm for line, arm in arms.items()}
-        ratios = {line: np.exp(over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list()) for line, side in sides.items()}
+        ratios = {
+            line: np.exp(over_seeds((logs[side] - logs[baseline]).to_numpy()).interval().as_list())
+            for line, side in sides.items()
+        }
         return {
-            f"step time / {self.labels[baseline]}'s": {line: "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for line, ratio in ratios.items()},
+            f"step time / {self.labels[baseline]}'s": {
+                line: "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for line, ratio in ratios.items()
+            },
             "tensors, MiB": {line: f"{memory[arm]:.0f}" for line, arm in arms.items()},
         }
 
     def verdict_table(self) -> str:
         """The differences in the deciding settings with their verdicts, in Markdown."""
         lines = [["", "minus", *self.deciding]]
-        for line, baseline in sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.ranked else self.pairs:
+        for line, baseline in (
+            sorted(self.pairs, key=lambda pair: self.lines.index(pair[0])) if self.ranked else self.pairs
+        ):
             cells = [self.words(self.verdicts[line, baseline, column]) for column in self.deciding]
             lines.append([self.labels[line], self.labels[baseline], *cells])
         return markdown(lines)
@@ -185,14 +205,20 @@ class Losses:
     def token_table(self) -> str:
         """The tokens that each line took to the highest final loss of any run, and their factor with its 95 % interval over seeds, in
         Markdown. Means are geometric."""
-        curves = self.data[self.data.metric == "val loss by tokens"].pivot(index=["arm", "seed"], columns="x", values="value")
+        curves = self.data[self.data.metric == "val loss by tokens"].pivot(
+            index=["arm", "seed"], columns="x", values="value"
+        )
         level = math.ceil(curves.iloc[:, -1].max() * 100) / 100
         tokens = {
-            key: tokens_to_reach(curves.columns, curve, level, "lower") for key, curve in zip(curves.index, curves.to_numpy(), strict=True)
+            key: tokens_to_reach(curves.columns, curve, level, "lower")
+            for key, curve in zip(curves.index, curves.to_numpy(), strict=True)
         }
         logs = np.log(pd.Series(tokens)).unstack(0)
         lines = [["", f"tokens to a loss of {level:.2f}", "factor"]]
-        factors = {line: np.exp(over_seeds((logs[line] - logs[baseline]).to_numpy()).interval().as_list()) for line, baseline in self.pairs}
+        factors = {
+            line: np.exp(over_seeds((logs[line] - logs[baseline]).to_numpy()).interval().as_list())
+            for line, baseline in self.pairs
+        }
         for line, label in self.labels.items():
             factor = "{:.3f} [{:.3f}, {:.3f}]".format(*factors[line]) if line in factors else "1"
             lines.append([label, f"{np.exp(logs[line].mean()):,.0f}", factor])
@@ -218,17 +244,37 @@ class Losses:
                         curves = self._curves(line, column) - self._curves(baseline, column)
                         estimate = over_seeds(curves.to_numpy())
                         half, colour = estimate.half_width(), COLOURS[HUES[line.partition("_no")[0]]]
-                        axes.plot(curves.index, estimate.mean, color=colour, linewidth=2, label=self.labels[line].partition(", ")[0])
-                        axes.fill_between(curves.index, estimate.mean - half, estimate.mean + half, color=colour, alpha=0.2, linewidth=0)
+                        axes.plot(
+                            curves.index,
+                            estimate.mean,
+                            color=colour,
+                            linewidth=2,
+                            label=self.labels[line].partition(", ")[0],
+                        )
+                        axes.fill_between(
+                            curves.index,
+                            estimate.mean - half,
+                            estimate.mean + half,
+                            color=colour,
+                            alpha=0.2,
+                            linewidth=0,
+                        )
                     axes.set_xscale("log", base=2)
                     axes.set_xlim(left=curves.index[0])
-                    ticks = [self.length * 2**power for power in range(-3, 8) if self.length * 2**power < curves.index[-1]]
+                    ticks = [
+                        self.length * 2**power for power in range(-3, 8) if self.length * 2**power < curves.index[-1]
+                    ]
                     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
                     axes.spines[["top", "right"]].set_visible(False)
                 row[0].set_ylabel(f"{title}\nloss minus the baseline's, nats")
             handles, words = panels[0, 0].get_legend_handles_labels()
             figure.legend(
-                handles, words, loc="outside upper center", ncols=2 if max(map(len, words)) > 25 else 4, frameon=False, fontsize=9
+                handles,
+                words,
+                loc="outside upper center",
+                ncols=2 if max(map(len, words)) > 25 else 4,
+                frameon=False,
+                fontsize=9,
             )
             for axes, column in zip(panels[0], columns, strict=True):
                 axes.set_title(f"RoPE: {column}", fontsize=9)
@@ -245,11 +291,20 @@ class Losses:
         with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.5, 1.1 + 0.21 * len(self.lines))) as (figure, axes):
             for number, column in enumerate(columns):
                 colour, length = COLOURS[number], self.columns[column][-1]
-                axes.plot([], [], "o", color=colour, fillstyle="none", label=f"{column}, {length:,} tokens" if length else column)
+                axes.plot(
+                    [],
+                    [],
+                    "o",
+                    color=colour,
+                    fillstyle="none",
+                    label=f"{column}, {length:,} tokens" if length else column,
+                )
                 for row, line in enumerate(self.lines):
                     losses = next(iter(self.by_rate(line, column).values()))
                     axes.plot(losses, [row] * len(losses), ".", color=colour, markersize=4, alpha=0.5)
-                    axes.plot(losses.mean(), row, "o", color=colour, fillstyle="full" if (line, column) in large else "none")
+                    axes.plot(
+                        losses.mean(), row, "o", color=colour, fillstyle="full" if (line, column) in large else "none"
+                    )
                     if line == next(iter(self.labels)):
                         axes.axvline(losses.mean(), color=colour, linewidth=0.8, linestyle="--")
             axes.set_yticks(range(len(self.lines)), [self.labels[line] for line in self.lines])

@@ -65,7 +65,9 @@ class NeedleDepths:
         place = self.settings[0], self.depths[0], self.lengths[-1]
         values = {arm: self.accuracies[(arm, *place)] for arm in self.labels}
         differences = {arm: values[arm] - values[self.baseline] for arm in self.labels if arm != self.baseline}
-        return verdicts({arm: Comparison(values, higher_is_better=True) for arm, values in differences.items()}, self.matters)
+        return verdicts(
+            {arm: Comparison(values, higher_is_better=True) for arm, values in differences.items()}, self.matters
+        )
 
     def attention(self, arm: str, layer: int) -> np.ndarray:
         """(seeds,) attention to the number of the layer's head that attends to it most."""
@@ -75,10 +77,20 @@ class NeedleDepths:
     def tables(self) -> dict[str, str]:
         """The table in Markdown: accuracy at the first depth, in per cent, heads' attention to the number, and the verdicts."""
         length = f"{self.lengths[-1]:,}"
-        lines = [["layers 2, 3", *(f"{length}, {setting}" for setting in self.settings), "attention, layer 2", "attention, layer 3"]]
+        lines = [
+            [
+                "layers 2, 3",
+                *(f"{length}, {setting}" for setting in self.settings),
+                "attention, layer 2",
+                "attention, layer 3",
+            ]
+        ]
         lines[0].append(f"minus {self.labels[self.baseline].partition(' at ')[0]}, as trained")
         for arm, label in self.labels.items():
-            words = [spread(100 * self.accuracies[arm, setting, self.depths[0], self.lengths[-1]], 0) for setting in self.settings]
+            words = [
+                spread(100 * self.accuracies[arm, setting, self.depths[0], self.lengths[-1]], 0)
+                for setting in self.settings
+            ]
             words += [spread(self.attention(arm, layer), 2) for layer in (1, 2)]
             lines.append([label, *words, verdict_words(self.verdicts[arm]) if arm in self.verdicts else ""])
         return {self.place: markdown(lines)}
@@ -92,7 +104,9 @@ class NeedleDepths:
         ):
             for (row, setting), (column, arm) in product(enumerate(self.settings), enumerate(self.labels)):
                 axes = rows[row, column]
-                values = 100 * np.array([[self.accuracies[arm, setting, d, n].mean() for n in self.lengths] for d in self.depths])
+                values = 100 * np.array(
+                    [[self.accuracies[arm, setting, d, n].mean() for n in self.lengths] for d in self.depths]
+                )
                 percentage_cells(axes, values)
                 axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths], rotation=30)
                 axes.set_yticks(range(len(self.depths)), [f"{100 * depth:g} %" for depth in self.depths])

@@ -26,7 +26,9 @@ STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path", "font.family": FONT
 
 
 @contextmanager
-def canvas(rows: int, columns: int, size: tuple[float, float], **options: object) -> Iterator[tuple[plt.Figure, np.ndarray]]:
+def canvas(
+    rows: int, columns: int, size: tuple[float, float], **options: object
+) -> Iterator[tuple[plt.Figure, np.ndarray]]:
     """A figure and its axes, in the style that every picture has; `options` of `plt.subplots`.
 
     Pages show pictures about 700 pixels wide: a `size` of at most 10 inches keeps 9 points legible.
@@ -43,7 +45,11 @@ def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
     content, unsaid = io.BytesIO(), {"svg": ("Date", "Format", "Type"), "png": ("Software",)}[kind]
     figure.savefig(content, format=kind, dpi={"svg": "figure", "png": 150}[kind], metadata=dict.fromkeys(unsaid))
     plt.close(figure)
-    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK, content.getvalue(), count=1) if kind == "svg" else content.getvalue()
+    return (
+        re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK, content.getvalue(), count=1)
+        if kind == "svg"
+        else content.getvalue()
+    )
 
 
 def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> None:
@@ -65,7 +71,9 @@ def percentage_cells(axes: Axes, values: np.ndarray) -> None:
 
 def rendered(template: Path, **values: object) -> str:
     """A jinja2 template in Markdown with what it is given; a name that is not given is an error."""
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
 
 

@@ -33,7 +33,9 @@ NEAREST, FARTHEST = 64.0, 2.0**20  # tokens that predictions are kept within
 FORMULA = "margin and slope: the formula, nothing fitted"
 LINES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "margin": lambda runs: runs.margin.clip(upper=100),
-    "weight on the needle": lambda runs: np.log(runs["weight on the needle"] / (1 - runs["weight on the needle"]).clip(lower=1e-12)),
+    "weight on the needle": lambda runs: np.log(
+        runs["weight on the needle"] / (1 - runs["weight on the needle"]).clip(lower=1e-12)
+    ),
     "N_eff": lambda runs: -np.log(runs.N_eff),
     "S": lambda runs: -np.log(runs.S),
     "entropy": lambda runs: -runs.entropy,
@@ -82,11 +84,17 @@ class Prediction:
 
     def in_order(self, runs: pd.DataFrame) -> float:
         """The part of pairs of runs of two arms that is in the order observed, those that are level counted half."""
-        arms, order, falls = runs.arm.to_numpy(), self.order[runs.index].to_numpy(), np.isfinite(runs["half-length"].to_numpy())
+        arms, order, falls = (
+            runs.arm.to_numpy(),
+            self.order[runs.index].to_numpy(),
+            np.isfinite(runs["half-length"].to_numpy()),
+        )
         ends = np.where(falls, runs["half-length"], runs.longest)  # a run that doesn't fall ends later than this
         later = (arms != arms[falls, None]) & (ends > ends[falls, None])  # (runs that fall, runs)
         in_order, level = order > order[falls, None], order == order[falls, None]
-        return float((later & in_order).sum() + 0.5 * (later & level).sum()) / later.sum() if later.any() else float("nan")
+        return (
+            float((later & in_order).sum() + 0.5 * (later & level).sum()) / later.sum() if later.any() else float("nan")
+        )
 
 
 def predictions(runs: pd.DataFrame) -> list[Prediction]:
@@ -99,7 +107,10 @@ def predictions(runs: pd.DataFrame) -> list[Prediction]:
     logs = np.log2(fell(runs)["half-length"]).reindex(runs.index)
     groups = logs.groupby([runs.line, runs.arm, runs.rate])
     count = groups.transform("count") - logs.notna()
-    return [*numbers, Prediction(SEEDS, 2 ** ((groups.transform("sum") - logs.fillna(0)) / count.where(count > 0)), None)]
+    return [
+        *numbers,
+        Prediction(SEEDS, 2 ** ((groups.transform("sum") - logs.fillna(0)) / count.where(count > 0)), None),
+    ]
 
 
 def _by_arm(runs: pd.DataFrame, fitted: Callable[[pd.DataFrame], Callable[[pd.Index], np.ndarray]]) -> pd.Series:
@@ -171,7 +182,15 @@ def drawn(runs: pd.DataFrame, numbers: list[Prediction]) -> bytes:
                 part = runs[runs["formula holds"] == is_formula]
                 falls = np.isfinite(part["half-length"])
                 lengths = number.lengths[part.index].clip(NEAREST, FARTHEST)
-                axes.scatter(lengths[~falls], part.longest[~falls], s=14, facecolors="none", edgecolors=colour, linewidths=0.6, alpha=0.6)
+                axes.scatter(
+                    lengths[~falls],
+                    part.longest[~falls],
+                    s=14,
+                    facecolors="none",
+                    edgecolors=colour,
+                    linewidths=0.6,
+                    alpha=0.6,
+                )
                 axes.scatter(lengths[falls], part["half-length"][falls], s=14, color=colour)
             axes.set_title(number.name.partition(":")[0], fontsize=9)
             axes.set(xscale="log", yscale="log")

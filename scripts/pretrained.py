@@ -29,7 +29,15 @@ from lm.report.evaluation_tables import rows_of
 
 HEADING = "# A pretrained model: SmolLM2-135M-Instruct\n"
 TEMPLATE = Path(__file__).parent / "pretrained.md.j2"
-DESCRIBED = ("entropy", "effective keys", "S", "largest weight", "weight on the first token", "mean distance", "exponent of Z")
+DESCRIBED = (
+    "entropy",
+    "effective keys",
+    "S",
+    "largest weight",
+    "weight on the first token",
+    "mean distance",
+    "exponent of Z",
+)
 
 
 def described(results: Results, context: int) -> list[Described]:
@@ -41,10 +49,17 @@ def described(results: Results, context: int) -> list[Described]:
 def numbers(results: Results) -> list[tuple[str, str, str, str]]:
     """Diagnostics as one number each: of the model, untrained, shuffled."""
     evaluation = results.evaluation("diagnostics")
-    series = {(curve.metric, curve.setting): float(curve.means[0]) for curve in evaluation.series if not curve.axis} if evaluation else {}
+    series = (
+        {(curve.metric, curve.setting): float(curve.means[0]) for curve in evaluation.series if not curve.axis}
+        if evaluation
+        else {}
+    )
     names = [name for metric in DESCRIBED for name in (metric, metric + NO_FIRST) if (name, TRAINED) in series]
     settings = (TRAINED, UNTRAINED, "shuffled scores")
-    return [(name, *(f"{series[name, setting]:.3g}" if (name, setting) in series else "-" for setting in settings)) for name in names]
+    return [
+        (name, *(f"{series[name, setting]:.3g}" if (name, setting) in series else "-" for setting in settings))
+        for name in names
+    ]
 
 
 def sinks(results: Results) -> tuple[int, int, int] | None:
@@ -52,7 +67,9 @@ def sinks(results: Results) -> tuple[int, int, int] | None:
     evaluation = results.evaluation("diagnostics")
     if evaluation is None:
         return None
-    weights = [curve for curve in evaluation.series if (curve.metric, curve.setting) == ("weight on the first token", TRAINED)]
+    weights = [
+        curve for curve in evaluation.series if (curve.metric, curve.setting) == ("weight on the first token", TRAINED)
+    ]
     heads = np.stack([curve.means for curve in weights if curve.axis and curve.axis.name == "head"])
     return int((heads.mean(1) > 0.5).sum()), int((heads > 0.5).sum()), heads.size
 
@@ -62,7 +79,11 @@ def table(results: Results) -> bytes:
     rows = []
     for part, record in results.parts.items():
         for arm, evaluation in record.evaluations.items() if record else ():
-            left_out = ("head", "layer") if part != "diagnostics" else {curve.axis.name for curve in evaluation.series if curve.axis}
+            left_out = (
+                ("head", "layer")
+                if part != "diagnostics"
+                else {curve.axis.name for curve in evaluation.series if curve.axis}
+            )
             series = [curve for curve in evaluation.series if not (curve.axis and curve.axis.name in left_out)]
             for row in rows_of(series):
                 values = ("" if value is None else f"{value:.6g}" for value in (row.value, row.low, row.high))
@@ -132,7 +153,9 @@ def main(words: list[str], sizes: Sizes) -> None:
     parser.add_argument("--model", type=Path, required=True, help="model folder, as lm import writes it")
     parser.add_argument("--text", type=Path, default=Path("configs/sotu.yaml"), help="configuration of the text")
     parser.add_argument("--out", type=Path, required=True, help="folder of results, swapped and trained models")
-    parser.add_argument("--only", nargs="*", metavar="PART", help="measure these parts alone; none: write the page from what is there")
+    parser.add_argument(
+        "--only", nargs="*", metavar="PART", help="measure these parts alone; none: write the page from what is there"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--page", type=Path, default=Path("docs/smollm2.md"), help="page to write below its heading")
     arguments = parser.parse_args(words)

@@ -41,7 +41,9 @@ TRAINED = {  # arm -> its normalizer, and the training that its weights are from
     "softmax trained, under ssmax": ("ssmax", "train_softmax"),
 }
 REMEDY = "choose another --out, or remove that one"
-OWN = tuple(arm for arm in TRAINED if "under" not in arm)  # trained weights under the normalizer that they were trained with
+OWN = tuple(
+    arm for arm in TRAINED if "under" not in arm
+)  # trained weights under the normalizer that they were trained with
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class Sizes:
     fit: tuple[float, int] = (1 / 8, 2)
     train: float = 1 / 16
     steps: dict[str, int] = field(default_factory=lambda: {"train_s": 100, "train_ssmax": 100, "train_softmax": 100})
-    rates: dict[str, float] = field(default_factory=lambda: {"train_s": 5e-3, "train_ssmax": 5e-5, "train_softmax": 5e-5})
+    rates: dict[str, float] = field(
+        default_factory=lambda: {"train_s": 5e-3, "train_ssmax": 5e-5, "train_softmax": 5e-5}
+    )
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,15 @@ class Result:
         """As `write` has written it. Raises RunError: it can't be read."""
         content = read_json(path)
         evaluations = {arm: Evaluation.from_plain(evaluation) for arm, evaluation in content["evaluations"].items()}
-        return cls(content["seconds"], content["cpu_seconds"], evaluations, content["facts"], content.get("fingerprint", {}))
+        return cls(
+            content["seconds"], content["cpu_seconds"], evaluations, content["facts"], content.get("fingerprint", {})
+        )
 
     def write(self, path: Path) -> None:
-        write_json(path, vars(self) | {"evaluations": {arm: evaluation.plain() for arm, evaluation in self.evaluations.items()}})
+        write_json(
+            path,
+            vars(self) | {"evaluations": {arm: evaluation.plain() for arm, evaluation in self.evaluations.items()}},
+        )
 
 
 Made = dict[str, Evaluation] | tuple[dict[str, Evaluation], dict[str, Plain]]
@@ -178,7 +187,9 @@ class Workbench:
         normalizer, training = TRAINED[arm]
         decoder = with_normalizer(self.loaded.decoder, NORMALIZERS[normalizer])
         weights = load(self.out / training).decoder.state_dict()
-        decoder.load_state_dict({name: value for name, value in weights.items() if name in decoder.state_dict()}, strict=False)
+        decoder.load_state_dict(
+            {name: value for name, value in weights.items() if name in decoder.state_dict()}, strict=False
+        )
         return decoder
 
     def loss(self, arm: str, size: tuple[float, int], decoder: Decoder | None = None) -> dict[str, Evaluation]:
@@ -204,10 +215,15 @@ class Workbench:
         target, *options = SWAPS[name]
         if (self.out / name).is_dir():  # stopped before the part's result was written
             evaluation = Evaluation.from_plain(read_json(evaluation_path(self.out / name, SwapMeasurement.kind, 0)))
-            if (evaluation.options, evaluation.data_fingerprint) != (self._continuity().options, self.store.fingerprint):
+            if (evaluation.options, evaluation.data_fingerprint) != (
+                self._continuity().options,
+                self.store.fingerprint,
+            ):
                 raise RunError(f"{self.out / name}: a swap of another model, or measured on other sequences: {REMEDY}")
             return {name: evaluation}
-        result = swap_run(self.model, "last", target, None, self.out / name, [*self._swap_options(), *options], [self.text])
+        result = swap_run(
+            self.model, "last", target, None, self.out / name, [*self._swap_options(), *options], [self.text]
+        )
         return {name: result.evaluation}
 
     def _continuity(self) -> SwapMeasurement:
@@ -223,7 +239,9 @@ class Workbench:
         old, new = self.loaded.decoder, self.decoder("ssmax")
         open_device(self.config, {})  # sets the number of threads
         starts = np.arange(count) * ((self.store.train.n_tokens - length - 1) // count)
-        before, after = fit_normalizers(old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(starts, length + 1)])
+        before, after = fit_normalizers(
+            old, new, [Batch.of(sequence[None]) for sequence in self.store.train.take(starts, length + 1)]
+        )
         return {"fit": self._measured(self._continuity(), new)}, {"before": before, "after": after, "s": scales(new)}
 
     def train(self, name: str) -> Made:
@@ -232,7 +250,10 @@ class Workbench:
         source = [str(self.text), f"init_from={self.model}"]
         if name != "train_softmax":
             source = [str(self.out / "ssmax" / "config.yaml"), f"init_from={self.out / 'ssmax'}"]
-        extra_options = {"train_s": ["train_only=normalizer"], "train_ssmax": ["optim.groups.normalizer.lr_factor=100"]}.get(name, [])
+        extra_options = {
+            "train_s": ["train_only=normalizer"],
+            "train_ssmax": ["optim.groups.normalizer.lr_factor=100"],
+        }.get(name, [])
         options = [
             *self.overrides,
             f"name={name}",
@@ -245,7 +266,9 @@ class Workbench:
         ]
         status = train(load_config([*source, *options, *extra_options], with_shape_of))
         if status:
-            raise RunError(f"{self.out / name}: training was stopped; the same command goes on from its last checkpoint")
+            raise RunError(
+                f"{self.out / name}: training was stopped; the same command goes on from its last checkpoint"
+            )
         decoder = load(self.out / name).decoder
         return {}, {"s": scales(decoder)}
 
@@ -258,20 +281,28 @@ class Workbench:
         override += f", queries: {queries}}}"
         swaps = {"lengths": sizes.swaps, "sequences": sizes.swap_sequences}
         parts["positions"] = Part(lambda: self.loss("softmax", sizes.positions), sizes.positions)
-        parts["diagnostics"] = Part(lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), override)}, sizes.diagnostics)
+        parts["diagnostics"] = Part(
+            lambda: {"softmax": self.measure("diagnostics", self.decoder("softmax"), override)}, sizes.diagnostics
+        )
         parts["needles"] = self._needles("softmax", sizes.needles["needles"])
         parts["swap_ssmax"] = Part(lambda: self.swap("ssmax"), swaps)
         for name in ("softmax", "ssmax"):
             for scale in SCALES:
-                parts[f"scale_{name}_{scale:g}"] = Part(lambda name=name, scale=scale: self.scaled(name, scale), sizes.within)
+                parts[f"scale_{name}_{scale:g}"] = Part(
+                    lambda name=name, scale=scale: self.scaled(name, scale), sizes.within
+                )
         for name, steps in sizes.steps.items():
             training = {"length": sizes.train, "steps": steps, "rate": sizes.rates[name]}
-            parts[name] = Part(lambda name=name: self.train(name), training, () if name == "train_softmax" else ("swap_ssmax",))
+            parts[name] = Part(
+                lambda name=name: self.train(name), training, () if name == "train_softmax" else ("swap_ssmax",)
+            )
         parts |= {f"within_{slug(arm)}": self._loss(arm, sizes.within) for arm in (*TRAINED, "ssmax", "log_n")}
         parts |= {f"asked_{slug(arm)}": self._needles(arm, sizes.asked) for arm in ("ssmax", *OWN)}
         parts |= {f"swap_{name}": Part(lambda name=name: self.swap(name), swaps) for name in ("log_n", "bias")}
         parts["swap_fit"] = Part(self.fitted, {"fit": sizes.fit, **swaps})
-        parts |= {f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n", "fit")}
+        parts |= {
+            f"beyond_{slug(arm)}": self._loss(arm, sizes.beyond) for arm in ("softmax", "ssmax", *OWN, "log_n", "fit")
+        }
         parts |= {name: self._needles("softmax", size) for name, size in sizes.needles.items() if name != "needles"}
         return parts
 
@@ -286,7 +317,9 @@ class Workbench:
         needed = [part]
         for name in needed:
             needed += self.parts[name].needs
-        sizes = json.loads(json.dumps({name: self.parts[name].asked for name in needed}))  # as it is read back: without tuples
+        sizes = json.loads(
+            json.dumps({name: self.parts[name].asked for name in needed})
+        )  # as it is read back: without tuples
         return {"weights": self.weights, "data": self.store.fingerprint, "overrides": self.overrides, "sizes": sizes}
 
     def result(self, part: str) -> Result | None:
@@ -295,7 +328,9 @@ class Workbench:
         if not path.is_file():
             return None
         result = Result.read(path)
-        if differing := [name for name, value in self.fingerprint(part).items() if result.fingerprint.get(name) != value]:
+        if differing := [
+            name for name, value in self.fingerprint(part).items() if result.fingerprint.get(name) != value
+        ]:
             raise RunError(f"{path}: was measured with other {', '.join(differing)}: {REMEDY}")
         return result
 

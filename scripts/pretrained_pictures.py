@@ -26,7 +26,9 @@ def _by_position(axes: Axes, series: Series, values: np.ndarray, number: int, la
     """Means of the bins of a series from position `first` on, at their middles."""
     edges = np.array(series.axis.values)
     bins = edges[:-1] >= first
-    axes.plot(np.sqrt(edges[:-1] * edges[1:])[bins], values[bins], label=label, markersize=4, **colour_and_marker(number))
+    axes.plot(
+        np.sqrt(edges[:-1] * edges[1:])[bins], values[bins], label=label, markersize=4, **colour_and_marker(number)
+    )
 
 
 def loss_picture(results: Results, context: int, first: int) -> bytes:
@@ -52,7 +54,9 @@ def attention_picture(results: Results) -> bytes:
     evaluation = results.evaluation("diagnostics")
 
     def over(axis: str) -> list[Series]:
-        return [series for series in evaluation.series if series.axis and series.axis.name == axis] if evaluation else []
+        return (
+            [series for series in evaluation.series if series.axis and series.axis.name == axis] if evaluation else []
+        )
 
     with canvas(2, 2, (10, 7.5)) as (figure, grid):
         if results.heads is not None:
@@ -60,24 +64,36 @@ def attention_picture(results: Results) -> bytes:
             figure.colorbar(image, ax=grid[0, 0])
         _finished(grid[0, 0], title="attention to the number of the needle", xlabel="head", ylabel="layer")
         for axes, metric in ((grid[0, 1], "weight on the first token"), (grid[1, 0], "exponent of Z")):
-            for number, setting in enumerate((TRAINED, UNTRAINED)):  # of shuffled scores it is that of equal weights, or the same
-                if layers := [np.nanmean(series.means) for series in over("head") if (series.metric, series.setting) == (metric, setting)]:
+            for number, setting in enumerate(
+                (TRAINED, UNTRAINED)
+            ):  # of shuffled scores it is that of equal weights, or the same
+                if layers := [
+                    np.nanmean(series.means)
+                    for series in over("head")
+                    if (series.metric, series.setting) == (metric, setting)
+                ]:
                     axes.plot(layers, label=setting, markersize=3, **colour_and_marker(number))
             _finished(axes, title=f"{metric}, mean over heads", xlabel="layer")
         pairs = [(metric, setting) for metric in ("entropy", "entropy" + NO_FIRST) for setting in (TRAINED, UNTRAINED)]
         for series in over("visible keys"):
             if (series.metric, series.setting) in pairs:
                 style = colour_and_marker(pairs.index((series.metric, series.setting)))
-                grid[1, 1].plot(series.axis.values, series.means, label=f"{series.metric}, {series.setting}", markersize=3, **style)
+                grid[1, 1].plot(
+                    series.axis.values, series.means, label=f"{series.metric}, {series.setting}", markersize=3, **style
+                )
         keys = [series.axis.values for series in over("visible keys")]
-        _finished(grid[1, 1], (keys[0][0], keys[0][-1]) if keys else None, title="entropy, nats", xlabel="visible keys n")
+        _finished(
+            grid[1, 1], (keys[0][0], keys[0][-1]) if keys else None, title="entropy, nats", xlabel="visible keys n"
+        )
         return saved(figure)
 
 
 def scale_picture(results: Results, first: int) -> bytes:
     """Loss by factor on the logits of softmax and SSMax, and softmax's best factor by position."""
     with canvas(1, 2, (10, 4.2)) as (figure, (left_axes, right_axes)):
-        for number, (name, words) in enumerate((("softmax", "softmax: the same at each n"), ("ssmax", "SSMax: proportional to ln n"))):
+        for number, (name, words) in enumerate(
+            (("softmax", "softmax: the same at each n"), ("ssmax", "SSMax: proportional to ln n"))
+        ):
             losses = [(scale, results.loss(f"scale_{name}_{scale:g}")) for scale in SCALES]
             points = [(scale, series.overall_mean) for scale, series in losses if series]
             if points:
@@ -91,7 +107,9 @@ def scale_picture(results: Results, first: int) -> bytes:
             bars = np.clip([means - lows, highs - means], 0, None)
             right_axes.errorbar(middles, means, bars, label="softmax's best factor", capsize=3, **colour_and_marker(0))
             growth = np.log(middles) / scales.mean_log_n
-            right_axes.plot(middles, growth * scales.best(scales.ssmax).mean, label="SSMax at its best s", **colour_and_marker(1))
+            right_axes.plot(
+                middles, growth * scales.best(scales.ssmax).mean, label="SSMax at its best s", **colour_and_marker(1)
+            )
         ends = (first, scales.softmax[0].axis.values[-1]) if scales else None
         _finished(right_axes, ends, xlabel="position in the sequence", ylabel="factor on the logits")
         return saved(figure)

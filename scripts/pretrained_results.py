@@ -99,7 +99,10 @@ class Scales:
     def by_shape(self, low: float = 0) -> Interval:
         """Loss of SSMax at its best factor minus that of softmax at its own, over the positions from `low` on."""
         ssmax, softmax = (self.losses(series, low, math.inf) for series in (self.ssmax, self.softmax))
-        return jackknifed(lambda documents: self.fitted(ssmax[:, documents])[1] - self.fitted(softmax[:, documents])[1], ssmax.shape[1])
+        return jackknifed(
+            lambda documents: self.fitted(ssmax[:, documents])[1] - self.fitted(softmax[:, documents])[1],
+            ssmax.shape[1],
+        )
 
     def slope(self, first: int) -> Interval:
         """Growth of softmax's best factor with ln n, by least squares over octaves of positions from `first` on."""
@@ -107,7 +110,9 @@ class Scales:
         losses = [self.losses(self.softmax, *place) for place in places]
         middle = [math.log(math.sqrt(low * high)) for low, high in places]
         return jackknifed(
-            lambda documents: float(np.polyfit(middle, [self.fitted(octave[:, documents])[0] for octave in losses], 1)[0]),
+            lambda documents: float(
+                np.polyfit(middle, [self.fitted(octave[:, documents])[0] for octave in losses], 1)[0]
+            ),
             losses[0].shape[1],
         )
 
@@ -134,7 +139,9 @@ class Results:
     def series(self, part: str, metric: str, what: str = "") -> Series | None:
         """A series of a part's evaluation; None: it is not there."""
         evaluation = self.evaluation(part)
-        return evaluation and next((series for series in evaluation.series if (series.metric, series.what) == (metric, what)), None)
+        return evaluation and next(
+            (series for series in evaluation.series if (series.metric, series.what) == (metric, what)), None
+        )
 
     def loss(self, part: str) -> Series | None:
         """Loss by position of a part."""
@@ -167,16 +174,24 @@ class Results:
         for part in parts:
             evaluation = self.evaluation(part)
             grid = [series for series in evaluation.series if series.metric == "exact"] if evaluation else []
-            losses = {series.what: series for series in evaluation.series if series.metric == "loss of answers"} if evaluation else {}
+            losses = (
+                {series.what: series for series in evaluation.series if series.metric == "loss of answers"}
+                if evaluation
+                else {}
+            )
             for column, length in enumerate(grid[0].axis.values if grid else ()):
                 cells = {series.what: series.column(column)[1] for series in grid}
-                with_needle = np.mean([series.means[column] for label, series in losses.items() if label != "no needle"])
+                with_needle = np.mean(
+                    [series.means[column] for label, series in losses.items() if label != "no needle"]
+                )
                 rows.append(
                     {
                         "length": int(length),
                         "cells": {label: (int(values.sum()), len(values)) for label, values in cells.items()},
                         # over all depths: questions are asked once at each, and count once
-                        "all": [100 * end for end in interval_of(self.series(part, "accuracy", "needle"), column).as_list()],
+                        "all": [
+                            100 * end for end in interval_of(self.series(part, "accuracy", "needle"), column).as_list()
+                        ],
                         "loss": with_needle,
                         "control": losses["no needle"].means[column],
                     }
@@ -187,7 +202,9 @@ class Results:
     def heads(self) -> np.ndarray | None:
         """Mean attention to the number, (layers, heads)."""
         evaluation = self.evaluation("needles")
-        layers = [series for series in evaluation.series if series.metric == "attention to the number"] if evaluation else []
+        layers = (
+            [series for series in evaluation.series if series.metric == "attention to the number"] if evaluation else []
+        )
         return np.stack([layer.means for layer in layers]) if layers else None
 
     @property
@@ -245,7 +262,10 @@ class Results:
     def scale_rows(self) -> list[dict[str, object]]:
         """Change of the loss by factor, to softmax as it is."""
         names = ("softmax", "ssmax")
-        rows = [{"scale": scale} | {name: self.change(f"scale_{name}_{scale:g}", "scale_softmax_1") for name in names} for scale in SCALES]
+        rows = [
+            {"scale": scale} | {name: self.change(f"scale_{name}_{scale:g}", "scale_softmax_1") for name in names}
+            for scale in SCALES
+        ]
         return [row for row in rows if row["softmax"] or row["ssmax"]]
 
     def arms(self, context: int, trained_length: int) -> list[dict[str, object]]:
@@ -260,9 +280,13 @@ class Results:
                 "beyond": ("beyond", "beyond_softmax", context, math.inf),
             }
             changes = {
-                name: None if arm == "softmax" else self.change(f"{part}_{slug(arm)}", *place) for name, (part, *place) in places.items()
+                name: None if arm == "softmax" else self.change(f"{part}_{slug(arm)}", *place)
+                for name, (part, *place) in places.items()
             }
-            row = changes | {"words": WORDS[arm], "needle": self.asked("needles" if arm == "softmax" else f"asked_{slug(arm)}")}
+            row = changes | {
+                "words": WORDS[arm],
+                "needle": self.asked("needles" if arm == "softmax" else f"asked_{slug(arm)}"),
+            }
             if any(row[name] is not None for name in ("near", "far", "beyond", "needle")):
                 rows.append(row)
         return rows
@@ -302,12 +326,21 @@ def _best_constant(results: Results) -> str | None:
     if results.scales is None:
         return None
     slope = results.scales.slope(FIRST)
-    grows = "grows with ln n" if slope.low > 0 else "falls with ln n" if slope.high < 0 else "does not resolvably change with ln n"
+    grows = (
+        "grows with ln n"
+        if slope.low > 0
+        else "falls with ln n"
+        if slope.high < 0
+        else "does not resolvably change with ln n"
+    )
     return f"By position, the best constant {grows}: {shown(slope)} for each unit."
 
 
 def _s_trained(results: Results) -> str | None:
-    after, before = results.change("within_s_trained", "scale_softmax_1"), results.change("within_ssmax", "scale_softmax_1")
+    after, before = (
+        results.change("within_s_trained", "scale_softmax_1"),
+        results.change("within_ssmax", "scale_softmax_1"),
+    )
     if after is None or before is None or results.parts["train_s"] is None:
         return None
     s = np.array(results.parts["train_s"].facts["s"])
@@ -319,4 +352,7 @@ def _s_trained(results: Results) -> str | None:
 
 def _all_trained(results: Results) -> str | None:
     change = results.change("within_ssmax_trained", "within_softmax_trained")
-    return change and f"All weights trained under SSMax are {shown(change)} nats from those trained under softmax for as long."
+    return (
+        change
+        and f"All weights trained under SSMax are {shown(change)} nats from those trained under softmax for as long."
+    )

@@ -17,7 +17,12 @@ from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
 MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
 QUESTIONS = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
-HEADINGS = {"mqar": "layer 2", "needle": "layers 2, 3", "rate": "learning rate", "size": "steps"}  # layers: those that arms differ in
+HEADINGS = {
+    "mqar": "layer 2",
+    "needle": "layers 2, 3",
+    "rate": "learning rate",
+    "size": "steps",
+}  # layers: those that arms differ in
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,11 @@ class Recall:
     def rates(self, arm: str) -> list[float]:
         """The rates of an arm's final seeds, ascending; of tuned arms the best comes first."""
         rates = sorted({rate for name, rate, _ in self.accuracies if name == arm})
-        return sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.deciding[0]].mean()) if self.tuned else rates
+        return (
+            sorted(rates, key=lambda rate: -self.accuracies[arm, rate, self.deciding[0]].mean())
+            if self.tuned
+            else rates
+        )
 
     @cached_property
     def verdicts(self) -> dict[tuple[str, float, int], Verdict]:
@@ -99,7 +108,10 @@ class Recall:
             arm_rates = self.rates(arm)
             for length in self.deciding if arm != self.baseline else ():
                 if self.tuned:
-                    by_rates = [{rate: self.accuracies[name, rate, length] for rate in self.rates(name)} for name in (arm, self.baseline)]
+                    by_rates = [
+                        {rate: self.accuracies[name, rate, length] for rate in self.rates(name)}
+                        for name in (arm, self.baseline)
+                    ]
                     comparisons[arm, arm_rates[0], length] = at_best(*by_rates, higher=True)
                     continue
                 for rate in arm_rates:
@@ -118,7 +130,11 @@ class Recall:
     @cached_property
     def arms(self) -> list[str]:
         """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the lowest."""
-        return sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1])) if self.ranked else list(self.labels)
+        return (
+            sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1]))
+            if self.ranked
+            else list(self.labels)
+        )
 
     def _best(self, arm: str) -> np.ndarray:
         """(seeds, lengths) accuracy of an arm at its best rate."""
@@ -141,7 +157,9 @@ class Recall:
         title = f"minus {self.labels[self.baseline].partition(' at ')[0]}"
         heads = [HEADINGS[self.rows], HEADINGS[self.task], *(f"{length:,}" for length in self.lengths)]
         heads += [f"{title}, at {length:,}" for length in self.deciding]
-        places = [(arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))]
+        places = [
+            (arm, rate) for arm in self.arms for rate in (self.rates(arm)[:1] if self.ranked else self.rates(arm))
+        ]
         lines = [
             [self._row(rate), self.labels[arm], *self._cells(arm, rate)]
             for arm, rate in (places if self.tuned else sorted(places, key=lambda place: place[1]))
@@ -156,15 +174,32 @@ class Recall:
 
         Means over seeds with the lowest and highest, of lengths medians.
         """
-        lines = [[HEADINGS[self.rows], HEADINGS[self.task], "score margin, nats", "slope", "half-length, predicted", "observed"]]
+        lines = [
+            [
+                HEADINGS[self.rows],
+                HEADINGS[self.task],
+                "score margin, nats",
+                "slope",
+                "half-length, predicted",
+                "observed",
+            ]
+        ]
         heads = self.data[self.data.setting == "head"]
         rows = sorted(set(heads[self.rows]))
         for row, arm in (
-            [(self.rates(arm)[0], arm) for arm in self.arms] if self.tuned else [(row, arm) for row in rows for arm in self.labels]
+            [(self.rates(arm)[0], arm) for arm in self.arms]
+            if self.tuned
+            else [(row, arm) for row in rows for arm in self.labels]
         ):
-            run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(index="seed", columns="metric", values="value")
+            run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(
+                index="seed", columns="metric", values="value"
+            )
             margin = run["margin"].clip(upper=MOST)
-            cells = [f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]" if margin.min() < MOST else f"more than {MOST}"]
+            cells = [
+                f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]"
+                if margin.min() < MOST
+                else f"more than {MOST}"
+            ]
             predicted = _tokens(float(run["predicted half-length"].median()), "never")
             cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
             lines.append([self._row(row), self.labels[arm], *cells, self.half_length(arm, row)])
@@ -204,10 +239,14 @@ class Recall:
             percentage_cells(axes, values)
             for row, arm in enumerate(self.arms):
                 verdict = self.verdicts.get((arm, self.rates(arm)[0], self.deciding[0]))
-                statement = "baseline" if verdict is None else replace(verdict, margin_text=f"{100 * self.matters:g}").statement
+                statement = (
+                    "baseline" if verdict is None else replace(verdict, margin_text=f"{100 * self.matters:g}").statement
+                )
                 words = statement.partition(":")[0]
                 lowest = 100 * self._best(arm)[:, -1].min()
-                axes.text(len(self.lengths) - 0.1, row, f"{lowest:.0f}", ha="right", va="center", fontsize=8, color="0.3")
+                axes.text(
+                    len(self.lengths) - 0.1, row, f"{lowest:.0f}", ha="right", va="center", fontsize=8, color="0.3"
+                )
                 axes.text(len(self.lengths), row, words, va="center", fontsize=8, color="0.5")
             axes.set_yticks(range(len(self.arms)), [self.labels[arm] for arm in self.arms])
             axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
@@ -221,7 +260,9 @@ class Recall:
         """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
         rates = sorted({row for _, row, _ in self.accuracies})
         size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
-        factors = {length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])}  # with room for words
+        factors = {
+            length: f"{length // self.lengths[0]:,}" for length in (self.lengths[0], *self.lengths[:0:-2])
+        }  # with room for words
         style, shared = plt.rc_context({"font.size": 9}), {"sharex": True, "sharey": True, "squeeze": False}
         with style, canvas(len(rates), len(self.labels), size, **shared) as (figure, panels):
             for row, rate in zip(panels, rates, strict=True):

@@ -102,8 +102,13 @@ LAYERS = {
     "softcap": "scores capped at 50",
     "last_layer_without_rope": "last layer without RoPE",
 }
-BESIDE_TEXT = QK_NORM | {"after_half": "softmax, temperature 1/2 after training", "after_ssmax": "softmax, SSMax after training"}
-NEEDLE_OTHERS = {arm: EVERY[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {"late": "SSMax after 75 %"}
+BESIDE_TEXT = QK_NORM | {
+    "after_half": "softmax, temperature 1/2 after training",
+    "after_ssmax": "softmax, SSMax after training",
+}
+NEEDLE_OTHERS = {arm: EVERY[arm] for arm in ("ssmax", "softmax", "ssmax_without_s", "ssmax_bias")} | {
+    "late": "SSMax after 75 %"
+}
 NEEDLE_DEPTHS = {arm: BESIDE_TEXT[arm] for arm in ("softmax", "ssmax_fixed", "ssmax", "log_n", "after_half")}
 NEEDLE_PUT_IN = {
     **FIXED_AT_256,
@@ -116,7 +121,11 @@ NEEDLE_PUT_IN = {
     "ssmax, n=fixed:4096": "SSMax tested at n = 4,096",
 }
 WHEN = {"ssmax": "SSMax", "ssmax_b": "SSMax with b", "softmax": "softmax"}
-WHEN |= {f"at_{part}{b}": f"SSMax{words} after {part} %" for b, words in (("", ""), ("_b", " with b")) for part in (25, 50, 75, 90)}
+WHEN |= {
+    f"at_{part}{b}": f"SSMax{words} after {part} %"
+    for b, words in (("", ""), ("_b", " with b"))
+    for part in (25, 50, 75, 90)
+}
 WHEN |= {"after": "SSMax put in after training", "after_more": "the same, a fifth more training"}
 WHEN |= {"after_more_b": "the same with b, a fifth more training", "softmax_more": "softmax, a fifth more training"}
 WHEN_TRENDS = {
@@ -124,7 +133,16 @@ WHEN_TRENDS = {
     "SSMax with b": {"ssmax_b": 0, "at_25_b": 0.25, "at_50_b": 0.5, "at_75_b": 0.75, "at_90_b": 0.9},
 }
 RECALL_ALL = Recall(
-    "recall-all", "recall-normalizers.md", EVERY, "softmax", (4096,), 0.25, tuned=True, picture=True, heads=True, ranked=True
+    "recall-all",
+    "recall-normalizers.md",
+    EVERY,
+    "softmax",
+    (4096,),
+    0.25,
+    tuned=True,
+    picture=True,
+    heads=True,
+    ranked=True,
 )
 SHOWN = (
     *(
@@ -155,8 +173,14 @@ SHOWN = (
     Losses(
         "eight-times-after",
         "length.md",
-        {**FIXED_AT_256, **PUT_IN, "ssmax": "SSMax"} | {f"ssmax, n=fixed:{n}": f"SSMax tested at n = {n:,}" for n in (256, 753, 2048)},
-        (("ssmax", "ssmax_fixed"), *against("ssmax_fixed", PUT_IN), *against("ssmax", PUT_IN), ("ssmax, n=fixed:256", "ssmax")),
+        {**FIXED_AT_256, **PUT_IN, "ssmax": "SSMax"}
+        | {f"ssmax, n=fixed:{n}": f"SSMax tested at n = {n:,}" for n in (256, 753, 2048)},
+        (
+            ("ssmax", "ssmax_fixed"),
+            *against("ssmax_fixed", PUT_IN),
+            *against("ssmax", PUT_IN),
+            ("ssmax, n=fixed:256", "ssmax"),
+        ),
         AT_2048,
         rows={"QK-norm": against("ssmax_fixed", ("ssmax", *PUT_IN))},
     ),
@@ -206,19 +230,62 @@ SHOWN = (
         )
         for corpus in ("speeches", "code")
     ),
-    Recall("recall", "retrieval.md", {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")}, "softmax", (2048,), 0.1, picture=True),
-    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
-    Recall("recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True),
-    RECALL_ALL,
-    Recall("recall-after", "retrieval.md", RECALL_AFTER, "ssmax_fixed", (16384,), 0.25, rows="size", heads=True, picture=True),
-    Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
-    Recall("needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"),
     Recall(
-        "needle-far", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (65536,), 0.25, tuned=True, picture=True, task="needle", ranked=True
+        "recall",
+        "retrieval.md",
+        {arm: LABELS[arm] for arm in ("softmax", "ssmax", "log_n")},
+        "softmax",
+        (2048,),
+        0.1,
+        picture=True,
     ),
-    Recall("needle-others", "needle-in-text.md", NEEDLE_OTHERS, "ssmax", (65536,), 0.25, tuned=True, task="needle", ranked=True),
+    Recall("recall-control", "retrieval.md", LABELS, "ssmax_fixed", (2048, 8192), 0.1, picture=True),
+    Recall(
+        "recall-tuned", "retrieval.md", LABELS, "ssmax_fixed", (16384,), 0.25, tuned=True, picture=True, ranked=True
+    ),
+    RECALL_ALL,
+    Recall(
+        "recall-after",
+        "retrieval.md",
+        RECALL_AFTER,
+        "ssmax_fixed",
+        (16384,),
+        0.25,
+        rows="size",
+        heads=True,
+        picture=True,
+    ),
+    Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
+    Recall(
+        "needle", "needle-in-text.md", LABELS | FIXED_AT_256, "ssmax_fixed", (4096,), 0.25, tuned=True, task="needle"
+    ),
+    Recall(
+        "needle-far",
+        "needle-in-text.md",
+        BESIDE_TEXT,
+        "ssmax_fixed",
+        (65536,),
+        0.25,
+        tuned=True,
+        picture=True,
+        task="needle",
+        ranked=True,
+    ),
+    Recall(
+        "needle-others",
+        "needle-in-text.md",
+        NEEDLE_OTHERS,
+        "ssmax",
+        (65536,),
+        0.25,
+        tuned=True,
+        task="needle",
+        ranked=True,
+    ),
     NeedleDepths("needle-depths", "needle-in-text.md", NEEDLE_DEPTHS, "ssmax_fixed", 0.25),
-    Recall("needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"),
+    Recall(
+        "needle-and-text", "needle-in-text.md", BESIDE_TEXT, "ssmax_fixed", (4096,), 0.25, picture=True, task="needle"
+    ),
     Losses(
         "needle-and-text",
         "needle-in-text.md",
@@ -234,7 +301,12 @@ SHOWN = (
         "needle-in-text.md",
         NEEDLE_PUT_IN,
         (
-            *((line, baseline) for baseline in ("ssmax_fixed", "ssmax") for line in NEEDLE_PUT_IN if line.startswith(f"{baseline}, ")),
+            *(
+                (line, baseline)
+                for baseline in ("ssmax_fixed", "ssmax")
+                for line in NEEDLE_PUT_IN
+                if line.startswith(f"{baseline}, ")
+            ),
             *against("ssmax", ("ssmax_fixed, n=fixed:4096", "ssmax_fixed, n=visible")),
         ),
         {f"{length:,} tokens": ("", "needle accuracy", "as trained", length) for length in (256, 1024, 4096)},
@@ -247,9 +319,19 @@ SHOWN = (
 
 FIXED, (_, THETA) = "ssmax_fixed", EXTENDED
 HEADLINES = (  # rows of the table at the top of docs/results.md: what was measured, its page, the result's place, the verdict's key
-    ("recall at 256 times, exploratory", "retrieval.md#the-control-at-tuned-rates", "recall-tuned", ("ssmax", 3e-3, 16384)),
+    (
+        "recall at 256 times, exploratory",
+        "retrieval.md#the-control-at-tuned-rates",
+        "recall-tuned",
+        ("ssmax", 3e-3, 16384),
+    ),
     ("", "", "recall-tuned", ("softmax", 6e-3, 16384)),
-    ("recall after 2,400 steps", "retrieval.md#a-temperature-put-in-after-training", "recall-after", ("ssmax", 2400, 16384)),
+    (
+        "recall after 2,400 steps",
+        "retrieval.md#a-temperature-put-in-after-training",
+        "recall-after",
+        ("ssmax", 2400, 16384),
+    ),
     ("", "", "recall-after", ("softmax", 2400, 16384)),
     ("", "", "recall-after", ("after_half", 2400, 16384)),
     ("recall after a swap, 600 steps", "when-to-swap.md", "when-to-swap", ("after", 3e-3, 16384)),
@@ -260,15 +342,30 @@ HEADLINES = (  # rows of the table at the top of docs/results.md: what was measu
     ("", "", "needle-far", ("softmax", 2e-3, 65536)),
     ("", "", "needle-far", ("after_half", 2e-3, 65536)),
     ("", "", "needle-others", ("late", 2e-3, 65536)),
-    ("needles beside text at 16 times", "needle-in-text.md#beside-ordinary-text", "needle-and-text", ("ssmax", 2e-3, 4096)),
+    (
+        "needles beside text at 16 times",
+        "needle-in-text.md#beside-ordinary-text",
+        "needle-and-text",
+        ("ssmax", 2e-3, 4096),
+    ),
     ("", "", "needle-and-text-after", ("ssmax, n=fixed:1024", "ssmax", "4,096 tokens")),
     ("loss of speeches at 8 times", "length.md", "eight-times-speeches", ("ssmax", FIXED, THETA)),
     ("", "", "eight-times-speeches", ("ssmax_no_qk_norm", f"{FIXED}_no_qk_norm", THETA)),
     ("", "", "eight-times-after", ("ssmax_fixed, n=fixed:753", "ssmax", THETA)),
     ("loss of code at 8 times", "length.md#on-code", "eight-times-code", ("ssmax", FIXED, THETA)),
-    ("loss of speeches at 8 times, after a swap", "when-to-swap.md#on-text", "when-to-swap-text", ("after", "ssmax", THETA)),
+    (
+        "loss of speeches at 8 times, after a swap",
+        "when-to-swap.md#on-text",
+        "when-to-swap-text",
+        ("after", "ssmax", THETA),
+    ),
     ("", "", "when-to-swap-text", ("softmax", "ssmax", THETA)),
-    ("loss of speeches at 8 times, by normalizer", "text-normalizers.md", "text-all", ("stick_breaking", "softmax", THETA)),
+    (
+        "loss of speeches at 8 times, by normalizer",
+        "text-normalizers.md",
+        "text-all",
+        ("stick_breaking", "softmax", THETA),
+    ),
     ("", "", "text-all", ("forget", "softmax", THETA)),
     ("", "", "text-all", ("ssmax", "softmax", THETA)),
     (
@@ -293,7 +390,9 @@ def main_verdicts() -> str:
     for measured, page, place, key in HEADLINES:
         result, verdict = results[place], results[place].verdicts[key]
         pair = [result.labels[line] for line in result.compared(key)]
-        lines.append([f"[{measured}]({page})" if page else "", *pair, result.words(verdict), verdict.interval.noise_source])
+        lines.append(
+            [f"[{measured}]({page})" if page else "", *pair, result.words(verdict), verdict.interval.noise_source]
+        )
     return markdown(lines)
 
 
@@ -328,7 +427,10 @@ def files() -> dict[Path, bytes]:
 
 def same(committed: bytes, content: bytes) -> bool:
     """Whether a file is what its data say; of a picture that another release of matplotlib drew, its words are compared alone."""
-    releases, words = ([re.findall(part, file) for file in (committed, content)] for part in (rb">(Matplotlib v.*?),", rb"<!-- (.*?) -->"))
+    releases, words = (
+        [re.findall(part, file) for file in (committed, content)]
+        for part in (rb">(Matplotlib v.*?),", rb"<!-- (.*?) -->")
+    )
     return words[0] == words[1] != [] if releases[0] != releases[1] else committed == content
 
 
@@ -337,7 +439,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     equal = same if options.check else bytes.__eq__
-    differing = {path: content for path, content in files().items() if not path.exists() or not equal(path.read_bytes(), content)}
+    differing = {
+        path: content for path, content in files().items() if not path.exists() or not equal(path.read_bytes(), content)
+    }
     for path, content in differing.items():
         print(f"{path.relative_to(ROOT)}: {'differs from results/' if options.check else 'written'}")
         if not options.check:

@@ -62,7 +62,10 @@ def accuracies(folder: Path, decoder: Decoder) -> tuple[list[int], list[float]]:
     """
     evaluations, missing_names = last_evaluations(folder, to_plain(read_config(folder)))
     curves = [
-        curve for evaluation in evaluations for curve in evaluation.series if evaluation.kind == "recall" and curve.metric == "accuracy"
+        curve
+        for evaluation in evaluations
+        for curve in evaluation.series
+        if evaluation.kind == "recall" and curve.metric == "accuracy"
     ]
     if not curves:
         raise RunError(f"{folder}: has no recall evaluation ({', '.join(missing_names)}): lm eval {folder}")

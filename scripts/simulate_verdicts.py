@@ -32,7 +32,15 @@ GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 MATTERS = 0.02  # nats per token
 UNLUCKY_FROM = 4e-3
 QUESTIONS = 128  # of an accuracy
-KINDS = ("better", "worse", "difference below margin", "no difference above margin", "undecided", "unstable", "not tuned")
+KINDS = (
+    "better",
+    "worse",
+    "difference below margin",
+    "no difference above margin",
+    "undecided",
+    "unstable",
+    "not tuned",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,9 @@ class World:
     arm_document: float = 0.02
     arm_seed_document: float = 0.02
     documents: int = 24
-    equal_on_text: bool = False  # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
+    equal_on_text: bool = (
+        False  # effects of arm x document cancel over the report text: arms that are equal are equal on it, too
+    )
     heavy: bool = False
     unequal: bool = False  # the noise of arms twice that of the baseline, and documents of unequal length
     unlucky: float = 0.0  # the chance that a run at 4e-3 or more is
@@ -76,14 +86,20 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     sizes = [_Size(world, random) for _ in range(world.sizes)]
     looks = 2 if world.more_seeds else 1
     for seeds in dict.fromkeys((world.seeds, world.seeds + world.more_seeds)):
-        comparisons = {(number, arm): comparison for number, size in enumerate(sizes) for arm, comparison in size.compared(seeds).items()}
+        comparisons = {
+            (number, arm): comparison
+            for number, size in enumerate(sizes)
+            for arm, comparison in size.compared(seeds).items()
+        }
         found_verdicts = verdicts(comparisons, MATTERS, looks=looks)
         if all(verdict.kind != "undecided" for verdict in found_verdicts.values()):
             break
     truths = [size.truth(arm) for size in sizes for arm in size.arms[1:]]
     coverage = []
     differ = [differs for size in sizes for differs in size.differ]
-    for comparison, verdict, (text, population), differs in zip(comparisons.values(), found_verdicts.values(), truths, differ, strict=True):
+    for comparison, verdict, (text, population), differs in zip(
+        comparisons.values(), found_verdicts.values(), truths, differ, strict=True
+    ):
         if comparison.is_tuned and not comparison.n_diverged_runs:
             over_both = comparison.document_estimate
             wide = over_both and comparison.enclosing(over_both)
@@ -105,12 +121,19 @@ class _Size:
 
     def draw(self, scale: float, *shape: int) -> np.ndarray:
         """Noise of a standard deviation."""
-        return scale * (self.random.standard_t(4, shape) / math.sqrt(2) if self.world.heavy else self.random.standard_normal(shape))
+        return scale * (
+            self.random.standard_t(4, shape) / math.sqrt(2) if self.world.heavy else self.random.standard_normal(shape)
+        )
 
     def expected(self, arm: int, rate: float, octaves: float = 0.0) -> float:
         """The mean of an arm at a rate; the metric's best rate may be some octaves from the one that chooses."""
         unlucky = self.world.unlucky * self.world.unlucky_by if rate >= UNLUCKY_FROM else 0.0
-        return 4 + self.effects[arm] + self.world.curvature * (math.log2(rate / 3e-3) - self.optima[arm] - octaves) ** 2 + unlucky
+        return (
+            4
+            + self.effects[arm]
+            + self.world.curvature * (math.log2(rate / 3e-3) - self.optima[arm] - octaves) ** 2
+            + unlucky
+        )
 
     def of_runs(self, arm: int, rate: float, seeds: int) -> np.ndarray:
         """What the runs of an arm at a rate have for themselves, of mean 0."""
@@ -118,13 +141,18 @@ class _Size:
         noise = self.draw(self.noise_source[arm] * world.arm_seed * (rate / 1e-3 if world.growing else 1.0), seeds)
         if world.unlucky and rate >= UNLUCKY_FROM:
             random = self.random
-            noise += (random.random(seeds) < world.unlucky) * random.exponential(world.unlucky_by, seeds) - world.unlucky * world.unlucky_by
+            noise += (random.random(seeds) < world.unlucky) * random.exponential(
+                world.unlucky_by, seeds
+            ) - world.unlucky * world.unlucky_by
         return noise
 
     def _tune(self) -> None:
         """The rates of the arms: by the mean over the selection text, whose documents are the same at every rate and seed."""
         world, arms = self.world, self.arms
-        shared, self.shift = self.draw(world.seed, 2), self.draw(world.arm_document / math.sqrt(world.documents / 2), len(arms))
+        shared, self.shift = (
+            self.draw(world.seed, 2),
+            self.draw(world.arm_document / math.sqrt(world.documents / 2), len(arms)),
+        )
         octaves = 1.0 if world.other_metric else 0.0
         losses: dict[str, dict[float, list[float]]] = {arm: {} for arm in arms}
         self.choice = TuningOutcome(dict.fromkeys(arms, 4e-3)) if world.tuning == "none" else TuningOutcome({}, GRID)
@@ -134,7 +162,9 @@ class _Size:
                     mean = self.expected(number, rate, octaves) + self.shift[number]
                     losses[arm][rate] = list(mean + shared + self.of_runs(number, rate, 2))
             self.choice = tuning_outcome([GRID], losses) if world.tuning == "grid" else rate_choice(losses)
-        self.crossed = crossed_rates("base", self.choice.rates) if world.tuning != "none" else {arm: (4e-3,) for arm in arms}
+        self.crossed = (
+            crossed_rates("base", self.choice.rates) if world.tuning != "none" else {arm: (4e-3,) for arm in arms}
+        )
 
     def _train(self, seeds: int) -> None:
         """The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which selects the mean."""
@@ -152,8 +182,14 @@ class _Size:
             values, selected, means = np.empty((len(self.crossed[arm]), seeds, world.documents)), {}, []
             for of_rate, rate in zip(values, self.crossed[arm], strict=True):
                 noise, mean = self.of_runs(number, rate, seeds)[:, None], self.expected(number, rate)
-                of_rate[:] = mean + noise + self.draw(self.noise_source[number] * world.arm_seed_document, seeds, world.documents)
-                rest = self.draw(self.noise_source[number] * world.arm_seed_document / math.sqrt(world.documents / 2), seeds)
+                of_rate[:] = (
+                    mean
+                    + noise
+                    + self.draw(self.noise_source[number] * world.arm_seed_document, seeds, world.documents)
+                )
+                rest = self.draw(
+                    self.noise_source[number] * world.arm_seed_document / math.sqrt(world.documents / 2), seeds
+                )
                 selecting = self.expected(number, rate, 1.0) if world.other_metric else mean
                 selected[rate] = selecting + by_seed[:, 0] + noise[:, 0] + self.shift[number] + rest
                 means.append(mean)
@@ -169,7 +205,9 @@ class _Size:
             if not {arm, "base"} <= self.values.keys():
                 continue
             n_lost = int(self.lost[arm][:seeds].sum() + self.lost["base"][:seeds].sum())
-            order = sorted(range(len(self.crossed["base"])), key=lambda place: self.crossed["base"][place] not in self.crossed[arm])
+            order = sorted(
+                range(len(self.crossed["base"])), key=lambda place: self.crossed["base"][place] not in self.crossed[arm]
+            )
             shared = sum(rate in self.crossed[arm] for rate in self.crossed["base"])  # the rates of both come first
             place = self.judged_at[arm], order.index(self.judged_at["base"])
             arm_values, base_values = (self.values[name][:, :seeds] for name in (arm, "base"))
@@ -177,7 +215,9 @@ class _Size:
             differences = self._measured(arm_values)[:, None] - self._measured(base_values)[order]
             by_rates, documents = differences @ self.weights, np.arange(self.world.documents)
             over_both = None if self.world.ceiling else over_seeds_and_documents(differences, self.weights, documents)
-            comparisons[arm] = Comparison(by_rates, place, n_lost, shared, self.world.other_metric, document_estimate=over_both)
+            comparisons[arm] = Comparison(
+                by_rates, place, n_lost, shared, self.world.other_metric, document_estimate=over_both
+            )
         return comparisons
 
     def _best(self, arm: str, seeds: int) -> int:
@@ -196,7 +236,10 @@ class _Size:
         the one that chooses, at the rates that are judged."""
         if not {arm, "base"} <= self.true.keys():
             return math.nan, math.nan
-        rates = [self.judged_at[name] if self.world.other_metric else int(self.true[name][:, 0].argmin()) for name in (arm, "base")]
+        rates = [
+            self.judged_at[name] if self.world.other_metric else int(self.true[name][:, 0].argmin())
+            for name in (arm, "base")
+        ]
         population, text = self.true[arm][rates[0]] - self.true["base"][rates[1]]
         return float(text), float(population)
 
@@ -228,7 +271,9 @@ def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
     for trial in trials:
         found_verdicts, truths, intervals, seeds = simulated(world, trial)
         counts.update({verdict.kind for verdict in found_verdicts})
-        counts["false"] += any(false(verdict.kind, truth) for verdict, truth in zip(found_verdicts, truths, strict=True))
+        counts["false"] += any(
+            false(verdict.kind, truth) for verdict, truth in zip(found_verdicts, truths, strict=True)
+        )
         counts["together"] += all(holds for *_, holds in intervals)
         counts["seeds"] += seeds
         coverage += intervals
@@ -245,10 +290,17 @@ def report(worlds: list[World], trials: int, jobs: int) -> None:
         for world in worlds:
             pieces = [range(start, min(start + 250, trials)) for start in range(0, trials, 250)]
             results = list(pool.map(many, [world] * len(pieces), pieces))
-            counts, covering = sum((counts for counts, _ in results), Counter()), np.concatenate([part for _, part in results])
+            counts, covering = (
+                sum((counts for counts, _ in results), Counter()),
+                np.concatenate([part for _, part in results]),
+            )
             cells = ["" if np.isnan(column).all() else f"{100 * np.nanmean(column):.1f}" for column in covering.T[:3]]
             cells += [f"{100 * counts[kind] / trials:.1f}" for kind in ("together", "false", *KINDS)]
-            seeds = f"{world.seeds} + {world.more_seeds}: {counts['seeds'] / trials:.1f}" if world.more_seeds else world.seeds
+            seeds = (
+                f"{world.seeds} + {world.more_seeds}: {counts['seeds'] / trials:.1f}"
+                if world.more_seeds
+                else world.seeds
+            )
             print(f"| {world.name} | {seeds} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -266,7 +318,13 @@ def all_worlds() -> list[World]:
             replace(plain, name="4 equal arms, nearly flat over rates", curvature=0.002),
             replace(plain, name="4 equal arms of different best rates", optima=(0.0, 0.5, -0.5, 0.3, 1.0)),
             replace(plain, name="4 equal arms that differ by text", equal_on_text=False),
-            replace(plain, name="4 equal arms that differ by text, heavy, unequal", equal_on_text=False, heavy=True, unequal=True),
+            replace(
+                plain,
+                name="4 equal arms that differ by text, heavy, unequal",
+                equal_on_text=False,
+                heavy=True,
+                unequal=True,
+            ),
             replace(unlucky, name="4 equal arms, a fifth of runs unlucky by 0.1"),
             replace(unlucky, name="4 equal arms, a fifth of runs unlucky by 0.2", unlucky_by=0.2),
             replace(unlucky, name="4 equal arms, noise grows with the rate", unlucky=0.0, growing=True),
@@ -280,18 +338,43 @@ def all_worlds() -> list[World]:
             replace(plain, name="4 equal arms, another metric than the one that chooses rates", other_metric=True),
             replace(untuned, name="4 equal arms, not tuned, one run in 50 diverges", lost=0.02),
             replace(untuned, name=f"4 arms worse by exactly {MATTERS:g}, not tuned", effects=(MATTERS,) * 4),
-            replace(untuned, name=f"2 arms equal, 2 better by exactly {MATTERS:g}, not tuned", effects=(0.0, 0.0, -MATTERS, -MATTERS)),
+            replace(
+                untuned,
+                name=f"2 arms equal, 2 better by exactly {MATTERS:g}, not tuned",
+                effects=(0.0, 0.0, -MATTERS, -MATTERS),
+            ),
             replace(plain, name=f"1 arm better by {MATTERS:g}", effects=(-MATTERS,)),
-            replace(unlucky, name="1 arm better by 0.05, a fifth of runs unlucky by 0.1", effects=(-0.05,), optima=(0.4,) * 2),
+            replace(
+                unlucky,
+                name="1 arm better by 0.05, a fifth of runs unlucky by 0.1",
+                effects=(-0.05,),
+                optima=(0.4,) * 2,
+            ),
         ]
     for effect in (0.0, -MATTERS):
         words = "equal" if not effect else f"better by {MATTERS:g}"
-        staged = World(f"1 arm {words}, not tuned, noise as under AdamW", 5, (effect,), equal_on_text=True, tuning="none", arm_seed=0.02)
+        staged = World(
+            f"1 arm {words}, not tuned, noise as under AdamW",
+            5,
+            (effect,),
+            equal_on_text=True,
+            tuning="none",
+            arm_seed=0.02,
+        )
         worlds += [staged, replace(staged, more_seeds=10), replace(staged, seeds=15)]
-    staged = World("4 equal arms, not tuned", 5, (0.0,) * 4, equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10)
+    staged = World(
+        "4 equal arms, not tuned", 5, (0.0,) * 4, equal_on_text=True, tuning="none", arm_seed=0.02, more_seeds=10
+    )
     spread = math.sqrt(2 * (0.008**2 + 0.02**2 / 24))
-    planned_world = World(f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True)
-    return [*worlds, staged, planned_world, replace(planned_world, name=f"{planned_world.name}, best rate on the grid", optima=(0.4, 0.4))]
+    planned_world = World(
+        f"1 arm better by {MATTERS:g}, planned", seeds_needed(spread, MATTERS), (-MATTERS,), equal_on_text=True
+    )
+    return [
+        *worlds,
+        staged,
+        planned_world,
+        replace(planned_world, name=f"{planned_world.name}, best rate on the grid", optima=(0.4, 0.4)),
+    ]
 
 
 def report_intervals(trials: int) -> None:
@@ -303,13 +386,20 @@ def report_intervals(trials: int) -> None:
         hits = np.zeros(2)
         for _ in range(trials):
             weights = random.lognormal(0, spread, documents)
-            values = 0.1 + 0.1 * random.standard_normal(documents) + 0.05 * random.standard_normal(documents) / np.sqrt(weights)
+            values = (
+                0.1
+                + 0.1 * random.standard_normal(documents)
+                + 0.05 * random.standard_normal(documents) / np.sqrt(weights)
+            )
             interval = over_documents(values, weights)
             resamples = random.integers(0, documents, (1000, documents))
             means = (weights[resamples] * values[resamples]).sum(1) / weights[resamples].sum(1)
             hits += interval.low <= 0.1 <= interval.high, np.quantile(means, 0.025) <= 0.1 <= np.quantile(means, 0.975)
         lengths = f"log-normal, sigma {spread:g}" if spread else "equal"
-        print(f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in hits / trials) + " |", flush=True)
+        print(
+            f"| {documents} | {lengths} | " + " | ".join(f"{100 * fraction:.1f}" for fraction in hits / trials) + " |",
+            flush=True,
+        )
     correlations = (0.0, 0.1, 0.4, 0.8)
     headings = " | ".join(f"correlation {correlation:g}" for correlation in correlations)
     print(f"\n| sequences | questions in each | right | {headings} |")
@@ -326,7 +416,10 @@ def report_intervals(trials: int) -> None:
                     interval = wilson(right.sum() / counts.sum() * number, number)
                     hits[column] += interval.low <= chance <= interval.high
             cells.append(", ".join(f"{100 * fraction:.1f}" for fraction in hits / trials))
-        print(f"| {sequences} | {size} | {chance:g} | {' | '.join(cells + [''] * (len(correlations) - len(cells)))} |", flush=True)
+        print(
+            f"| {sequences} | {size} | {chance:g} | {' | '.join(cells + [''] * (len(correlations) - len(cells)))} |",
+            flush=True,
+        )
 
 
 def report_learned() -> None:
@@ -339,7 +432,9 @@ def report_learned() -> None:
         for base, arm in chances:
             kinds: Counter = Counter()
             for base_count, arm_count in product(range(seeds + 1), repeat=2):
-                verdict = learned_verdicts({"arm": LearnedCounts([(arm_count, base_count)], seeds, n_planned_seeds=seeds)})["arm"]
+                verdict = learned_verdicts(
+                    {"arm": LearnedCounts([(arm_count, base_count)], seeds, n_planned_seeds=seeds)}
+                )["arm"]
                 kinds[verdict.kind] += binom.pmf(base_count, seeds, base) * binom.pmf(arm_count, seeds, arm)
             cells.append(f"{100 * kinds['better']:.1f}, {100 * kinds['worse']:.1f}")
         print(f"| {seeds} | " + " | ".join(cells) + " |", flush=True)

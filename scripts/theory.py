@@ -43,7 +43,9 @@ def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float 
     that has no verdicts yet. `experiment`: its folder, or that of one of its sizes, whose verdicts lie in the folder above."""
     files = (folder / f"{VERDICTS}.json" for folder in (experiment, experiment.resolve().parent))
     verdicts = next((file for file in files if file.is_file()), None)
-    return {(line["size"] or None, line["arm"]): line["rate"] for line in read_json(verdicts)["arms"]} if verdicts else {}
+    return (
+        {(line["size"] or None, line["arm"]): line["rate"] for line in read_json(verdicts)["arms"]} if verdicts else {}
+    )
 
 
 def first_runs(experiment: Path) -> dict[str, Path]:
@@ -55,9 +57,13 @@ def first_runs(experiment: Path) -> dict[str, Path]:
     rates, configs = judged_rates(experiment), {folder: read_config(folder) for folder in run_folders(experiment)}
     places = {folder: config.experiment for folder, config in configs.items()}
     of_no_arm = math.nan if rates else None  # equals no rate
-    judged_folders = [folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm), of_no_arm)]
+    judged_folders = [
+        folder for folder, place in places.items() if place.rate == rates.get((place.size, place.arm), of_no_arm)
+    ]
     if not judged_folders:
-        raise RunError(f"{experiment}: says of no run that its learning rate was judged: finish the experiment with lm compare")
+        raise RunError(
+            f"{experiment}: says of no run that its learning rate was judged: finish the experiment with lm compare"
+        )
     folders: dict[tuple[str, ...], Path] = {}
     for folder in sorted(judged_folders, key=lambda folder: configs[folder].seed):
         label, place = configs[folder].model.normalizer.label(), places[folder]
@@ -71,7 +77,9 @@ def described(arm: str, folder: Path) -> Described:
     """The diagnostics of a run on text."""
     (result,), config = diagnose([folder], overrides=[FAMILIES]), read_config(folder)
     name, normalizer = config.experiment.name or "", config.model.normalizer
-    return Described(name, arm, normalizer, folder, result.evaluation.step, config.data.seq_len, result.evaluation.series)
+    return Described(
+        name, arm, normalizer, folder, result.evaluation.step, config.data.seq_len, result.evaluation.series
+    )
 
 
 def statements_picture(models: list[Described]) -> bytes:
@@ -87,8 +95,12 @@ def statements_picture(models: list[Described]) -> bytes:
                 axes.set(title=metric, xlabel="visible keys n", ylabel=curve.unit)
         grid[0, 0].set_yscale("log")
         grid[0, 0].yaxis.set_minor_formatter(lambda value, place: f"{value:g}")
-        for axes, metric in zip(grid.flat[2:], (OF_5, "N_s / N", "D of the largest weights", "change of weights"), strict=True):
-            lines = [curve for curve in models[0].series if (curve.metric, curve.setting) == (metric, TRAINED) and curve.axis]
+        for axes, metric in zip(
+            grid.flat[2:], (OF_5, "N_s / N", "D of the largest weights", "change of weights"), strict=True
+        ):
+            lines = [
+                curve for curve in models[0].series if (curve.metric, curve.setting) == (metric, TRAINED) and curve.axis
+            ]
             for index, series in enumerate(lines):
                 axes.plot(series.axis.values, series.means, label=series.what, markersize=3, **colour_and_marker(index))
             for series in lines[:1]:
@@ -109,7 +121,9 @@ def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
         TEMPLATE,
         experiments=experiments,
         statements=[
-            (statements[key], [table[key].outcome if key in table else "-" for table in made_in]) for key in KEYS if key in statements
+            (statements[key], [table[key].outcome if key in table else "-" for table in made_in])
+            for key in KEYS
+            if key in statements
         ],
         names=[models[0].experiment for models in experiments],
         text=text,
@@ -119,7 +133,9 @@ def page_of(experiments: list[list[Described]], text: list[Path]) -> str:
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, nargs="+", help="folders of experiments on text")
-    parser.add_argument("--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures and values lie beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/theory.md"), help="page to write; pictures and values lie beside it"
+    )
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     start = time.perf_counter()
@@ -127,7 +143,9 @@ def main(words: list[str]) -> None:
     experiments = [[described(arm, folder) for arm, folder in arms.items()] for arms in on_text]
     files = {"theory-statements.csv": values(experiments), "theory-statements.svg": statements_picture(experiments[0])}
     text = page_of(experiments, arguments.text)
-    write_together({arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in files.items()}})
+    write_together(
+        {arguments.out: text.encode(), **{arguments.out.parent / name: content for name, content in files.items()}}
+    )
     print(f"{arguments.out}, {', '.join(files)}: {time.perf_counter() - start:.0f} s")
 
 

@@ -34,7 +34,11 @@ class Described:
     def curve(self, metric: str, what: str = "") -> Series | None:
         """A metric over its axis; None if it is not defined."""
         return next(
-            (series for series in self.series if (series.metric, series.setting, series.what) == (metric, TRAINED, what) and series.axis),
+            (
+                series
+                for series in self.series
+                if (series.metric, series.setting, series.what) == (metric, TRAINED, what) and series.axis
+            ),
             None,
         )
 
@@ -51,7 +55,11 @@ class Described:
     def number(self, metric: str, setting: str = TRAINED) -> float:
         """A metric of all that is described; NaN if it is not defined."""
         return next(
-            (float(series.means[0]) for series in self.series if (series.metric, series.setting) == (metric, setting) and not series.axis),
+            (
+                float(series.means[0])
+                for series in self.series
+                if (series.metric, series.setting) == (metric, setting) and not series.axis
+            ),
             math.nan,
         )
 
@@ -109,7 +117,9 @@ class Statement:
         return "yes" if len(agreeing) == len(self.holds) else f"{', '.join(agreeing)} alone" if agreeing else "no"
 
 
-Result = tuple[str, bool | None]  # what is shown of a model, and whether the statement holds; None: it is not about this model
+Result = tuple[
+    str, bool | None
+]  # what is shown of a model, and whether the statement holds; None: it is not about this model
 Compared = Callable[[Described], Result | None]  # None: it does not apply, or is not defined
 
 
@@ -167,8 +177,12 @@ def _linear(model: Described) -> Result | None:
 def _critical(model: Described) -> Result | None:
     texts = []
     for sets in ("uncorrected", "corrected", "drawn"):
-        fractions = [model.last("critical N / visible keys", f"random keys, {sets}, level {level}") for level in ("0.01", "0.05")]
-        texts.append(f"{sets} " + "/".join("none" if math.isnan(fraction) else f"{fraction:.1%}" for fraction in fractions))
+        fractions = [
+            model.last("critical N / visible keys", f"random keys, {sets}, level {level}") for level in ("0.01", "0.05")
+        ]
+        texts.append(
+            f"{sets} " + "/".join("none" if math.isnan(fraction) else f"{fraction:.1%}" for fraction in fractions)
+        )
     return "; ".join(texts), any(0.02 <= fraction <= 0.15 for fraction in fractions)  # of drawn sets
 
 
@@ -178,8 +192,12 @@ def _separable(model: Described) -> Result | None:
 
 
 def _covered(model: Described) -> Result | None:
-    shares, formula = (model.values("keys that at least one head separates", label) for label in ("measured", "1 - (1 - p)^H"))
-    if not len(shares) or (model.values("heads that choose a key") == 1).all():  # one head: the formula is what is measured
+    shares, formula = (
+        model.values("keys that at least one head separates", label) for label in ("measured", "1 - (1 - p)^H")
+    )
+    if (
+        not len(shares) or (model.values("heads that choose a key") == 1).all()
+    ):  # one head: the formula is what is measured
         return None
     difference = float(np.nanmax(np.abs(shares - formula)))
     return (
@@ -224,11 +242,15 @@ def _explained(place: str, applies: Callable[[Options], bool]) -> Compared:
     statement is about the normalizers that `applies` accepts."""
 
     def of(model: Described) -> Result | None:
-        explained, before = (model.number(f"variance explained by {place}", setting) for setting in (TRAINED, UNTRAINED))
+        explained, before = (
+            model.number(f"variance explained by {place}", setting) for setting in (TRAINED, UNTRAINED)
+        )
         explained_by_both = model.number("variance explained by both, last query")
         if math.isnan(explained):
             return None
-        return f"{explained:.2f} ({before:.2f}), by both {explained_by_both:.2f}", explained > 0.5 if applies(model.normalizer) else None
+        return f"{explained:.2f} ({before:.2f}), by both {explained_by_both:.2f}", explained > 0.5 if applies(
+            model.normalizer
+        ) else None
 
     return of
 
@@ -264,7 +286,13 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared], ...] = (
         "ln (n x smallest and largest weight), means; within the bounds",
         _lemma_1,
     ),
-    ("Mudarisov, Theorem 1, set of the largest weights", "a bound on d~", UNCONFIRMED, "d~ over the bound, by N: below 1", _bounded),
+    (
+        "Mudarisov, Theorem 1, set of the largest weights",
+        "a bound on d~",
+        UNCONFIRMED,
+        "d~ over the bound, by N: below 1",
+        _bounded,
+    ),
     (
         "Mudarisov, Theorem 1, random sets",
         "the expectation of d~, with the factor alpha + N / (L - 1)",
@@ -279,7 +307,13 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared], ...] = (
         "formula over drawn sets, by N; at most 1.02, for chance",
         _ratio("random keys, corrected", lambda x: bool((x <= 1.02).all())),
     ),
-    ("Mudarisov, Alg. 1", "d~ grows linearly with length at N = 5", READ, "exponent of d~ in n, .8 to 1.2 counts", _linear),
+    (
+        "Mudarisov, Alg. 1",
+        "d~ grows linearly with length at N = 5",
+        READ,
+        "exponent of d~ in n, .8 to 1.2 counts",
+        _linear,
+    ),
     (
         "Mudarisov, Alg. 3",
         "critical N is about 6 % of the length",
@@ -356,7 +390,9 @@ def compared(models: Iterable[Described]) -> list[Statement]:
     for source, says, known, measured, compare in STATEMENTS:
         results = {model.arm: outcome for model in models if (outcome := compare(model))}
         if results:
-            values = {model.arm: results[model.arm][0] if model.arm in results else "does not apply" for model in models}
+            values = {
+                model.arm: results[model.arm][0] if model.arm in results else "does not apply" for model in models
+            }
             holds = {arm: holds for arm, (_, holds) in results.items() if holds is not None}
             statements.append(Statement(source, says, known, measured, values, holds))
     return statements
@@ -364,7 +400,18 @@ def compared(models: Iterable[Described]) -> list[Statement]:
 
 def values(experiments: Iterable[list[Described]]) -> bytes:
     """The value of each statement by arm, as a CSV file."""
-    columns = ["experiment", "arm", "run", "step", "source", "statement", "how it is known", "compared", "value", "agrees"]
+    columns = [
+        "experiment",
+        "arm",
+        "run",
+        "step",
+        "source",
+        "statement",
+        "how it is known",
+        "compared",
+        "value",
+        "agrees",
+    ]
     rows = [
         (m.experiment, m.arm, m.folder.name, m.step, s.source, s.says, s.known, s.measured, s.values[m.arm], s.outcome)
         for models in experiments

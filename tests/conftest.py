@@ -33,7 +33,9 @@ from lm.report.pictures import Picture
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that tests start
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell's background job ignores it, and so would all that tests start
 os.fsync = lambda descriptor: None  # no test cuts the power: waiting for the disk would be a tenth of all time
 gc.disable()  # until all is imported, which no collection frees
 
@@ -82,7 +84,12 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def arguments(corpus: Path, store_root: Path, tmp_path: Path) -> list[str]:
     """What `tiny` loads, for the command line."""
-    return [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={tmp_path / 'runs'}"]
+    return [
+        str(ROOT / "tests" / "tiny.yaml"),
+        f"data.source.paths=[{corpus}]",
+        f"data.root={store_root}",
+        f"runs={tmp_path / 'runs'}",
+    ]
 
 
 @pytest.fixture
@@ -101,7 +108,13 @@ def tiny_below(corpus: Path, store_root: Path):
 
     def make(runs: Path, *overrides: str) -> Config:
         return load_config(
-            [str(ROOT / "tests" / "tiny.yaml"), f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={runs}", *overrides]
+            [
+                str(ROOT / "tests" / "tiny.yaml"),
+                f"data.source.paths=[{corpus}]",
+                f"data.root={store_root}",
+                f"runs={runs}",
+                *overrides,
+            ]
         )
 
     return make
@@ -160,7 +173,9 @@ def pair(tmp_path: Path) -> list[Path]:
 def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
     """A configuration of the corpus, for models that have no run behind them."""
     file = tmp_path / "corpus.yaml"
-    file.write_text(f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n")
+    file.write_text(
+        f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n"
+    )
     return file
 
 
@@ -216,7 +231,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PAINTING = "matplotlib.backend_bases.FigureCanvasBase.print_figure"
-PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 FILE = Picture.file
 
 
@@ -233,7 +250,9 @@ def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Pictures are painted where a test looks at one: it uses `painted`. A PNG, beside an SVG of the same panels, isn't even drawn."""
     if "painted" not in request.fixturenames:
         monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
-        monkeypatch.setattr(Picture, "file", lambda picture, suffix: PIXEL if suffix == ".png" else FILE(picture, suffix))
+        monkeypatch.setattr(
+            Picture, "file", lambda picture, suffix: PIXEL if suffix == ".png" else FILE(picture, suffix)
+        )
 
 
 @pytest.fixture
@@ -251,7 +270,11 @@ def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.section("resumed runs, compared bit for bit with runs in one go")
     for number, scenario in enumerate(scenarios, 1):
         terminalreporter.write_line(f"({number}) {scenario}")
-    terminalreporter.write_line(f"{'':<16}" + "".join(f"({number})".ljust(7) for number in range(1, len(scenarios) + 1)))
+    terminalreporter.write_line(
+        f"{'':<16}" + "".join(f"({number})".ljust(7) for number in range(1, len(scenarios) + 1))
+    )
     for normalizer in dict.fromkeys(cell[0] for cell in cells):
         row = {cell[1]: cell[2] for cell in cells if cell[0] == normalizer}
-        terminalreporter.write_line(f"{normalizer:<16}" + "".join(f"{row.get(scenario, '-'):<7}" for scenario in scenarios))
+        terminalreporter.write_line(
+            f"{normalizer:<16}" + "".join(f"{row.get(scenario, '-'):<7}" for scenario in scenarios)
+        )

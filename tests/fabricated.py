@@ -44,7 +44,12 @@ def validate(run: Run, step: int, loss: float, unigram: float = 9.0, asked: dict
 def evaluated(run: Run, kind: str, step: int, series: list[Series], asked: dict[str, Plain] | None = None) -> None:
     """An evaluation's file."""
     folder, tokens = run.config.run_folder, step * run.config.optim.batch_tokens
-    keep(folder, Evaluation(kind, step, tokens, FINGERPRINT, {}, "32", folder.name, tuple(series), asked or {}, {"lm": measuring_code()}))
+    keep(
+        folder,
+        Evaluation(
+            kind, step, tokens, FINGERPRINT, {}, "32", folder.name, tuple(series), asked or {}, {"lm": measuring_code()}
+        ),
+    )
 
 
 def keep(folder: Path, evaluation: Evaluation) -> Path:

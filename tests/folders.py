@@ -16,7 +16,12 @@ from lm.runs.evaluations import Evaluation, Series, evaluation_path
 from lm.runs.folder import step_of, step_paths
 from lm.training.module import TrainModule
 
-EVERY_STEP = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=20", "eval.every=2", "eval.long_context.length_factor=0"]
+EVERY_STEP = [
+    "trainer.checkpoint_every=1",
+    "trainer.keep_checkpoints=20",
+    "eval.every=2",
+    "eval.long_context.length_factor=0",
+]
 
 
 class Sent:
@@ -114,7 +119,15 @@ def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ, bit for bit: losses, validations, swaps, last weights, optimizer, best step."""
     names = [
         name
-        for name in ("train/loss", "val/loss", "swap/loss_after", "train/grad_norm", "train/grad_norm/layer1", "lr", "train/skipped")
+        for name in (
+            "train/loss",
+            "val/loss",
+            "swap/loss_after",
+            "train/grad_norm",
+            "train/grad_norm/layer1",
+            "lr",
+            "train/skipped",
+        )
         if curve(a, name) != curve(b, name)
     ]
     first, second = (load_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (a, b))

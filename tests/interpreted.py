@@ -26,7 +26,11 @@ every_size = pytest.mark.parametrize(("length", "size", "width"), SIZES)
 
 def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool = False) -> Tensor:
     """The definition."""
-    w = SCORE_FUNCTIONS[f].value(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype)).tril()
+    w = (
+        SCORE_FUNCTIONS[f]
+        .value(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + shift.unsqueeze(-1).to(q.dtype))
+        .tril()
+    )
     return (w / w.sum(-1, keepdim=True).clamp(min=1e-24) if over_sum else w) @ v
 
 
@@ -43,7 +47,14 @@ def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 
 
 
 def results(
-    route: Callable[..., Tensor], f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, grad: Tensor, over_sum: bool = False
+    route: Callable[..., Tensor],
+    f: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shift: Tensor,
+    grad: Tensor,
+    over_sum: bool = False,
 ) -> list[Tensor]:
     """Output and gradients of q, k, v and the shift."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, shift)]
@@ -54,7 +65,9 @@ def results(
 @either_sum
 @every_function
 @every_size
-def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: str, length: int, size: int, width: int, over_sum: bool):
+def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(
+    f: str, length: int, size: int, width: int, over_sum: bool
+):
     tensors = inputs(length, size, width, torch.float32)
     actual, tiled = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, tiles))
     for a, b, exact in zip(actual, tiled, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
@@ -66,12 +79,16 @@ def test_fp32_is_the_definition_and_the_tiles_forward_and_backward(f: str, lengt
 @either_sum
 @every_function
 @every_size
-def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(f: str, length: int, size: int, width: int, over_sum: bool):
+def test_bf16_error_is_at_most_twice_that_of_the_definition_in_bf16(
+    f: str, length: int, size: int, width: int, over_sum: bool
+):
     tensors = inputs(length, size, width, torch.bfloat16)
     actual, plain = (results(route, f, *tensors, over_sum) for route in (elementwise_attention, dense))
     assert [x.dtype for x in actual] == [torch.bfloat16] * 4 + [torch.float32]
     for a, b, exact in zip(actual, plain, results(dense, f, *(x.double() for x in tensors), over_sum), strict=True):
-        allowed = 2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum  # two roundings; small sums are divided by
+        allowed = (
+            2 * (b - exact).abs().max() + 2**-7 * exact.abs().max() + 1e-4 * over_sum
+        )  # two roundings; small sums are divided by
         assert (a - exact).abs().max() <= allowed
 
 
@@ -106,7 +123,10 @@ def test_a_function_that_the_kernel_does_not_have_is_an_error():
 
 def test_the_gradient_of_a_row_with_one_weight_is_zero_in_bf16():
     """Its weight is 1 whatever the score: what is left of a difference of gradients must not be their rounding."""
-    q, k, v, grad = (x[..., :1, :].contiguous() for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:])
+    q, k, v, grad = (
+        x[..., :1, :].contiguous()
+        for x in inputs(40, 16, 16, torch.bfloat16)[:3] + inputs(40, 16, 16, torch.bfloat16)[4:]
+    )
     q = k * 1e-2  # a small positive score
     actual = results(elementwise_attention, "relu2", q, k, v, torch.zeros(2, 1), grad, over_sum=True)
     assert torch.equal(actual[0], v)
@@ -140,7 +160,9 @@ def test_the_trial_accepts_the_kernel_and_warns_of_one_that_fails_or_differs(mon
     trial = elementwise_sums._compare_with_tiles
     with torch.inference_mode():
         assert trial(torch.device("cpu")) == ""
-    monkeypatch.setattr(triton_kernels, "fused_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum))
+    monkeypatch.setattr(
+        triton_kernels, "fused_attention", lambda f, q, k, v, shift, over_sum: tiles(f, q, k, 2 * v, shift, over_sum)
+    )
     with pytest.warns(UserWarning, match="tiles take its place"):
         assert "not those of the tiles" in trial(torch.device("cpu"))
     monkeypatch.setattr(triton_kernels, "fused_attention", lambda *_: 1 / 0)

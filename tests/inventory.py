@@ -60,15 +60,26 @@ DECODERS = {
     "qk_norm": ["model.qk_norm=true"],
     "gau": [GAU, "model.n_head=1"],
     "gau, layer, bias, qk_norm": [GAU, "model.n_head=1", "model.norm=layer", "model.bias=true", "model.qk_norm=true"],
-    "gau, learned positions, tied, relu2": [GAU, "model.n_head=1", "model.position=learned", "model.tied=true", "model.normalizer=relu2"],
+    "gau, learned positions, tied, relu2": [
+        GAU,
+        "model.n_head=1",
+        "model.position=learned",
+        "model.tied=true",
+        "model.normalizer=relu2",
+    ],
 }
 
 LONG = ["data.seq_len=128", "eval.long_context={length_factor: 2, sequences: 8}", "eval.swap_lengths=[1,2]"]
 RECALL = ["eval.recall={tasks: [passkey], length_factors: [2], sequences: 8}"]
-NEEDLE = ["eval.needle={length_factors: [2], depths: [0.5], trials: 8, heads_at: 2, finetune: {steps: 1, batch_sequences: 1}}"]
+NEEDLE = [
+    "eval.needle={length_factors: [2], depths: [0.5], trials: 8, heads_at: 2, finetune: {steps: 1, batch_sequences: 1}}"
+]
 SWAP = ["phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}}]"]
 ONLY_VALIDATION = ["eval.long_context.length_factor=0"]
-MQAR = ["data.tasks=[{task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]", "eval.recall={length_factors: [2], sequences: 8}"]
+MQAR = [
+    "data.tasks=[{task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]",
+    "eval.recall={length_factors: [2], sequences: 8}",
+]
 
 
 # ---------------------------------------------------------------- commands and keys
@@ -85,7 +96,11 @@ def _commands(command_object: object, path: str) -> Iterator[tuple[str, Tree]]:
         path,
         {
             "help": command_object.help,
-            **dict(_parameter(command_object, parameter) for parameter in command_object.params if parameter.name not in completion),
+            **dict(
+                _parameter(command_object, parameter)
+                for parameter in command_object.params
+                if parameter.name not in completion
+            ),
         },
     )
     for name, inner in getattr(command_object, "commands", {}).items():
@@ -136,7 +151,10 @@ def normalizers() -> Tree:
     table, options = _said("normalizers").split("## Options")
     names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     parameters = {
-        spelled: {name: shape for name, shape in _parameters(f"model.normalizer={spelled}").items() if ".normalizer." in name} or "none"
+        spelled: {
+            name: shape for name, shape in _parameters(f"model.normalizer={spelled}").items() if ".normalizer." in name
+        }
+        or "none"
         for spelled in (*names, *NORMALIZERS)
     }
     return {"names": names, "options": _keys(options), "parameters": parameters}
@@ -148,10 +166,15 @@ def decoders() -> Tree:
 
 
 def _parameters(*changes: str) -> dict[str, str]:
-    config = load_config([TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, inference: [{}]}", *changes])
+    config = load_config(
+        [TINY, "data.source.paths=[.]", "eval.long_context={length_factor: 0, inference: [{}]}", *changes]
+    )
     decoder = Decoder(config.model, 400, config.data.seq_len, seed=None)
     buffers = {name for name, _ in decoder.named_buffers()}
-    return {name: _shape(value) + (", no parameter" if name in buffers else "") for name, value in decoder.state_dict().items()}
+    return {
+        name: _shape(value) + (", no parameter" if name in buffers else "")
+        for name, value in decoder.state_dict().items()
+    }
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -163,7 +186,11 @@ def _shape(tensor: torch.Tensor) -> str:
 
 def files() -> Tree:
     """What commands write: files, the keys and types in them, and headings."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch(PAINTING, unpainted), mock.patch("lm.evaluation.swap.FIT_BATCHES", 1):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch(PAINTING, unpainted),
+        mock.patch("lm.evaluation.swap.FIT_BATCHES", 1),
+    ):
         return _files(Path(folder))
 
 
@@ -173,12 +200,23 @@ def _files(folder: Path) -> Tree:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(" ".join(f"word{(number * k) % 89}" for k in range(300)))
     runs, server = folder / "runs", Sent()
-    common = [TINY, "data.tokenizer.vocab_size=300", f"data.root={folder}/stores", f"runs={runs}", "log.wandb=offline", *LONG]
+    common = [
+        TINY,
+        "data.tokenizer.vocab_size=300",
+        f"data.root={folder}/stores",
+        f"runs={runs}",
+        "log.wandb=offline",
+        *LONG,
+    ]
     sources = [f"{{name: files, paths: [{folder}/text/{part}]}}" for part in "ab"]
-    mixture = f"data.source={{name: mixture, of: [{', '.join(f'{{weight: 0.5, source: {source}}}' for source in sources)}]}}"
+    mixture = (
+        f"data.source={{name: mixture, of: [{', '.join(f'{{weight: 0.5, source: {source}}}' for source in sources)}]}}"
+    )
     text = [*common, f"data.source.paths=[{folder}/text]"]
     overrides = [*RECALL, *NEEDLE]
-    in_clone = mock.patch("lm.training.banner.git_state", return_value=("0" * 40, False))  # also in the sdist, which knows no commit
+    in_clone = mock.patch(
+        "lm.training.banner.git_state", return_value=("0" * 40, False)
+    )  # also in the sdist, which knows no commit
     with mock.patch("wandb.init", server.init), mock.patch("wandb.setup"), in_clone:
         _said("train", *text, "name=softmax", *overrides)
         _said("train", *text, "name=phases", *overrides, *SWAP)
@@ -187,7 +225,9 @@ def _files(folder: Path) -> Tree:
         _said("train", *common, "name=mixture", *ONLY_VALIDATION, mixture, "optim.on_nonfinite=skip")
         _said("train", *text, "name=symbols", *ONLY_VALIDATION, *MQAR)
     sent_keys = [f"init: {name}" for start in server.starts for name in start]
-    sent_keys += [f"define_metric: {axis}" for axis in server.axes] + [name for _, values in server.lines for name in values]
+    sent_keys += [f"define_metric: {axis}" for axis in server.axes] + [
+        name for _, values in server.lines for name in values
+    ]
     pair = [str(runs / name) for name in ("softmax", "phases")]
     _said("eval", *pair, "--out", str(folder / "eval.csv"))
     _said("eval", pair[0], "--out", str(folder / "eval.json"))
@@ -199,7 +239,13 @@ def _files(folder: Path) -> Tree:
     with safe_open(folder / "export" / "model.safetensors", "pt") as exported:
         weights = {name: _shape(exported.get_tensor(name)) for name in exported.keys()}  # noqa: SIM118
     return {
-        "written": sorted({_name(path, folder) for path in folder.rglob("*") if path.is_file() and folder / "text" not in path.parents}),
+        "written": sorted(
+            {
+                _name(path, folder)
+                for path in folder.rglob("*")
+                if path.is_file() and folder / "text" not in path.parents
+            }
+        ),
         "JSON and YAML": _documents(folder),
         "checkpoint": {"keys": sorted(checkpoint), "lm": typed([checkpoint["lm"]])},
         "checkpoint, weights": {name: _shape(value) for name, value in checkpoint["state_dict"].items()},
@@ -242,7 +288,11 @@ def typed(values: list[object], path: str = "", is_missing: bool = False) -> dic
     inner: dict[str, str] = {}
     for name in names:
         inner_values = [value for items in maps for key, value in items if key == name]
-        inner |= typed(inner_values, f"{path}.{name}" if path else name, name != "*" and any(name not in dict(items) for items in maps))
+        inner |= typed(
+            inner_values,
+            f"{path}.{name}" if path else name,
+            name != "*" and any(name not in dict(items) for items in maps),
+        )
     inner |= typed(items, f"{path}[]") if items else {}
     kinds = {_kind(value) for value in values} - ({"map"} if names else set()) - ({"list"} if items else set())
     kind = ", ".join([*([" or ".join(sorted(kinds))] if kinds else []), *(["sometimes missing"] if is_missing else [])])
@@ -254,7 +304,15 @@ def _data_as_star(value: dict[object, object]) -> list[tuple[str, object]]:
 
 
 def _kind(value: object) -> str:
-    words = {dict: "map", list: "list", bool: "boolean", int: "integer", float: "number", str: "text", types.NoneType: "null"}
+    words = {
+        dict: "map",
+        list: "list",
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "text",
+        types.NoneType: "null",
+    }
     return words[type(value)]
 
 
@@ -313,7 +371,10 @@ def _report(folder: Path) -> Tree:
     columns = [head.index(name) for name in ("table", "quantity", "unit")]
     markdown, tex = ((folder / name).read_text() for name in ("table.md", "table.tex"))
     return {
-        "table.csv": {"columns": head, "rows": list(dict.fromkeys(" | ".join(line[index] for index in columns) for line in lines))},
+        "table.csv": {
+            "columns": head,
+            "rows": list(dict.fromkeys(" | ".join(line[index] for index in columns) for line in lines)),
+        },
         "table.md": _heads(r"^(.+)\n\n(\|.+\|)\n\| ---", markdown),
         "table.tex": _heads(r"^% (.+)\n.*\n\\toprule\n(.*)\n(.*)\n\\midrule", tex),
         "report.html": page.found,
@@ -368,7 +429,9 @@ def main() -> int:
     arguments = parser.parse_args()
     trees = {part: make() for part, make in PARTS.items()}
     if arguments.write:
-        FROZEN.write_text(yaml.safe_dump(trees, sort_keys=False, allow_unicode=True, width=sys.maxsize), encoding="utf-8")
+        FROZEN.write_text(
+            yaml.safe_dump(trees, sort_keys=False, allow_unicode=True, width=sys.maxsize), encoding="utf-8"
+        )
         return 0
     lines = [line for part in PARTS for line in differences(trees[part], frozen(part))]
     print("\n".join(lines) or "equal")

@@ -12,7 +12,9 @@ from lm.plugins import PLUGINS
 
 
 @contextlib.contextmanager
-def outside_package(name: str, modules: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def outside_package(
+    name: str, modules: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The folder of a package with the code of these modules, which can be imported and has not been; an import of one writes the file
     `imported` in `folder`."""
     package = folder / "site" / name

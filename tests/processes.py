@@ -16,13 +16,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lm.cli import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["lm.cli", "lm.training.before_training", "lm.training.fit", "lm.data.prepare", "tokenizers"])
+forkserver.set_forkserver_preload(
+    ["lm.cli", "lm.training.before_training", "lm.training.fit", "lm.data.prepare", "tokenizers"]
+)
 
 
 def start(arguments: list[str], *options: str) -> subprocess.Popen:
     """`lm train` as a user starts it, in a process and a session of its own."""
     command = [sys.executable, "-m", "lm", "train", *arguments, *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def forked(output: Path, function: Callable[..., object], *arguments: object) -> multiprocessing.Process:
@@ -49,7 +53,9 @@ def ranks(count: int, function: Callable[..., object], *arguments: object) -> No
     """`function(*arguments)` in so many processes that torchrun starts. Raises ChildFailedError if one of them fails."""
     rendezvous = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     config = LaunchConfig(1, 1, count, **rendezvous, max_restarts=0, monitor_interval=0.1, start_method="forkserver")
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
     try:
         elastic_launch(config, function)(*arguments)
     finally:
@@ -57,7 +63,9 @@ def ranks(count: int, function: Callable[..., object], *arguments: object) -> No
             signal.signal(number, handler)
 
 
-def _run(environment: dict[str, str], output: Path, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+def _run(
+    environment: dict[str, str], output: Path, function: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -35,7 +35,9 @@ def passages(text: str) -> tuple[list[str], list[str]]:
             paragraphs.append([LISTED.sub("", line, count=1)])
         else:
             paragraphs[-1].append(line)
-    return [plain for lines in paragraphs if (plain := unmarked(" ".join(lines)))], [plain for cell in cells if (plain := unmarked(cell))]
+    return [plain for lines in paragraphs if (plain := unmarked(" ".join(lines)))], [
+        plain for cell in cells if (plain := unmarked(cell))
+    ]
 
 
 def unmarked(text: str) -> str:
@@ -64,7 +66,9 @@ def main(paths: list[Path]) -> None:
         if paths:
             print(*(f"  {words(sentence)}: {sentence}" for sentence in long), sep="\n")
     if not paths:
-        print(f"{sum(words(path.read_text(encoding='utf-8')) for path in PAGES):6,} words in docs/, without {' and '.join(GENERATED)}")
+        print(
+            f"{sum(words(path.read_text(encoding='utf-8')) for path in PAGES):6,} words in docs/, without {' and '.join(GENERATED)}"
+        )
 
 
 if __name__ == "__main__":

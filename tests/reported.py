@@ -13,7 +13,16 @@ from lm.config import load as configuration
 from lm.files import sealed
 from lm.report.comparison import Difference, RunComparison, SeriesName, compare_runs
 from lm.report.html import PICTURE, write_comparison
-from lm.runs.evaluations import Axis, Evaluation, Sample, Series, Shown, measuring_code, read_evaluation, validation_series
+from lm.runs.evaluations import (
+    Axis,
+    Evaluation,
+    Sample,
+    Series,
+    Shown,
+    measuring_code,
+    read_evaluation,
+    validation_series,
+)
 from lm.runs.record import read_run
 from lm.statistics.intervals import Interval
 
@@ -82,7 +91,14 @@ def build_run(
         curve = final + 4.5 * np.exp(-step / steps * 12) + 0.9 * (1 - step / steps)
         base = {"step": step, "tokens": step * 8192}
         lines.append(
-            base | {"train/loss": curve + rng.normal(0, 0.06), "train/grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "elapsed_s": step}
+            base
+            | {
+                "train/loss": curve + rng.normal(0, 0.06),
+                "train/grad_norm": 1.0,
+                "lr": 1e-3,
+                "tokens_per_s": 1e4,
+                "elapsed_s": step,
+            }
         )
         if step % (steps // 20) == 0:
             lines.append(base | {"val/loss": curve + 0.05, "val/bits_per_byte": curve / 2.9})
@@ -91,7 +107,12 @@ def build_run(
         nll = final + sequence_rng.normal(0, 0.4, 128) + rng.normal(0, noise, 128)
         documents = np.arange(128) // 8
         sample = Sample(tokens, nll[:, None], np.full(128, 256), documents)
-        write_series(folder, "validation", validation_series(nll.mean(), nll.mean() / 2.9, 6.31, seq_len, sample, fingerprint), steps)
+        write_series(
+            folder,
+            "validation",
+            validation_series(nll.mean(), nll.mean() / 2.9, 6.31, seq_len, sample, fingerprint),
+            steps,
+        )
     if "long_context" in evaluations:
         length, count = 8 * seq_len, 24
         shift = 1.0 if align else 1.1
@@ -109,7 +130,12 @@ def build_run(
         for factor in (1.0, 50.0):
             growth = rise * np.maximum(0, np.log2((position + 1) / seq_len)) / (1 if factor == 1 else 3)
             by_sequence = (
-                final + 2.5 / np.sqrt(position + 1) + growth + 0.08 * (factor > 1) + hard + rng.normal(0, noise * 8, (count, length))
+                final
+                + 2.5 / np.sqrt(position + 1)
+                + growth
+                + 0.08 * (factor > 1)
+                + hard
+                + rng.normal(0, noise * 8, (count, length))
             )
             buckets = np.stack([by_sequence[:, a:b].mean(axis=1) for a, b in pairwise(edges)], axis=1)
             axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
@@ -140,22 +166,42 @@ def write_answers(folder: Path, asked: dict[int, float], seq_len: int = SEQ_LEN,
     needle = {"kind": "needle", "seq_len": seq_len, "weight": 1}
     recall = [
         answers(by_sequence, "m", chance={"chance": 0.3397}, **mqar),
-        answers({length: row / 2 for length, row in by_sequence.items()}, "m", chance={"chance, roll-out": 0.125}, rolled=True, **mqar),
+        answers(
+            {length: row / 2 for length, row in by_sequence.items()},
+            "m",
+            chance={"chance, roll-out": 0.125},
+            rolled=True,
+            **mqar,
+        ),
     ]
     needles = [
         answers(right, "n", what="needle", **needle),
-        answers({length: 0 * row for length, row in right.items()}, "c", what="needle, control without it", control=True, **needle),
+        answers(
+            {length: 0 * row for length, row in right.items()},
+            "c",
+            what="needle, control without it",
+            control=True,
+            **needle,
+        ),
     ]
     write_series(folder, "recall", recall)
     write_series(folder, "needle", needles)
 
 
 def answers(
-    right: dict[int, np.ndarray], sha256: str, weight: int, chance: dict | None = None, rolled: bool = False, **fields: object
+    right: dict[int, np.ndarray],
+    sha256: str,
+    weight: int,
+    chance: dict | None = None,
+    rolled: bool = False,
+    **fields: object,
 ) -> Series:
     """Fractions right by length, each of so many questions; `sha256`: the beginning of those of the sequences."""
     values = {length: np.asarray(row, float) for length, row in sorted(right.items())}
-    samples = [Sample(f"{sha256}{length}", row[:, None], np.full(len(row), weight), np.arange(len(row))) for length, row in values.items()]
+    samples = [
+        Sample(f"{sha256}{length}", row[:, None], np.full(len(row), weight), np.arange(len(row)))
+        for length, row in values.items()
+    ]
     levels = "chance, picking among the answers shown and not yet given"
     return Series(
         metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]), samples=tuple(samples),
@@ -167,7 +213,13 @@ def answers(
 
 def write_series(folder: Path, kind: str, series: list[Series], step: int = 200, fingerprint: str = "data-a") -> None:
     """An evaluation as the trainer writes it."""
-    facts = {"tokens_seen": step * 8192, "data_fingerprint": fingerprint, "options": {}, "precision": "32", "weights_sha256": folder.name}
+    facts = {
+        "tokens_seen": step * 8192,
+        "data_fingerprint": fingerprint,
+        "options": {},
+        "precision": "32",
+        "weights_sha256": folder.name,
+    }
     facts["code"] = {"lm": measuring_code()}
     write_evaluation(folder, kind, step, Evaluation(kind=kind, step=step, series=tuple(series), **facts).plain())
 
@@ -194,7 +246,9 @@ class ReportFiles(NamedTuple):
 def write_report(folders: list[Path], out: Path) -> ReportFiles:
     """The report of runs, in a folder."""
     page = write_comparison(compare_runs([read_run(folder) for folder in folders]), out)
-    return ReportFiles(page, *(out / name for name in (PICTURE, "overview.svg", "overview.csv", "table.md", "table.csv", "table.tex")))
+    return ReportFiles(
+        page, *(out / name for name in (PICTURE, "overview.svg", "overview.csv", "table.md", "table.csv", "table.tex"))
+    )
 
 
 def compared(*folders: Path) -> tuple[RunComparison, dict[tuple[str, ...], Difference]]:

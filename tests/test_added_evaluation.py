@@ -106,16 +106,25 @@ def lm(tmp_path: Path):
     def run(*commands: list[str]) -> list[list]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path / "code"), str(ROOT / "tests")))}
         command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(commands)]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=True)
+        result = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path / "code", env=environment, check=True
+        )
         return json.loads(result.stdout.splitlines()[-1])
 
     return run
 
 
 @pytest.mark.slow
-def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(lm, arguments: list[str], tmp_path: Path):
+def test_an_evaluation_in_two_files_is_scheduled_kept_listed_drawn_and_reported(
+    lm, arguments: list[str], tmp_path: Path
+):
     runs = tmp_path / "runs"
-    options = [*arguments, "eval.long_context.length_factor=0", "data.val_fraction=0.7", "eval.sequences=64"]  # enough documents report
+    options = [
+        *arguments,
+        "eval.long_context.length_factor=0",
+        "data.val_fraction=0.7",
+        "eval.sequences=64",
+    ]  # enough documents report
     files = [f"spread.step-{step:06d}.json" for step in (4, 8)]
     override = "eval.spread={positions: [4, 16], at: [0.5, 1]}"
     *results, refusal, lacking = lm(

@@ -19,7 +19,9 @@ def model(**changes: object) -> Decoder:
     decoder = Decoder(ModelConfig(n_layer=2, n_embd=C, **changes), V, seq_len=T).eval().double()
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.add_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
     return decoder
 
 
@@ -59,23 +61,29 @@ def test_gpt_2():
     w, tokens = decoder.state_dict(), torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[
-            f"{name}.bias"
-        ]
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() * w[
+            f"{name}.weight"
+        ] + w[f"{name}.bias"]
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"].t() + w[f"{name}.bias"]
 
     x = w["embedding.weight"][tokens] + w["position.weight"]
     for name in ("blocks.0", "blocks.1"):
-        q, k, v = (heads(part, 12) for part in linear(norm(x, f"{name}.attention_norm"), f"{name}.attention.qkv").split(C, -1))
+        q, k, v = (
+            heads(part, 12) for part in linear(norm(x, f"{name}.attention_norm"), f"{name}.attention.qkv").split(C, -1)
+        )
         x = x + linear(causal_attention(q, k, v), f"{name}.attention.out")
         hidden = linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.up")
-        x = x + linear(0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3))), f"{name}.mlp.out")
+        x = x + linear(
+            0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3))), f"{name}.mlp.out"
+        )
     agrees(decoder, norm(x, "norm") @ w["embedding.weight"].t(), tokens)
 
 
-def llama(w: Weights, tokens: Tensor, n_head: int, n_kv_head: int, size: int, theta: float, eps: float, qk_norm: bool = False) -> Tensor:
+def llama(
+    w: Weights, tokens: Tensor, n_head: int, n_kv_head: int, size: int, theta: float, eps: float, qk_norm: bool = False
+) -> Tensor:
     """Logits of Llama's blocks (SmolLM2's too), with Qwen2's biases where there are some and Qwen3's norms of queries and keys."""
     x, group = w["embedding.weight"][tokens], n_head // n_kv_head
     for name in ("blocks.0", "blocks.1"):
@@ -101,7 +109,9 @@ def test_llama_and_smollm2():
 
 def test_qwen2():
     decoder = model(n_head=4, n_kv_head=2, norm_eps=1e-6, qkv_bias=True, position=Rope(theta=1e6))
-    assert [name for name in decoder.state_dict() if name.endswith("bias")] == [f"blocks.{layer}.attention.qkv.bias" for layer in (0, 1)]
+    assert [name for name in decoder.state_dict() if name.endswith("bias")] == [
+        f"blocks.{layer}.attention.qkv.bias" for layer in (0, 1)
+    ]
     tokens = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
     agrees(decoder, llama(decoder.state_dict(), tokens, 4, 2, 12, 1e6, 1e-6), tokens)
 

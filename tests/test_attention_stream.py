@@ -30,7 +30,9 @@ def make_decoder(normalizer: Options, block: str = "attention", n_layer: int = 2
     """A decoder with the normalizers' parameters off their initial values."""
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
     shape |= {"n_kv_head": 1} if block == "grouped queries" else {}
-    decoder = Decoder(ModelConfig(n_layer=n_layer, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 32).eval()
+    decoder = Decoder(
+        ModelConfig(n_layer=n_layer, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 32
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in (p for normalizer in decoder.normalizers() for p in normalizer.parameters()):
@@ -59,7 +61,9 @@ def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "isolated documents"])
 @pytest.mark.parametrize("block", thinned(["attention", "grouped queries", "gau"], ["grouped queries", "gau"]))
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(name: str, block: str, documents: bool):
+def test_streamed_weights_are_the_dense_definition_and_reproduce_the_layers_output(
+    name: str, block: str, documents: bool
+):
     decoder, sample = make_decoder(catalogue.OPTIONS[name](), block), batch(documents=documents)
     expected, coverage = dense(decoder, sample), torch.zeros(2, LENGTH)
     for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, with_inputs=True):
@@ -81,7 +85,9 @@ def gives_what_the_layers_give(decoder: Decoder, sample: Batch) -> None:
     for chunk in attention_blocks(decoder, sample, dtype=torch.float64, block=10, with_inputs=True):
         outputs[chunk.layer].append(chunk.weights @ chunk.inputs.v[:, :, : chunk.weights.size(-1)].double())
     for parts, attended in zip(outputs, given_to_the_projection(decoder, sample), strict=True):
-        torch.testing.assert_close(torch.cat(parts, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            torch.cat(parts, 2).transpose(1, 2).flatten(2).float(), attended, rtol=1e-3, atol=1e-4
+        )
 
 
 def given_to_the_projection(decoder: Decoder, sample: Batch) -> list[Tensor]:
@@ -101,7 +107,8 @@ def given_to_the_projection(decoder: Decoder, sample: Batch) -> list[Tensor]:
 def test_selected_queries_equal_the_same_queries_of_the_whole_and_layers_differ_as_listed():
     decoder = make_decoder(catalogue.Layers([opt.Window(size=5), opt.SSMax()]), n_layer=3)
     layers = [
-        torch.cat([F.pad(chunk.weights, (0, LENGTH - chunk.weights.size(-1))) for chunk in blocks], 2) for blocks in by_layer(decoder)
+        torch.cat([F.pad(chunk.weights, (0, LENGTH - chunk.weights.size(-1))) for chunk in blocks], 2)
+        for blocks in by_layer(decoder)
     ]
     for chunk in attention_blocks(decoder, batch(), [-1, 4]):
         assert chunk.queries.tolist() == [LENGTH - 1, 4]

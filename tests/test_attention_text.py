@@ -27,7 +27,9 @@ WORDS = [START, "?", *["a", "few", "words", "of", "a", "text", "that", "attentio
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("options", "block"), [(opt.Softmax(), "attention"), (opt.Relu2(), "gau"), (opt.Softpick(), "attention")])
+@pytest.mark.parametrize(
+    ("options", "block"), [(opt.Softmax(), "attention"), (opt.Relu2(), "gau"), (opt.Softpick(), "attention")]
+)
 @pytest.mark.parametrize("length", [13, 23, 32])
 def test_a_cell_is_the_weight_of_largest_magnitude_however_attention_is_streamed(
     options: Options, block: str, length: int, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +76,9 @@ def test_the_most_concentrated_heads_are_those_of_fewest_effective_keys():
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder of two layers of two heads, whose tokens are words."""
     folder = tmp_path_factory.mktemp("text")
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(dict.fromkeys(WORDS))}, unk_token="?"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(dict.fromkeys(WORDS))}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([START])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -121,13 +125,21 @@ def test_a_long_text_is_drawn_in_cells_and_its_table_is_json(model: Path, tmp_pa
         (["--text", "a few " * 40], "--text: 81 tokens to "),
         (["--text", "a few", "--layer", "2"], "has 2 layers, 0 to 1"),
         (["--text", "a few", "--head", "-1"], "has 2 heads, 0 to 1"),
-        (["--text", "a few", "eval.diagnostics.sequences=3"], "eval.diagnostics.sequences = 3: has no effect with --text"),
-        (["--text", "a few", "eval.diagnostics=null"], "eval.diagnostics = null: must be a block of keys; leave it out"),
+        (
+            ["--text", "a few", "eval.diagnostics.sequences=3"],
+            "eval.diagnostics.sequences = 3: has no effect with --text",
+        ),
+        (
+            ["--text", "a few", "eval.diagnostics=null"],
+            "eval.diagnostics = null: must be a block of keys; leave it out",
+        ),
         (["--text", "a few", "-o", "a.png"], "a.png: can't write results of this kind"),
         (["--layer", "1"], "--layer: of the maps that --text draws"),
     ],
 )
-def test_what_can_not_be_drawn_is_said_in_one_line(model: Path, arguments: list[str], said: str, tmp_path: Path, monkeypatch):
+def test_what_can_not_be_drawn_is_said_in_one_line(
+    model: Path, arguments: list[str], said: str, tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     result = lm("diagnose", str(model), *arguments)
     assert (result.returncode in (1, 2), result.stderr.count("\n")) == (True, 1), result.stderr

@@ -25,7 +25,10 @@ LARGER = {
     "ssmax, init 1": (8.0, "logits are ln n times softmax's, and so is what the rounding of q and k does to them"),
     "ssmax without s": (8.0, "as with s = 1"),
     "cosine, log n": (2.5, "its logits grow as ln n, beyond softmax's from the training length, here 256, on"),
-    "softmax at temperature 0.3": (4.0, "logits are 3.3 times softmax's, and so is what the rounding of q and k does to them"),
+    "softmax at temperature 0.3": (
+        4.0,
+        "logits are 3.3 times softmax's, and so is what the rounding of q and k does to them",
+    ),
 }
 # Entries compared at q and k as RoPE leaves them and the kernel takes them, in bf16: their derivative jumps, or grows without bound, where
 # a score is 0, so that in the first rows one score whose sign that rounding changes decides the error of all gradients, by chance.
@@ -41,14 +44,18 @@ def rounded(x: Tensor) -> Tensor:
     return x + (x.bfloat16().to(x.dtype) - x).detach()
 
 
-def results(options: object, length: int, rope: bool, exact: bool, device: str = "cpu", size: int = SIZE) -> dict[str, Tensor]:
+def results(
+    options: object, length: int, rope: bool, exact: bool, device: str = "cpu", size: int = SIZE
+) -> dict[str, Tensor]:
     """The heads' outputs and all gradients, of inputs rounded to bf16; `exact`: in fp64 on the CPU, else under autocast."""
     device = "cpu" if exact else device
     position = Rope() if rope else NoPosition()
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * size, position=position, normalizer=options)
     attention = Attention(config, TRAIN_LENGTH, 0)
     if exact and any(options == CASES[name] for name in AT_ROUNDED):
-        attention.normalizer.register_forward_pre_hook(lambda _, arguments: (*map(rounded, arguments[:2]), *arguments[2:]))
+        attention.normalizer.register_forward_pre_hook(
+            lambda _, arguments: (*map(rounded, arguments[:2]), *arguments[2:])
+        )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in attention.normalizer.parameters():
@@ -76,7 +83,9 @@ def results(options: object, length: int, rope: bool, exact: bool, device: str =
 Results = dict[str, Tensor] | None
 
 
-def errors(options: object, length: int, rope: bool, device: str = "cpu", size: int = SIZE, exact: Results = None) -> dict[str, float]:
+def errors(
+    options: object, length: int, rope: bool, device: str = "cpu", size: int = SIZE, exact: Results = None
+) -> dict[str, float]:
     """Relative errors of what isn't 0; `exact`: the results in fp64, if they are there."""
     rounded_results = results(options, length, rope, False, device, size)
     exact = exact or results(options, length, rope, True, device, size)
@@ -88,7 +97,9 @@ def softmax_errors(length: int, rope: bool, device: str, size: int) -> dict[str,
     return errors(opt.Softmax(), length, rope, device, size)
 
 
-def check_errors(name: str, length: int, rope: bool, device: str = "cpu", size: int = SIZE, exact: Results = None) -> None:
+def check_errors(
+    name: str, length: int, rope: bool, device: str = "cpu", size: int = SIZE, exact: Results = None
+) -> None:
     """Errors are at most twice softmax's, or as `LARGER` says."""
     base, factor = softmax_errors(length, rope, device, size), LARGER.get(name, (2.0, ""))[0]
     for label, error in errors(CASES[name], length, rope, device, size, exact).items():
@@ -106,7 +117,11 @@ PAIRED = ((64, 48, True), (640, 64, True))  # also beyond the 512 tokens of the 
     ("length", "size", "rope"),
     [
         shape if shape in PAIRED else slow(*shape)
-        for shape in ((*shape, rope) for shape in (*SHORT, (640, 64), (1024, 64), (1024, 48), (4096, 64)) for rope in (False, True))
+        for shape in (
+            (*shape, rope)
+            for shape in (*SHORT, (640, 64), (1024, 64), (1024, 48), (4096, 64))
+            for rope in (False, True)
+        )
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -139,7 +154,9 @@ def test_features_reach_the_normalizer_unrounded(options: object):
     q, k, v = x.bfloat16().unflatten(-1, (HEADS, SIZE)).transpose(1, 2).expand(3, 1, HEADS, 50, SIZE)
     with torch.autocast("cpu", torch.bfloat16):
         attention.attend(x, q, k, v, ForwardContext(AttentionLayout.full(50), None, 1.0, None))
-    for argument, features in zip(seen, (attention.normalizer.query_features(x), attention.normalizer.key_features(x)), strict=True):
+    for argument, features in zip(
+        seen, (attention.normalizer.query_features(x), attention.normalizer.key_features(x)), strict=True
+    ):
         if features is not None:
             assert torch.equal(argument[..., SIZE:], features)
 

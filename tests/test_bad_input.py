@@ -22,7 +22,9 @@ def refused(tmp_path: Path, result: subprocess.CompletedProcess, *words: str, st
     for word in words:
         assert word in errors[0]
     assert not list((tmp_path / "runs").glob("*"))
-    assert not [path for path in (tmp_path / "stores").glob("*") if path.is_dir() and not (path / "manifest.json").exists()]
+    assert not [
+        path for path in (tmp_path / "stores").glob("*") if path.is_dir() and not (path / "manifest.json").exists()
+    ]
 
 
 @pytest.fixture
@@ -82,7 +84,9 @@ def printed_to(output: int, *arguments: str, **environment: str) -> tuple[int, s
     return result.returncode, result.stderr
 
 
-@pytest.mark.parametrize("command", [["config", "name=x"], ["normalizers"]], ids=["less than a buffer", "more than a buffer"])
+@pytest.mark.parametrize(
+    "command", [["config", "name=x"], ["normalizers"]], ids=["less than a buffer", "more than a buffer"]
+)
 def test_output_that_nobody_reads_ends_quietly_with_status_1(command: list[str]):
     reader, writer = os.pipe()
     os.close(reader)
@@ -105,7 +109,9 @@ def test_in_a_locale_of_ascii_output_is_escaped_and_names_of_files_are_refused(t
 
 def test_a_prompt_is_utf_8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch):
     prompts = []
-    monkeypatch.setattr("lm.evaluation.generation.generate_text", lambda source, checkpoint, prompt, *rest: prompts.append(prompt) or [])
+    monkeypatch.setattr(
+        "lm.evaluation.generation.generate_text", lambda source, checkpoint, prompt, *rest: prompts.append(prompt) or []
+    )
     assert lm("generate", "run", "--prompt", "caf\udcc3\udca9 \udcff").returncode == 0
     assert prompts == ["café \ufffd"]
 
@@ -115,10 +121,17 @@ def test_a_loop_of_links_is_an_error_of_one_line(command: str, tmp_path: Path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     options = ["--out", str(tmp_path / "out")] if command == "export" else []
-    refused(tmp_path, lm(*command.split(), str(loop), *options), "loop", status=2 if command in ("data inspect", "config") else 1)
+    refused(
+        tmp_path,
+        lm(*command.split(), str(loop), *options),
+        "loop",
+        status=2 if command in ("data inspect", "config") else 1,
+    )
 
 
-@pytest.mark.parametrize("command", [*([name] for names in COMMANDS.values() for name in names), ["data", "inspect"], []], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [*([name] for names in COMMANDS.values() for name in names), ["data", "inspect"], []], ids=" ".join
+)
 def test_a_wrong_command_line_is_one_line(command: list[str]):
     for wrong in (["--nothing-like-this"], ["--name", "q"]):
         result = lm(*command, *wrong)
@@ -128,7 +141,9 @@ def test_a_wrong_command_line_is_one_line(command: list[str]):
         assert " ".join(["lm", *command, "--help"]) in line or "without dashes: name=q" in line
 
 
-@pytest.mark.parametrize("command", ["eval", "swap runs/x", "diagnose runs/x --layer a", "compare x --jobs 0", "judge x.csv --better up"])
+@pytest.mark.parametrize(
+    "command", ["eval", "swap runs/x", "diagnose runs/x --layer a", "compare x --jobs 0", "judge x.csv --better up"]
+)
 def test_missing_and_wrong_values_are_one_line(command: str):
     result = lm(*command.split())
     assert (result.returncode, result.stdout) == (2, "")
@@ -139,7 +154,10 @@ def test_missing_and_wrong_values_are_one_line(command: str):
 @pytest.mark.parametrize("written", [["--name", "q"], ["--name=q"], ["--eval.sequences", "q"]])
 def test_a_key_written_as_an_option_is_hinted_at(written: list[str]):
     key = written[0].removeprefix("--").partition("=")[0]
-    assert lm("eval", "runs/x", *written).stderr == f"error: no such option: --{key}; it is a key, written without dashes: {key}=q\n"
+    assert (
+        lm("eval", "runs/x", *written).stderr
+        == f"error: no such option: --{key}; it is a key, written without dashes: {key}=q\n"
+    )
 
 
 def test_the_last_name_of_a_key_written_as_an_option_is_hinted_at():

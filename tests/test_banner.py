@@ -76,14 +76,21 @@ def test_tokens_a_parameter_are_named_and_far_too_few_are_warned_of(printed):
     assert ", 0.035 a parameter" in lines["tokens"]
     assert lines["note"].startswith("fewer than 5 tokens a parameter: ")
     assert "note" not in printed("trainer.max_steps=3000", "eval.every=3000")
-    assert "note" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")
+    assert "note" not in printed(
+        "data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"
+    )
 
 
 def test_text_that_is_read_too_often_is_warned_of(printed):
     lines = printed("trainer.max_steps=30000", "eval.every=30000")
     assert float(re.search(r"\(([\d.]+) epochs\)", lines["tokens"])[1]) > 16
     assert lines["note"].startswith("text is read more than 16 times: ")
-    assert "epochs" not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")["tokens"]
+    assert (
+        "epochs"
+        not in printed("data.tasks=[{task: flip_flop}]", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]")[
+            "tokens"
+        ]
+    )
 
 
 def test_epochs_count_the_tokens_that_an_epoch_reads(printed, tiny):
@@ -95,7 +102,9 @@ def test_epochs_count_the_tokens_that_an_epoch_reads(printed, tiny):
 
 def test_what_is_minimised_and_bounded_is_said(printed):
     assert printed()["optimizer"].endswith("; gradients' norm at most 1")
-    assert printed("optim.z_loss=1e-4", "optim.grad_clip=0")["optimizer"].endswith("; gradients' norm not bounded; z-loss x 0.0001")
+    assert printed("optim.z_loss=1e-4", "optim.grad_clip=0")["optimizer"].endswith(
+        "; gradients' norm not bounded; z-loss x 0.0001"
+    )
 
 
 def test_options_of_a_later_phase_s_normalizer_are_said(printed):
@@ -120,7 +129,9 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch:
     git("add", "lm" if tracked else "other")
     git("commit", "-qm", "x")
     monkeypatch.setattr("lm.__file__", str(package / "__init__.py"))
-    os.utime(package / "__init__.py", (1, 1))  # so that git would refresh its index, behind a lock that a killed process leaves
+    os.utime(
+        package / "__init__.py", (1, 1)
+    )  # so that git would refresh its index, behind a lock that a killed process leaves
     index = (tmp_path / ".git" / "index").read_bytes()
     assert git_state() == ((git("rev-parse", "HEAD"), False) if tracked else (None, None))
     assert (tmp_path / ".git" / "index").read_bytes() == index
@@ -130,5 +141,9 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch:
 
 def test_validation_on_next_to_nothing_is_warned_of(printed):
     assert "validation sequences" not in printed("eval.sequences=1000")["note"]
-    note = printed("eval.sequences=1000", "data.seq_len=1024", "optim.batch_tokens=8192", "eval.long_context.length_factor=0")["note"]
-    assert re.search(r"held-out text of \d+ validation sequences, eval\.sequences asks for 1,000: raise data\.val_fraction", note)
+    note = printed(
+        "eval.sequences=1000", "data.seq_len=1024", "optim.batch_tokens=8192", "eval.long_context.length_factor=0"
+    )["note"]
+    assert re.search(
+        r"held-out text of \d+ validation sequences, eval\.sequences asks for 1,000: raise data\.val_fraction", note
+    )

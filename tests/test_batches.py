@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import tokens_of
 
-from lm.config.data_config import Curriculum, DataConfig, DocumentLengths, Files, FixedLength, MixedLengths, TrainedTokenizer
+from lm.config.data_config import (
+    Curriculum,
+    DataConfig,
+    DocumentLengths,
+    Files,
+    FixedLength,
+    MixedLengths,
+    TrainedTokenizer,
+)
 from lm.config.load import load_config
 from lm.config.tree import effect_of
 from lm.data.batches import (
@@ -93,8 +101,15 @@ def global_batches(store: Store, world: int, micro_batch: int, workers: int, fir
         loader = train_loader(sequences, rank, world, micro_batch, first_step, STEPS, workers)
         micro_batches = list(loader)
         assert len(loader) == (STEPS - first_step) * BATCH_SLOTS // world // micro_batch
-        assert all(batch.tokens.dtype == torch.int64 and batch.tokens.shape == (micro_batch, SEQ_LEN) for batch in micro_batches)
-        ranks.append(torch.cat([whole(batch) for batch in micro_batches]).view(STEPS - first_step, BATCH_SLOTS // world, SEQ_LEN + 1))
+        assert all(
+            batch.tokens.dtype == torch.int64 and batch.tokens.shape == (micro_batch, SEQ_LEN)
+            for batch in micro_batches
+        )
+        ranks.append(
+            torch.cat([whole(batch) for batch in micro_batches]).view(
+                STEPS - first_step, BATCH_SLOTS // world, SEQ_LEN + 1
+            )
+        )
     return digests(torch.cat(ranks, 1).numpy())
 
 
@@ -138,7 +153,9 @@ def test_a_seed_of_the_data_decides_the_batches_alone(store: Store, more: str):
 def test_steps_can_be_read_in_any_order(store: Store, expected: list[str]):
     sequences = TrainSequences(store, DataConfig(seq_len=SEQ_LEN), BATCH_SLOTS, seed=1)
     order = np.random.default_rng(0).permutation(STEPS)
-    assert digests(np.stack([whole(sequences.batch(int(step))) for step in order])) == [expected[step] for step in order]
+    assert digests(np.stack([whole(sequences.batch(int(step))) for step in order])) == [
+        expected[step] for step in order
+    ]
 
 
 def test_the_order_never_changes_between_versions():
@@ -165,9 +182,16 @@ def test_pickling_a_dataset_does_not_carry_the_tokens(store: Store):
     assert tokens_of(store.train)[:50].tobytes() not in content
 
 
-@given(n_tokens=st.integers(2, 3000), seq_len=st.integers(1, 80), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 10**6))
+@given(
+    n_tokens=st.integers(2, 3000),
+    seq_len=st.integers(1, 80),
+    seed=st.integers(0, 2**31 - 1),
+    epoch=st.integers(0, 10**6),
+)
 @settings(max_examples=200, deadline=None)
-def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_sequence(n_tokens: int, seq_len: int, seed: int, epoch: int):
+def test_an_epoch_predicts_every_token_once_but_for_fewer_than_a_sequence(
+    n_tokens: int, seq_len: int, seed: int, epoch: int
+):
     if n_tokens <= seq_len:
         with pytest.raises(ValueError, match="hold no sequence"):
             stream(n_tokens, seq_len, seed)
@@ -202,7 +226,9 @@ def test_over_epochs_every_token_of_a_part_is_a_target_equally_often(n_tokens: i
     seed=st.integers(0, 9),
 )
 @settings(max_examples=200, deadline=None)
-def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int, batch_slots: int, step: int, seed: int):
+def test_steps_are_consecutive_pieces_of_the_epochs(
+    n_tokens: int, seq_len: int, batch_slots: int, step: int, seed: int
+):
     text = stream(n_tokens, seq_len, seed)
     begin, end = step * batch_slots, (step + 1) * batch_slots
     n = text.sequences_per_epoch
@@ -212,7 +238,9 @@ def test_steps_are_consecutive_pieces_of_the_epochs(n_tokens: int, seq_len: int,
 
 def test_epochs_seeds_and_stores_give_different_orders():
     def order(seed: int, epoch: int, fingerprint: str = "ab" * 32) -> tuple[int, ...]:
-        return tuple(TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0].epoch_starts(epoch))
+        return tuple(
+            TrainSequences(Counted(5000, fingerprint), DataConfig(seq_len=10), 1, seed).streams[0].epoch_starts(epoch)
+        )
 
     orders = [order(1, 0), order(1, 1), order(2, 0), order(2, 1), order(1, 0, "cd" * 32)]
     assert len(set(orders)) == len(orders)
@@ -274,7 +302,9 @@ def test_windows_are_what_the_store_holds(store: Store):
 
 def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store):
     plain = TrainSequences(store, DataConfig(seq_len=64), 4, seed=1)
-    mixed = TrainSequences(store, DataConfig(seq_len=64, lengths=MixedLengths({16: 0.25, 32: 0.25, 64: 0.5})), 4, seed=1)
+    mixed = TrainSequences(
+        store, DataConfig(seq_len=64, lengths=MixedLengths({16: 0.25, 32: 0.25, 64: 0.5})), 4, seed=1
+    )
     for step in range(40):
         length, sequences = mixed.length(step), whole(mixed.batch(step))
         assert sequences.shape == (4 * 64 // length, length + 1)
@@ -285,11 +315,17 @@ def test_a_mixture_of_lengths_changes_how_a_step_is_cut_and_not_its_tokens(store
 def test_mixed_lengths_have_their_weights_and_are_a_function_of_seed_and_step(store):
     weights = {16: 0.2, 32: 0.3, 64: 0.5}
     lengths = MixedLengths(weights)
-    sequences, repeated, other = (TrainSequences(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2))
+    sequences, repeated, other = (
+        TrainSequences(store, DataConfig(seq_len=64, lengths=lengths), 4, seed) for seed in (1, 1, 2)
+    )
     lengths_of_steps = [sequences.length(step) for step in range(4000)]
     for length, weight in weights.items():
         assert lengths_of_steps.count(length) == pytest.approx(4000 * weight, abs=1 + weight * len(weights))
-    assert lengths_of_steps[:100] == [repeated.length(step) for step in range(100)] != [other.length(step) for step in range(100)]
+    assert (
+        lengths_of_steps[:100]
+        == [repeated.length(step) for step in range(100)]
+        != [other.length(step) for step in range(100)]
+    )
 
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, 4), (2, 1), (4, 1), (1, 2)])
@@ -302,11 +338,15 @@ def test_ranks_and_micro_batches_divide_steps_of_mixed_lengths_too(store, world:
 
 
 def test_the_lengths_of_a_curriculum_begin_at_their_fraction_of_the_run(store):
-    sequences = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.5: 64})), 4, 1, max_steps=40)
+    sequences = TrainSequences(
+        store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.5: 64})), 4, 1, max_steps=40
+    )
     assert [sequences.length(step) for step in range(40)] == 10 * [16] + 10 * [32] + 20 * [64]
     assert sequences.length.fractions(40) == {16: 0.25, 32: 0.25, 64: 0.5}
     assert sequences.length.fractions(15) == {16: 2 / 3, 32: 1 / 3}
-    repeated = TrainSequences(store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.75: 16})), 4, 1, max_steps=40)
+    repeated = TrainSequences(
+        store, DataConfig(seq_len=64, lengths=Curriculum({0.0: 16, 0.25: 32, 0.75: 16})), 4, 1, max_steps=40
+    )
     assert repeated.length.fractions(40) == {16: 0.5, 32: 0.5}
 
 
@@ -319,7 +359,10 @@ def test_a_fixed_length_cuts_all_slots(store):
     ("lengths", "problem"),
     [
         ("{name: fixed}", r"^data\.lengths\.length = null: no length given; give a divisor of data\.seq_len$"),
-        ("{name: fixed, length: 7}", r"^data\.lengths\.length = 7: does not divide data\.seq_len = 32 into sequences of 2 tokens or more;"),
+        (
+            "{name: fixed, length: 7}",
+            r"^data\.lengths\.length = 7: does not divide data\.seq_len = 32 into sequences of 2 tokens or more;",
+        ),
         ("{name: fixed, length: 64}", "does not divide data.seq_len = 32"),
         ("{name: fixed, length: 0}", r"^data\.lengths\.length = 0: must be >= 2$"),
         ("{name: fixed, length: .nan}", r"^data\.lengths\.length = nan: must be an integer or null$"),
@@ -327,22 +370,40 @@ def test_a_fixed_length_cuts_all_slots(store):
         ("{name: mixed, weights: {7: 1.0}}", r"^data\.lengths\.weights = 7: does not divide data\.seq_len = 32"),
         ("{name: mixed, weights: {0: 1.0}}", r"^data\.lengths\.weights = 0: does not divide"),
         ("{name: mixed, weights: {-8: 1.0}}", r"^data\.lengths\.weights = -8: does not divide"),
-        ("{name: mixed, weights: {.nan: 1.0}}", r"^data\.lengths\.weights = {nan: 1.0}: must be a map \(an integer: a number\)$"),
-        ("{name: mixed, weights: {8: 0.4, 32: 0.5}}", r"^data\.lengths\.weights = {8: 0\.4, 32: 0\.5}: sum to 0\.9, not to 1$"),
+        (
+            "{name: mixed, weights: {.nan: 1.0}}",
+            r"^data\.lengths\.weights = {nan: 1.0}: must be a map \(an integer: a number\)$",
+        ),
+        (
+            "{name: mixed, weights: {8: 0.4, 32: 0.5}}",
+            r"^data\.lengths\.weights = {8: 0\.4, 32: 0\.5}: sum to 0\.9, not to 1$",
+        ),
         ("{name: mixed, weights: {8: .inf, 32: 0.5}}", r"^data\.lengths\.weights = {8: inf, 32: 0\.5}: must be "),
         ("{name: mixed, weights: {8: -0.5, 32: 1.5}}", r"^data\.lengths\.weights = .*: must be > 0$"),
-        ("{name: mixed, weights: {8: 0.1, 32: 0.9}}", "gives sequences of 8 less than one step of trainer.max_steps = 8"),
+        (
+            "{name: mixed, weights: {8: 0.1, 32: 0.9}}",
+            "gives sequences of 8 less than one step of trainer.max_steps = 8",
+        ),
         ("{name: curriculum}", r"^data\.lengths\.starts = {}: no length starts at 0\.0;"),
         ("{name: curriculum, starts: {0.5: 32}}", "no length starts at 0.0"),
         ("{name: curriculum, starts: {0.0: 16, .nan: 32}}", r"^data\.lengths\.starts = {0\.0: 16, nan: 32}: "),
         ("{name: curriculum, starts: {0.0: 16, .inf: 32}}", r"^data\.lengths\.starts = {0\.0: 16, inf: 32}: "),
-        ("{name: curriculum, starts: {0.0: 16, 1.0: 32}}", "must start at a fraction of the run of 0 or more and below 1"),
+        (
+            "{name: curriculum, starts: {0.0: 16, 1.0: 32}}",
+            "must start at a fraction of the run of 0 or more and below 1",
+        ),
         ("{name: curriculum, starts: {0.0: 16, 0.01: 32}}", "leaves a length no step of trainer.max_steps = 8"),
         ("{name: curriculum, starts: {0.0: 16, 0.96: 32}}", "leaves a length no step of trainer.max_steps = 8"),
         ("{name: curriculum, starts: {0.0: 0}}", r"^data\.lengths\.starts = 0: does not divide"),
         ("{name: documents, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
-        ("32", r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, curriculum, documents$"),
-        ("{8: 0.5, 32: 0.5}", r"^data\.lengths = {8: 0\.5, 32: 0\.5}: must be a name or a block with a 'name'; choose from: full"),
+        (
+            "32",
+            r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, curriculum, documents$",
+        ),
+        (
+            "{8: 0.5, 32: 0.5}",
+            r"^data\.lengths = {8: 0\.5, 32: 0\.5}: must be a name or a block with a 'name'; choose from: full",
+        ),
         ("halves", r"^data\.lengths\.name = 'halves': unknown name; choose from: full"),
     ],
 )
@@ -358,7 +419,9 @@ def test_pieces_of_documents_need_documents_and_a_power_of_two():
         load_config([*tiny, "data.seq_len=24", "optim.batch_tokens=240"])
     with pytest.raises(ConfigError, match="reads the documents of one source as they come"):
         load_config([*tiny, "data.tasks=[{weight: 0.5, task: needle}]"])
-    with pytest.raises(ConfigError, match=r"data\.lengths = 'documents': short sequences train the first learned positions only"):
+    with pytest.raises(
+        ConfigError, match=r"data\.lengths = 'documents': short sequences train the first learned positions only"
+    ):
         load_config([*tiny, "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[1]"])
 
 
@@ -378,7 +441,9 @@ def test_pieces_of_documents_do_not_overlap_and_leave_out_what_they_say(sizes: l
             assert length in (16, 32, 64)
             assert len(starts) * length == step_tokens
             sequences = split.circular_windows(starts, length, 0, split.n_tokens)
-            assert (document_of[sequences[:, 0]] == document_of[sequences[:, -2]]).all(), "a sequence lies within a document"
+            assert (document_of[sequences[:, 0]] == document_of[sequences[:, -2]]).all(), (
+                "a sequence lies within a document"
+            )
             tokens_read.append(sequences[:, :-1].ravel())
         tokens_read = np.concatenate(tokens_read)
         assert len(np.unique(tokens_read)) == len(tokens_read)
@@ -410,7 +475,9 @@ def test_pieces_of_documents_reach_every_token_of_long_documents(last: int):
 def test_a_run_says_how_many_tokens_pieces_of_documents_leave_out():
     pieces = DocumentPieces(counted_split([64, 15, 33, 8, 20, 40, 20]), 32, 32, (1, 2))
     assert pieces.note == "20.0% of the tokens are left out of each epoch, 11.5% always: documents of fewer than 16"
-    assert DocumentPieces(counted_split([64, 32]), 32, 32, (1, 2)).note == "0.0% of the tokens are left out of each epoch"
+    assert (
+        DocumentPieces(counted_split([64, 32]), 32, 32, (1, 2)).note == "0.0% of the tokens are left out of each epoch"
+    )
     assert TrainSequences(Counted(100), DataConfig(seq_len=32), 1, 1).length.note == ""
 
 
@@ -429,9 +496,13 @@ def test_isolated_positions_begin_anew_with_each_document(store):
     assert TrainSequences(store, DataConfig(seq_len=64), 4, 1).batch(0).positions is None
 
 
-@given(weights=st.lists(st.floats(1e-6, 1), min_size=2, max_size=6), first=st.integers(0, 10**9), seed=st.integers(0, 99))
+@given(
+    weights=st.lists(st.floats(1e-6, 1), min_size=2, max_size=6), first=st.integers(0, 10**9), seed=st.integers(0, 99)
+)
 @settings(max_examples=100, deadline=None)
-def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_the_run(weights: list[float], first: int, seed: int):
+def test_streams_have_the_fraction_of_slots_that_their_weights_say_however_long_the_run(
+    weights: list[float], first: int, seed: int
+):
     fractions = np.array(weights) / sum(weights)
     streams, places = StratifiedSampler(weights, (1, seed)).assign(np.arange(first, first + 3 * SLOTS_PER_BLOCK))
     slots = np.arange(first, first + 3 * SLOTS_PER_BLOCK)
@@ -479,4 +550,7 @@ def test_the_assignment_of_slots_never_changes_between_versions():
     assert assigned == GOLDEN_ASSIGNMENT
 
 
-GOLDEN_ASSIGNMENT = [[0, 2, 0, 1, 1, 0, 0, 0, 2, 1, 0, 2], [2560, 1024, 2561, 1536, 1537, 2562, 2563, 2564, 1025, 1538, 2565, 1026]]
+GOLDEN_ASSIGNMENT = [
+    [0, 2, 0, 1, 1, 0, 0, 0, 2, 1, 0, 2],
+    [2560, 1024, 2561, 1536, 1537, 2562, 2563, 2564, 1025, 1538, 2565, 1026],
+]

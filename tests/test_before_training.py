@@ -54,7 +54,9 @@ def test_the_memory_that_a_model_needs_is_that_of_its_optimizer(tiny, no_data, m
     adamw, muon = (tiny(*SIZES, f"optim.optimizer={name}", "trainer.accelerator=cpu") for name in ("adamw", "muon"))
     size = sum(p.numel() for p in Decoder(adamw.model, 1, adamw.data.seq_len).parameters())
     monkeypatch.setattr("lm.training.before_training.implied_state", implied_state)
-    monkeypatch.setattr("lm.training.before_training.os.sysconf", lambda name: 14 * size if name == "SC_PHYS_PAGES" else 1)
+    monkeypatch.setattr(
+        "lm.training.before_training.os.sysconf", lambda name: 14 * size if name == "SC_PHYS_PAGES" else 1
+    )
     with pytest.raises(ConfigError, match="for weights, gradients and optimizer state"):
         train(adamw)
     with pytest.raises(AssertionError, match="data were prepared"):
@@ -67,7 +69,9 @@ def test_a_missing_gpu_is_noticed_before_data_are_prepared(tiny, no_data):
         train(tiny(*SIZES, "trainer.accelerator=gpu"))
 
 
-def test_weights_and_checkpoints_of_another_model_are_refused_before_data_are_prepared(tiny, request: pytest.FixtureRequest):
+def test_weights_and_checkpoints_of_another_model_are_refused_before_data_are_prepared(
+    tiny, request: pytest.FixtureRequest
+):
     before = tiny(*SIZES, "name=run")
     assert train(before) == 0
     request.getfixturevalue("no_data")
@@ -85,13 +89,21 @@ def test_weights_and_checkpoints_of_another_model_are_refused_before_data_are_pr
 def test_a_task_over_symbols_goes_on_from_weights_that_know_these_symbols_and_from_no_others(tiny):
     def config(name: str, keys: int, *overrides: str) -> Config:
         task = f"data.tasks=[{{task: {{name: mqar, keys: {keys}, values: 16, pairs: 4, queries: 4}}}}]"
-        return tiny(*SIZES, f"name={name}", task, "eval.long_context.length_factor=0", "eval.recall.length_factors=[]", *overrides)
+        return tiny(
+            *SIZES,
+            f"name={name}",
+            task,
+            "eval.long_context.length_factor=0",
+            "eval.recall.length_factors=[]",
+            *overrides,
+        )
 
     before = config("first", 16)
     assert train(before) == 0
     assert train(config("next", 16, f"init_from={before.run_folder}")) == 0
     with pytest.raises(
-        ConfigError, match=r"^data\.tasks = 'mqar': makes sequences of symbols, and \S+ knows other tokens, of a text or of"
+        ConfigError,
+        match=r"^data\.tasks = 'mqar': makes sequences of symbols, and \S+ knows other tokens, of a text or of",
     ):
         train(config("other", 32, f"init_from={before.run_folder}"))
 
@@ -99,7 +111,15 @@ def test_a_task_over_symbols_goes_on_from_weights_that_know_these_symbols_and_fr
 def test_another_optimizer_at_resume_is_one_difference_and_not_one_for_each_of_its_options(tiny):
     assert train(tiny(*SIZES, "name=run")) == 0
     with pytest.raises(ConfigError) as error:
-        train(tiny(*SIZES, "name=run", "resume=auto", "optim.optimizer=muon", "optim.schedule={name: wsd, decay_fraction: 0.1}"))
+        train(
+            tiny(
+                *SIZES,
+                "name=run",
+                "resume=auto",
+                "optim.optimizer=muon",
+                "optim.schedule={name: wsd, decay_fraction: 0.1}",
+            )
+        )
     assert [problem.path for problem in error.value.problems] == ["optim.optimizer.name", "optim.schedule.name"]
 
 
@@ -110,6 +130,8 @@ def test_a_checkpoint_that_is_not_there_is_said_with_those_that_are(tiny):
     for other in (f"{run.run_folder}/checkpoints/step-2.ckpt", "latest", run.run_folder):
         with pytest.raises(RunError, match=rf"^resume = {other}: no checkpoint; {remedy}"):
             train(tiny(*SIZES, "name=run", f"resume={other}"))
-    with pytest.raises(RunError, match=r"^resume = latest: no checkpoint; set it to auto, or to a path; the run has no checkpoint$"):
+    with pytest.raises(
+        RunError, match=r"^resume = latest: no checkpoint; set it to auto, or to a path; the run has no checkpoint$"
+    ):
         train(tiny(*SIZES, "name=new", "resume=latest"))
     assert not (run.run_folder.parent / "new").exists()

@@ -38,7 +38,9 @@ def after(folder: Path, step: int) -> dict[str, list[tuple[int, float]]]:
 @pytest.fixture(scope="module")
 def trained(tiny_below, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps at a constant rate with all of its checkpoints, dropout included."""
-    config = tiny_below(tmp_path_factory.mktemp("trained"), "name=trunk", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax")
+    config = tiny_below(
+        tmp_path_factory.mktemp("trained"), "name=trunk", *CONSTANT, "model.dropout=0.2", "model.normalizer=ssmax"
+    )
     train(config)
     return config.run_folder
 
@@ -49,7 +51,9 @@ def trunk(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "trunk", symlinks=True))
 
 
-def test_a_branch_that_was_killed_before_its_first_checkpoint_goes_on(tiny, trunk: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_branch_that_was_killed_before_its_first_checkpoint_goes_on(
+    tiny, trunk: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = branched(tiny, trunk, 4, "trainer.checkpoint_every=4", "trainer.max_steps=12", "resume=auto")
     training_step = TrainModule.training_step
 
@@ -84,13 +88,17 @@ def test_a_branch_that_changes_nothing_is_the_uninterrupted_run_bit_for_bit(tiny
     assert all(same(trunk_state[name], branch_state[name]) for name in trunk_state)
 
 
-def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(tiny, trunk: Path, capsys: pytest.CaptureFixture):
+def test_a_cooldown_reads_on_at_another_rate_and_leaves_the_trunk_as_it_was(
+    tiny, trunk: Path, capsys: pytest.CaptureFixture
+):
     before = sorted((path.name, path.stat().st_mtime_ns) for path in trunk.rglob("*"))
     config = branched(tiny, trunk, 6, "optim.schedule={name: wsd, decay_fraction: 0.4}", "trainer.max_steps=10")
     train(config)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in trunk.rglob("*")) == before
     assert [rate for _, rate in curve(config.run_folder, "lr")] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-    assert [line["tokens"] for line in metrics(config.run_folder) if "lr" in line] == [256 * step for step in range(7, 11)]
+    assert [line["tokens"] for line in metrics(config.run_folder) if "lr" in line] == [
+        256 * step for step in range(7, 11)
+    ]
     assert curve(config.run_folder)[0] == curve(trunk)[6]  # the first step is at the rate of the trunk
     assert "branches from" in (out := capsys.readouterr().out)
     assert "jumps" not in out.rpartition("branches from")[2]
@@ -134,7 +142,9 @@ def test_a_branch_that_was_killed_goes_on_in_its_own_folder(tiny, trunk: Path):
         if path.stem > "step-000005":
             path.unlink()
     (config.run_folder / "checkpoints" / "last.ckpt").unlink()
-    (config.run_folder / "checkpoints" / "last.ckpt").hardlink_to(config.run_folder / "checkpoints" / "step-000005.ckpt")
+    (config.run_folder / "checkpoints" / "last.ckpt").hardlink_to(
+        config.run_folder / "checkpoints" / "step-000005.ckpt"
+    )
     train(config)
     assert after(config.run_folder, 0) == content
     assert read_json(config.run_folder / "environment.json")["branched_from"]["step"] == 3
@@ -145,7 +155,9 @@ def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk
     train(other)
     train(branched(tiny, trunk, 6, "trainer.max_steps=9"))
     train(branched(tiny, other.run_folder, 6, "trainer.max_steps=9", "seed=2", "name=second"))
-    first, second, trunk_run = (read_run(folder) for folder in (trunk.parent / "branch", trunk.parent / "second", trunk))
+    first, second, trunk_run = (
+        read_run(folder) for folder in (trunk.parent / "branch", trunk.parent / "second", trunk)
+    )
     assert first.arm_definition == second.arm_definition != trunk_run.arm_definition
     assert (first.seeds, second.seeds) == ((1,), (2,))
     assert first.tokens_before == 0
@@ -156,12 +168,21 @@ def test_branches_of_two_seeds_are_one_arm_and_not_that_of_the_trunk(tiny, trunk
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["model.differential=true"], r"model\.differential = true: the checkpoint was trained with false; branch with that"),
+        (
+            ["model.differential=true"],
+            r"model\.differential = true: the checkpoint was trained with false; branch with that",
+        ),
         (["model.n_embd=64"], r"model\.n_embd = 64: the checkpoint was trained with 32; branch with that"),
         (["seed=5"], r"seed = 5: the checkpoint was trained with 1; branch with that"),
-        (["optim.batch_tokens=512"], r"optim\.batch_tokens = 512: the checkpoint was trained with 256; branch with that"),
+        (
+            ["optim.batch_tokens=512"],
+            r"optim\.batch_tokens = 512: the checkpoint was trained with 256; branch with that",
+        ),
         (["model.normalizer=softmax"], r"model\.normalizer = 'softmax': the checkpoint was trained with ssmax"),
-        (["trainer.max_steps=3"], r"trainer\.max_steps = 3: leaves no step after step 3 of .*; raise it; it counts all steps"),
+        (
+            ["trainer.max_steps=3"],
+            r"trainer\.max_steps = 3: leaves no step after step 3 of .*; raise it; it counts all steps",
+        ),
     ],
 )
 def test_more_than_length_and_schedule_is_refused(tiny, trunk: Path, changes: list[str], message: str):
@@ -171,18 +192,26 @@ def test_more_than_length_and_schedule_is_refused(tiny, trunk: Path, changes: li
 
 
 def test_a_step_that_is_not_saved_is_named_with_those_that_are(tiny, trunk: Path):
-    with pytest.raises(RunError, match=r"step-000030\.ckpt: no such checkpoint \(branch_from\); the run has: step-000001\.ckpt, "):
+    with pytest.raises(
+        RunError, match=r"step-000030\.ckpt: no such checkpoint \(branch_from\); the run has: step-000001\.ckpt, "
+    ):
         train(branched(tiny, trunk, 30))
     export(trunk, "last", trunk.parent / "weights")
-    with pytest.raises(RunError, match=r"last\.ckpt: no such checkpoint \(branch_from\); .*weights alone takes init_from=\.\.\.$"):
+    with pytest.raises(
+        RunError, match=r"last\.ckpt: no such checkpoint \(branch_from\); .*weights alone takes init_from=\.\.\.$"
+    ):
         train(branched(tiny, trunk, 3, f"branch_from={trunk.parent / 'weights'}"))
 
 
 def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path):
     options = ["model.dropout=0.2", "model.normalizer=ssmax", *EVERY_STEP, "optim.schedule=wsd"]
-    with pytest.raises(ConfigError, match=r"optim\.schedule\.name = 'wsd'.*new run: branch_from=\S+/last\.ckpt name=\.\.\."):
+    with pytest.raises(
+        ConfigError, match=r"optim\.schedule\.name = 'wsd'.*new run: branch_from=\S+/last\.ckpt name=\.\.\."
+    ):
         train(tiny("name=trunk", *options, "resume=auto"))
-    train(tiny("name=cool", *options, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt"))  # the advice can be followed
+    train(
+        tiny("name=cool", *options, "trainer.max_steps=10", f"branch_from={trunk}/checkpoints/last.ckpt")
+    )  # the advice can be followed
 
 
 # ---------------------------------------------------------------- arms
@@ -190,7 +219,12 @@ def test_the_error_on_another_schedule_at_resume_names_the_way(tiny, trunk: Path
 
 HORIZONS = {
     "long": {"optim.schedule": "constant", "trainer.checkpoint_every": 2},
-    "cool": {"from": "long", "step": 6, "optim.schedule": {"name": "wsd", "decay_fraction": 0.4}, "trainer.max_steps": 10},
+    "cool": {
+        "from": "long",
+        "step": 6,
+        "optim.schedule": {"name": "wsd", "decay_fraction": 0.4},
+        "trainer.max_steps": 10,
+    },
     "on": {"from": "long", "step": 6},
 }
 
@@ -205,25 +239,37 @@ def test_arms_branch_seed_by_seed_from_a_step_of_an_earlier_arm(arguments: list[
     result = lm("compare", str(file), *overrides)
     assert result.returncode == 0, result.stderr
     assert {run.arm for run in procedure.known_runs() if run.stage == "tune"} == {"long"}, "the others have its rate"
-    runs = {(run.arm, run.seed): run.config.run_folder for run in procedure.known_runs() if (run.stage, run.rate) == ("final", 2e-2)}
+    runs = {
+        (run.arm, run.seed): run.config.run_folder
+        for run in procedure.known_runs()
+        if (run.stage, run.rate) == ("final", 2e-2)
+    }
     for seed in (1, 2):
         long, continued, cool = (runs[arm, seed] for arm in ("long", "on", "cool"))
         assert same(weights(continued), weights(long))
         assert curve(cool)[0] == curve(long)[6]
-        assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(f"{long.name}/checkpoints/step-000006.ckpt")
+        assert yaml.safe_load((cool / "config.yaml").read_text())["branch_from"].endswith(
+            f"{long.name}/checkpoints/step-000006.ckpt"
+        )
 
 
 def test_the_plan_counts_a_branch_from_its_step_on(arguments: list[str], tmp_path: Path):
     short = {**HORIZONS["long"], "trainer.max_steps": 4}
     cool = {**HORIZONS["cool"], "trainer.checkpoint_every": 2}
     file = written(tmp_path, arms={"long": HORIZONS["long"], "cool": cool, "short": short}, tune=None)
-    costs_of_arms = costs(Procedure(read_experiment(file, [*arguments[1:], "trainer.keep_checkpoints=9", "eval.every=2"])))
+    costs_of_arms = costs(
+        Procedure(read_experiment(file, [*arguments[1:], "trainer.keep_checkpoints=9", "eval.every=2"]))
+    )
     assert costs_of_arms["", "cool"] == costs_of_arms["", "short"]
 
 
 def test_a_branch_has_its_source_s_keys_then_those_of_its_base_then_its_own(arguments: list[str], tmp_path: Path):
-    (tmp_path / "long.yaml").write_text("trainer: {max_steps: 8, checkpoint_every: 2}\nmodel: {n_embd: 64}\noptim: {lr: 2e-3}\n")
-    (tmp_path / "cool.yaml").write_text("trainer: {max_steps: 12}\noptim: {schedule: {name: wsd, decay_fraction: 0.5}}\n")
+    (tmp_path / "long.yaml").write_text(
+        "trainer: {max_steps: 8, checkpoint_every: 2}\nmodel: {n_embd: 64}\noptim: {lr: 2e-3}\n"
+    )
+    (tmp_path / "cool.yaml").write_text(
+        "trainer: {max_steps: 12}\noptim: {schedule: {name: wsd, decay_fraction: 0.5}}\n"
+    )
     long = {"base": "long.yaml", "optim.lr": 3e-3, "optim.schedule": "constant"}
     arms = {"long": long, "cool": {"from": "long", "step": 6, "base": "cool.yaml"}}
     arms["cooler"] = {**arms["cool"], "trainer.max_steps": 16}
@@ -238,9 +284,18 @@ def test_a_branch_has_its_source_s_keys_then_those_of_its_base_then_its_own(argu
 @pytest.mark.parametrize(
     ("cool", "message"),
     [
-        ({"from": "long", "step": 5}, r"arms\.cool\.step = 5: is no step that long keeps a checkpoint of \(2, 4, 6, 8\)"),
-        ({"from": "long", "step": 6, "model.n_embd": 64}, r"arms\.cool\.model\.n_embd = 64: is 32 in long, which it branches from"),
-        ({"from": "long", "step": 6, "trainer.max_steps": 6}, r"arms\.cool\.trainer\.max_steps = 6: leaves no step after step 6 of long"),
+        (
+            {"from": "long", "step": 5},
+            r"arms\.cool\.step = 5: is no step that long keeps a checkpoint of \(2, 4, 6, 8\)",
+        ),
+        (
+            {"from": "long", "step": 6, "model.n_embd": 64},
+            r"arms\.cool\.model\.n_embd = 64: is 32 in long, which it branches from",
+        ),
+        (
+            {"from": "long", "step": 6, "trainer.max_steps": 6},
+            r"arms\.cool\.trainer\.max_steps = 6: leaves no step after step 6 of long",
+        ),
         ({"step": 6}, r"arms\.cool\.step = 6: goes on with the optimizer state of another arm; name the arm: `from`"),
         ({"from": "long", "step": "six"}, r"arms\.cool\.step = 'six': must be a step of the arm it starts from"),
     ],
@@ -255,8 +310,19 @@ def test_arms_that_can_not_branch_are_refused_before_any_run(arguments, tmp_path
 
 
 def test_a_run_from_overrides_alone_has_a_name_and_warms_up_as_long_as_it_lasts(arguments: list[str], tmp_path: Path):
-    small = ["model={n_layer: 1, n_head: 2, n_embd: 32}", "data.seq_len=32", "data.tokenizer.vocab_size=400", "optim.batch_tokens=256"]
-    options = ["data.source.name=files", "trainer.max_steps=4", "trainer.accelerator=cpu", "eval.sequences=4", "data.val_fraction=0.2"]
+    small = [
+        "model={n_layer: 1, n_head: 2, n_embd: 32}",
+        "data.seq_len=32",
+        "data.tokenizer.vocab_size=400",
+        "optim.batch_tokens=256",
+    ]
+    options = [
+        "data.source.name=files",
+        "trainer.max_steps=4",
+        "trainer.accelerator=cpu",
+        "eval.sequences=4",
+        "data.val_fraction=0.2",
+    ]
     result = lm("train", *arguments[1:], *small, *options, "log.wandb=disabled", "log.every=1")
     assert result.returncode == 0, result.stderr
     assert "optim.warmup_steps = 100 is more than the run's 4 steps: all of them are warm-up" in result.stdout

@@ -35,10 +35,17 @@ def test_each_length_is_the_mean_loss_of_the_same_tokens_after_a_context_cut_the
         for begin in range(0, 64, length):
             parts = torch.from_numpy(tokens[:, begin : begin + length + 1])
             for sequence in parts:
-                ends = [place for place in range(1, length) if documents == "isolate" and sequence[place] == store.end_of_text]
+                ends = [
+                    place
+                    for place in range(1, length)
+                    if documents == "isolate" and sequence[place] == store.end_of_text
+                ]
                 pieces = zip([0, *ends], [*ends, length], strict=True)
                 with torch.no_grad():
-                    logits = [decoder.head(decoder(sequence[None, low:high], AttentionLayout.full(high - low)))[0] for low, high in pieces]
+                    logits = [
+                        decoder.head(decoder(sequence[None, low:high], AttentionLayout.full(high - low)))[0]
+                        for low, high in pieces
+                    ]
                 losses.append(F.cross_entropy(torch.cat(logits), sequence[1:], reduction="none"))
         expected = torch.stack(losses).view(64 // length, 5, length).transpose(0, 1).reshape(5, -1).mean(1)
         assert curve.samples[0].values[:, column] == pytest.approx(expected.numpy(), abs=1e-5)
@@ -56,7 +63,9 @@ def test_it_is_off_by_default_and_then_leaves_no_trace_in_the_hash_of_a_configur
 def test_training_and_lm_eval_measure_it_under_each_inference_setting_and_a_report_compares_runs(tiny, tmp_path):
     settings = "eval.by_length.inference=[{rope: as_trained}, {rope: interpolation}]"
     held_out = "data.val_fraction=0.7", "eval.sequences=64"  # enough documents report
-    configs = [tiny(f"name={name}", f"model.normalizer={name}", LENGTHS, settings, *held_out) for name in ("softmax", "ssmax")]
+    configs = [
+        tiny(f"name={name}", f"model.normalizer={name}", LENGTHS, settings, *held_out) for name in ("softmax", "ssmax")
+    ]
     for config in configs:
         train(config)
     folders = [config.run_folder for config in configs]

@@ -38,14 +38,18 @@ def test_a_model_with_its_nulls_written_out_is_the_same_model(tiny, written: lis
 )
 def test_differences_are_those_that_were_made(tiny, changes: list[str], found: dict):
     assert (
-        differences(to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1")), to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1", *changes)))
+        differences(
+            to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1")),
+            to_plain(tiny(*SIZES, "optim.lr=0.003", "seed=1", *changes)),
+        )
         == found
     )
 
 
 def test_lists_of_normalizers_are_equal_by_what_each_layer_gets(tiny):
     listed = [
-        tiny(*SIZES, "model.n_layer=4", f"model.normalizer={pattern}") for pattern in ("[window, ssmax]", "[window, ssmax, window, ssmax]")
+        tiny(*SIZES, "model.n_layer=4", f"model.normalizer={pattern}")
+        for pattern in ("[window, ssmax]", "[window, ssmax, window, ssmax]")
     ]
     assert canonical(to_plain(listed[0])) == canonical(to_plain(listed[1]))
     other = tiny(*SIZES, "model.n_layer=4", "model.normalizer=[window, ssmax, ssmax]")
@@ -77,7 +81,9 @@ def test_keys_that_were_added_later_leave_the_hashes_of_earlier_models_as_they_w
     assert function_options(tiny(*SIZES, "model.position.scaling=linear").model) != function_options(config.model)
 
 
-@pytest.mark.parametrize("model", [None, 3, {"n_layer": "many"}, {"normalizer": {"name": "layers", "of": []}, "n_layer": 2}])
+@pytest.mark.parametrize(
+    "model", [None, 3, {"n_layer": "many"}, {"normalizer": {"name": "layers", "of": []}, "n_layer": 2}]
+)
 def test_a_model_that_can_not_be_read_stays_as_it_is(model: object):
     assert canonical({"model": model, "phases": None}) == {"model": model, "phases": None}
 

@@ -22,7 +22,11 @@ from lm.runs.evaluations import Evaluation, evaluation_files, evaluation_path, r
 from lm.runs.folder import CONFIG, ENVIRONMENT, RESOLVED_FILE
 
 SEEDS = {"tune": None, "seeds": [1, 2, 3]}
-MORE = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}}
+MORE = {
+    "softmax": {"model.normalizer": "softmax"},
+    "ssmax": {"model.normalizer": "ssmax"},
+    "log_n": {"model.normalizer": "log_n"},
+}
 SETTLED = {"data_fingerprint": FINGERPRINT, "precision": 32, "compile": False, "threads": 1, "seeds": [1, 2, 3]}
 
 
@@ -65,12 +69,24 @@ def test_as_it_was_planned_nothing_is_said(tmp_path, overrides):
 @pytest.mark.parametrize(
     ("changes", "arms", "words"),
     [
-        ({"primary": {"matters": 0.2}}, ["ssmax"], r"exploratory: primary\.matters was 0\.05 when it was settled \(.*Z\), it is 0\.2"),
-        ({"primary": {"matters": 0.05, "learned": 4.95}}, ["ssmax"], r"exploratory: primary\.learned was null .*, it is 4\.95"),
+        (
+            {"primary": {"matters": 0.2}},
+            ["ssmax"],
+            r"exploratory: primary\.matters was 0\.05 when it was settled \(.*Z\), it is 0\.2",
+        ),
+        (
+            {"primary": {"matters": 0.05, "learned": 4.95}},
+            ["ssmax"],
+            r"exploratory: primary\.learned was null .*, it is 4\.95",
+        ),
         ({"arms": MORE}, ["log_n"], r"exploratory: arm log_n was added since the arms were settled"),
         ({"arms": dict(reversed(MORE.items()))}, ["ssmax", "softmax"], r"exploratory: the baseline is another"),
         ({"arms": dict(reversed(TWO_ARMS["arms"].items()))}, ["softmax"], r"exploratory: the baseline is another"),
-        ({"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}}, [], r"exploratory: arm ssmax has another configuration"),
+        (
+            {"base": {"base": TWO_ARMS["base"], "optim.lr": 0.0123}},
+            [],
+            r"exploratory: arm ssmax has another configuration",
+        ),
     ],
 )
 def test_what_was_changed_after_final_runs_were_measured_is_exploratory(tmp_path, overrides, changes, arms, words):
@@ -103,7 +119,10 @@ def test_what_the_primary_metric_is_measured_on_is_planned(tmp_path, overrides):
 def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path, overrides):
     plan = {"tune": None, "seeds": [1, 2, 3], "more_seeds": [4, 5]}
     procedure = Procedure(read_experiment(written(tmp_path, **plan), overrides))
-    write_json(procedure.experiment.folder / RESOLVED_FILE, SETTLED | {"seeds": [1, 2, 3, 4, 5], PLAN: plan_of(procedure.experiment)})
+    write_json(
+        procedure.experiment.folder / RESOLVED_FILE,
+        SETTLED | {"seeds": [1, 2, 3, 4, 5], PLAN: plan_of(procedure.experiment)},
+    )
     for run in finish_all(procedure, lambda run: 5 - 0.1 * run.seed * (run.arm == "ssmax")).known_runs():
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     assert not any("exploratory" in note for note in open_experiment(written(tmp_path, **plan), overrides).notes())
@@ -111,9 +130,9 @@ def test_a_second_look_that_is_made_a_part_of_the_first_is_exploratory(tmp_path,
     words = r"exploratory: the first look had seeds \[1, 2, 3\] when it was settled \(.*Z\), it has \[1, 2, 3, 4\]"
     assert any(re.fullmatch(words, note) for note in moved.notes()), moved.notes()
     experiment = open_experiment(written(tmp_path, **SEEDS), overrides)
-    assert any(re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in experiment.notes()), (
-        experiment.notes()
-    )
+    assert any(
+        re.search(r"exploratory: the number of looks was 2 when .*, it is 1", note) for note in experiment.notes()
+    ), experiment.notes()
     assert experiment.is_exploratory("", "ssmax")
 
 
@@ -133,7 +152,9 @@ def test_arms_that_start_from_a_changed_arm_are_exploratory(tmp_path, overrides)
     started(tmp_path, overrides, arms=arms(6))
     procedure = open_experiment(written(tmp_path, **SEEDS | {"arms": arms(7)}), overrides)
     assert [procedure.is_exploratory("", arm) for arm in ("ssmax", "late", "later")] == [False, True, True]
-    assert any("arm later starts from an arm that has another configuration since" in note for note in procedure.notes())
+    assert any(
+        "arm later starts from an arm that has another configuration since" in note for note in procedure.notes()
+    )
 
 
 def test_other_rows_of_a_tuning_table_are_said(tmp_path, overrides):
@@ -149,7 +170,10 @@ def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrid
     base = {"base": TWO_ARMS["base"], "optim.batch_tokens": 64}
     arms = TWO_ARMS["arms"] | {"longer": {"trainer.max_steps": 12}}
     (note,) = started(tmp_path, overrides, base=base, arms=arms).notes()
-    assert note == "arms have seen different numbers of tokens, those of their sources included: softmax, ssmax: 512; longer: 768"
+    assert (
+        note
+        == "arms have seen different numbers of tokens, those of their sources included: softmax, ssmax: 512; longer: 768"
+    )
 
 
 def test_without_the_file_of_the_first_start_what_was_planned_is_not_known(tmp_path, overrides):
@@ -189,7 +213,9 @@ def test_that_runs_are_compiled_after_they_were_timed_is_part_of_the_plan(argume
     words = [*arguments[1:], "trainer.compile=auto"]
     decided = lambda experiment, seconds=None: ResolvedSetting("true" if seconds else "false", "by seconds")  # noqa: E731
     monkeypatch.setattr(experiment_folder, "_compilation", decided)
-    procedure = experiment_folder.start(written(tmp_path, **SEEDS), words, timer=lambda procedure: {("", "softmax"): 1e6})
+    procedure = experiment_folder.start(
+        written(tmp_path, **SEEDS), words, timer=lambda procedure: {("", "softmax"): 1e6}
+    )
     assert procedure.experiment.first_config.trainer.compile is True
     finish_all(procedure, lambda run: 5.0 - 1e-3 * run.seed * (run.arm == "ssmax"))
     for run in procedure.known_runs():
@@ -212,7 +238,8 @@ def from_others(folder: Path) -> None:
     """Make a run and the baseline's start from one path whose weights changed in between."""
     for path, weights in ((folder, "b2"), *((path, "a1") for path in folder.parent.glob("softmax-*"))):
         write_json(
-            path / ENVIRONMENT, read_json(path / ENVIRONMENT) | {"started_from": {"path": "runs/x", "tokens": 0, "weights": weights}}
+            path / ENVIRONMENT,
+            read_json(path / ENVIRONMENT) | {"started_from": {"path": "runs/x", "tokens": 0, "weights": weights}},
         )
 
 
@@ -224,7 +251,11 @@ def other_code(folder: Path) -> None:
 def old(folder: Path) -> None:
     """As an earlier version wrote it."""
     path = evaluation_path(folder, "validation", 8)
-    path.write_bytes(json_bytes({name: value for name, value in json.loads(path.read_text()).items() if name not in ("sha256", "code")}))
+    path.write_bytes(
+        json_bytes(
+            {name: value for name, value in json.loads(path.read_text()).items() if name not in ("sha256", "code")}
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +266,10 @@ def old(folder: Path) -> None:
         (edited("versions", {"torch": "2.14"}), "runs differ in torch: 2.13 (softmax); 2.14 (ssmax)"),
         (edited("device", "H100"), "runs differ in device: cpu (softmax); H100 (ssmax)"),
         (edited("precision", "bf16-mixed"), "runs differ in precision: 32 (softmax); bf16-mixed (ssmax)"),
-        (from_others, "runs started from different weights of runs/x: a1 (softmax); b2 (ssmax); they are not comparable"),
+        (
+            from_others,
+            "runs started from different weights of runs/x: a1 (softmax); b2 (ssmax); they are not comparable",
+        ),
         (edited("compile", True), "runs differ in compile: False (softmax); True (ssmax)"),
         (other_code, "runs were measured by different code of lm: "),
         (old, "3 runs' evaluations carry no digest (made by an earlier version)"),

@@ -57,7 +57,11 @@ CLAIMS = {
     "a table of positions": ("p_n", {"seq_len": 10**7}, r"normalizer\.p has shape \(32,\), .* \(10000000,\)"),
     "a length beyond all": ("ssmax", {"seq_len": 10**12}, r"data\.seq_len = 1000000000000: must be"),
     "another normalizer": ("softmax", {"normalizer": {"name": "ssmax"}}, r"normalizer\.s is missing"),
-    "a plainer normalizer": ("ssmax", {"normalizer": {"name": "softmax"}}, r"normalizer\.s is not a tensor of the model"),
+    "a plainer normalizer": (
+        "ssmax",
+        {"normalizer": {"name": "softmax"}},
+        r"normalizer\.s is not a tensor of the model",
+    ),
 }
 
 
@@ -76,7 +80,9 @@ def test_a_claimed_size_is_compared_before_anything_of_it_is_made(tmp_path: Path
 def test_a_number_that_poses_as_a_matrix_is_refused(tmp_path: Path):
     path = claimed(tmp_path, ModelConfig(**TINY), vocab_size=10**6)
     vast = torch.zeros(1).expand(10**6, 32)
-    rewritten(path, lambda content: content["state_dict"].update({f"{name}.weight": vast for name in ("embedding", "head")}))
+    rewritten(
+        path, lambda content: content["state_dict"].update({f"{name}.weight": vast for name in ("embedding", "head")})
+    )
     with pytest.raises(RunError, match=r"embedding\.weight is not contiguous"):
         lm.load(path)
 

@@ -101,7 +101,9 @@ def test_runs_that_share_code_compile_where_all_repay_making_it_and_each_repays_
     choice = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs)
     assert choice.value == pays
     assert f"{flops:.1e} FLOP" in choice.reason
-    assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {"compile": True}, runs).value == "true", "as it was started"
+    assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {"compile": True}, runs).value == "true", (
+        "as it was started"
+    )
     assert resolve_compile(tiny("trainer.compile=true"), flops, "cpu", {}, runs).value == "true"
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs).value == "false"
@@ -119,9 +121,12 @@ def test_training_on_tasks_alone_stays_eager_on_a_cpu(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("seconds", "runs", "pays"), [(1000, 1, "true"), (999, 1, "false"), (200, 5, "true"), (200, 4, "false"), (199, 100, "false")]
+    ("seconds", "runs", "pays"),
+    [(1000, 1, "true"), (999, 1, "false"), (200, 5, "true"), (200, 4, "false"), (199, 100, "false")],
 )
-def test_measured_seconds_decide_in_place_of_flops(tiny, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int, pays: str):
+def test_measured_seconds_decide_in_place_of_flops(
+    tiny, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int, pays: str
+):
     monkeypatch.setattr("shutil.which", lambda name: name)
     for flops in (1.0, 1e20):
         choice = resolve_compile(tiny("trainer.compile=auto"), flops, "cpu", {}, runs, seconds)
@@ -130,7 +135,9 @@ def test_measured_seconds_decide_in_place_of_flops(tiny, monkeypatch: pytest.Mon
         assert f"{seconds} s" in choice.reason
 
 
-def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_code_lies_where_the_user_says_or_else_in_the_cache_of_this_cpu(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     use_compile_cache()
@@ -161,11 +168,22 @@ print(json.dumps({name: counters[of][name] for of, names in {
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
 def test_a_second_process_finds_all_code_that_the_first_has_compiled(arguments: list[str], tmp_path, precision: str):
     results, environment = [], {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    options = ["trainer.compile=true", f"trainer.precision={precision}", "trainer.max_steps=2", "model.normalizer=ssmax"]
+    options = [
+        "trainer.compile=true",
+        f"trainer.precision={precision}",
+        "trainer.max_steps=2",
+        "model.normalizer=ssmax",
+    ]
     for seed in (1, 2):
         command = [sys.executable, "-c", COUNTED, *arguments, *options, f"seed={seed}", f"name=seed{seed}"]
         result = subprocess.run(
-            command, env=environment | {"XDG_CACHE_HOME": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+            command,
+            env=environment | {"XDG_CACHE_HOME": str(tmp_path)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
         )
         assert result.returncode == 0, result.stderr
         results.append(json.loads(result.stdout.splitlines()[-1]))
@@ -173,13 +191,19 @@ def test_a_second_process_finds_all_code_that_the_first_has_compiled(arguments: 
     for cache in ("fxgraph_cache", "autograd_cache"):
         assert first[f"{cache}_miss"] > 0
         assert (second[f"{cache}_miss"], second[f"{cache}_hit"]) == (0, first[f"{cache}_miss"] + first[f"{cache}_hit"])
-    assert [path.name for path in (tmp_path / "lm").iterdir()] == [path.name for path in (tmp_path / "lm").glob("compiled-*")]
+    assert [path.name for path in (tmp_path / "lm").iterdir()] == [
+        path.name for path in (tmp_path / "lm").glob("compiled-*")
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["model.dropout=0.2", "trainer.micro_batch=4"]], ids=["plain", "dropout, micro-batches"])
+@pytest.mark.parametrize(
+    "options", [[], ["model.dropout=0.2", "trainer.micro_batch=4"]], ids=["plain", "dropout, micro-batches"]
+)
 def test_a_compiled_run_that_was_killed_and_resumed_is_the_same_to_the_bit(tiny, options: list[str]):
-    whole_run, killed_run = (tiny("trainer.compile=true", *options, f"name={name}", "resume=auto") for name in ("whole", "killed"))
+    whole_run, killed_run = (
+        tiny("trainer.compile=true", *options, f"name={name}", "resume=auto") for name in ("whole", "killed")
+    )
     assert (train(whole_run), train(killed_run)) == (0, 0)
     kill_after(killed_run.run_folder, 4)
     torch._dynamo.reset()
@@ -205,5 +229,7 @@ print("torch._dynamo" in sys.modules)
 @pytest.mark.slow
 def test_a_model_that_is_not_compiled_imports_no_compiler():
     """Which takes as long as all else that `lm generate` imports."""
-    result = subprocess.run([sys.executable, "-c", WITHOUT_TRAINING], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRAINING], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.stdout == "False\n", result.stderr

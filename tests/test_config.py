@@ -42,7 +42,9 @@ def test_every_shipped_configuration_is_valid(path: Path):
 
 
 def test_the_resolved_yaml_loads_as_the_same_configuration():
-    config = load_config([str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"])
+    config = load_config(
+        [str(ROOT / "configs" / "ssmax.yaml"), "optim.lr=1e-4", "data.source={name: files, paths: [a.txt]}"]
+    )
     assert isinstance(config.data.source, Files)
     assert parse(yaml.safe_load(to_yaml(config))) == config
 
@@ -57,7 +59,9 @@ def test_overrides_win_over_files_and_files_over_their_bases(tmp_path: Path):
 
 
 def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
-    messages = problems("optim.lr=-1", "modle.n_layer=3", "model.normalizer=ssmaxx", "trainer.max_steps=many", "data.seq_len=300")
+    messages = problems(
+        "optim.lr=-1", "modle.n_layer=3", "model.normalizer=ssmaxx", "trainer.max_steps=many", "data.seq_len=300"
+    )
     assert set(messages) == {"optim.lr", "modle", "model.normalizer.name", "trainer.max_steps", "optim.batch_tokens"}
     assert "did you mean 'model'" in messages["modle"]
     assert "did you mean 'ssmax'" in messages["model.normalizer.name"]
@@ -86,10 +90,15 @@ def test_choices_that_are_no_words_are_suggested_too():
 
 
 def test_a_text_in_place_of_a_block_without_a_name_is_refused_by_the_key_that_was_given():
-    messages = problems("data.seq_len=32", "data=my/corpus", "optim.groups.head={lr_factor: 2}", "optim.groups.head=large")
+    messages = problems(
+        "data.seq_len=32", "data=my/corpus", "optim.groups.head={lr_factor: 2}", "optim.groups.head=large"
+    )
     assert messages.keys() == {"data", "optim.groups.head"}
     assert messages["data"].startswith("data = 'my/corpus': must be a block of keys; keys: source, tokenizer, ")
-    assert messages["optim.groups.head"] == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay, eps"
+    assert (
+        messages["optim.groups.head"]
+        == "optim.groups.head = 'large': must be a block of keys; keys: lr_factor, weight_decay, eps"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,8 @@ def test_a_value_that_cannot_work_is_refused_by_its_key(override: str, path: str
 
 
 @pytest.mark.parametrize(
-    "value", ["a # b", "1e3", "true", "", "\U0001f600 \u2028", "a: b", 1e-5, math.inf, None, False, [1, "x, y"], {"a": [None]}]
+    "value",
+    ["a # b", "1e3", "true", "", "\U0001f600 \u2028", "a: b", 1e-5, math.inf, None, False, [1, "x, y"], {"a": [None]}],
 )
 def test_an_override_is_read_back_as_it_was_given(value: object):
     key, _, text = override("eval.texts", value).partition("=")
@@ -153,7 +163,11 @@ def test_a_command_line_has_no_comments(text: str):
 
 
 def test_nor_do_lists_on_it():
-    assert load_config(["softmax", "log.tags=[a, '#3']"]).log.tags == load_config(["softmax", "log.tags=[a, #3]"]).log.tags == ["a", "#3"]
+    assert (
+        load_config(["softmax", "log.tags=[a, '#3']"]).log.tags
+        == load_config(["softmax", "log.tags=[a, #3]"]).log.tags
+        == ["a", "#3"]
+    )
     for text in ("log.tags=[a, b] #c", "log.notes=try #3: bigger"):
         with pytest.raises(ConfigError, match="#") as error:
             load_config(["softmax", text])
@@ -184,7 +198,12 @@ def test_needles_leave_room_for_what_is_read_after_them_before_learned_positions
 def test_an_inference_setting_may_set_those_options_of_normalizers_that_training_has_not_fixed(
     normalizer: str, change: str, said: str | None
 ):
-    arguments = ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", f"model.normalizer={normalizer}"]
+    arguments = [
+        "name=x",
+        "data.source={name: files, paths: [a.txt]}",
+        "model.n_layer=2",
+        f"model.normalizer={normalizer}",
+    ]
     arguments.append(f"eval.recall.inference=[{{normalizer: {{{change}}}}}]")
     arguments.append("data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]")
     arguments += ["eval.long_context.length_factor=0", "data.seq_len=64"]
@@ -198,10 +217,18 @@ def test_an_inference_setting_may_set_those_options_of_normalizers_that_training
 def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     def inference(temperature: str) -> list[str]:
         setting = f"eval.long_context.inference=[{{rope: {{name: yarn, temperature: {temperature}}}}}]"
-        return ["name=x", "data.source={name: files, paths: [a.txt]}", "model.n_layer=2", "model.normalizer=[softmax, cosine]", setting]
+        return [
+            "name=x",
+            "data.source={name: files, paths: [a.txt]}",
+            "model.n_layer=2",
+            "model.normalizer=[softmax, cosine]",
+            setting,
+        ]
 
     assert load_config(inference("false")).eval.long_context.inference[0].label == "yarn, temperature 0"
-    with pytest.raises(ConfigError, match=r"inference\[0\]\.rope\.temperature = true: is a factor on queries, and none on"):
+    with pytest.raises(
+        ConfigError, match=r"inference\[0\]\.rope\.temperature = true: is a factor on queries, and none on"
+    ):
         load_config(inference("true"))
     linear = "model.normalizer={name: linear, features: identity, n: visible}"  # a factor on q is one on its scores
     assert load_config([*inference("true"), linear]).eval.long_context.inference[0].label == "yarn"
@@ -209,14 +236,18 @@ def test_a_temperature_of_rope_is_refused_where_the_normalizer_would_undo_it():
     trained["eval"]["long_context"]["inference"][0]["rope"]["temperature"] = True
     suite = suite_changes("full", parse(to_plain(load_config(inference("false")))))["eval"]["long_context"]["inference"]
     assert suite[-1] == {"rope": {"name": "yarn", "temperature": False}}
-    with pytest.raises(ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"):  # an older run
+    with pytest.raises(
+        ConfigError, match=r"inference\.rope\.temperature = true: .* scores of cosine; set it to false"
+    ):  # an older run
         for_inference(Decoder((config := parse(trained)).model, 300, 32), config.eval.long_context.inference[0])
 
 
 @pytest.mark.parametrize("name", ["010", "-07", "0_1", "08", "0"])
 def test_a_name_with_leading_zeros_stays_as_it_is(name: str):
     config = load_config([f"name='{name}'", "data.source={name: files, paths: [a.txt]}"])
-    assert config.name == name == parse(parse_yaml(to_yaml(config), "it")).name == yaml.safe_load(to_yaml(config))["name"]
+    assert (
+        config.name == name == parse(parse_yaml(to_yaml(config), "it")).name == yaml.safe_load(to_yaml(config))["name"]
+    )
 
 
 @pytest.mark.parametrize("name", ["0", "false", "{}"])
@@ -228,15 +259,28 @@ def test_a_name_that_is_no_text_is_refused(name: str):
 def test_a_renamed_block_drops_the_options_of_the_old_name():
     base = {"model": {"normalizer": {"name": "ssmax", "init": 0.4}}}
     assert merge(base, {"model": {"normalizer": "softmax"}}) == {"model": {"normalizer": {"name": "softmax"}}}
-    assert merge(base, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {"name": "ssmax", "init": 0.4, "bias": True}
+    assert merge(base, {"model": {"normalizer": {"bias": True}}})["model"]["normalizer"] == {
+        "name": "ssmax",
+        "init": 0.4,
+        "bias": True,
+    }
     unnamed = {"optim": {"schedule": {"final_fraction": 0.2}}}
-    assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {"optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}}
-    layers = {"model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}}  # an error, as of no layer
-    assert merge({"model": {"normalizer": ["window", "softmax"]}}, {"model": {"normalizer": {"temperature": 0.5}}}) == layers
+    assert merge(unnamed, {"optim": {"schedule": "wsd"}}) == {
+        "optim": {"schedule": {"final_fraction": 0.2, "name": "wsd"}}
+    }
+    layers = {
+        "model": {"normalizer": {"name": "layers", "of": ["window", "softmax"], "temperature": 0.5}}
+    }  # an error, as of no layer
+    assert (
+        merge({"model": {"normalizer": ["window", "softmax"]}}, {"model": {"normalizer": {"temperature": 0.5}}})
+        == layers
+    )
     tasks = {"eval": {"recall": {"tasks": {"needles": 3}}}}  # an error, as a list is given whole
     assert merge({"eval": {"recall": {"tasks": ["needle"]}}}, tasks) == tasks
     assert merge({"position": "rope"}, {"position": {"theta": 5.0}}) == {"position": {"name": "rope", "theta": 5.0}}
-    with pytest.raises(ConfigError, match=r"optim\.schedule = 3: must be a block of keys; there is also optim\.schedule\.name"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.schedule = 3: must be a block of keys; there is also optim\.schedule\.name"
+    ):
         merge({"optim": {"schedule": 3}}, {"optim": {"schedule": {"name": "cosine"}}})
 
 
@@ -246,7 +290,11 @@ def test_null_turns_off_a_block_that_may_be_null(tmp_path: Path):
     with_blocks = load_config([str(file)])
     assert all((with_blocks.model.transfer, with_blocks.trainer.profile, with_blocks.eval.by_length))
     without_blocks = load_config([str(file), "model.transfer=null", "trainer.profile=null", "eval.by_length=null"])
-    assert (without_blocks.model.transfer, without_blocks.trainer.profile, without_blocks.eval.by_length) == (None, None, None)
+    assert (without_blocks.model.transfer, without_blocks.trainer.profile, without_blocks.eval.by_length) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("path", ["eval.long_context", "optim", "optim.schedule"])
@@ -284,7 +332,10 @@ def test_the_order_of_overrides_of_one_block_does_not_matter():
         (b"data: " + b"[" * 400 + b"]" * 400, "is nested more than 50 deep"),
         (b"- " * 100_000, "is nested more than 50 deep"),
         (b"a: &a [*a]\n", "an alias stands within the block that it names"),
-        (b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(60)), "more than 10,000 keys"),
+        (
+            b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(60)),
+            "more than 10,000 keys",
+        ),
         (
             b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {<<: [*a%d, *a%d]}\n" % (n + 1, n + 1, n, n) for n in range(60)),
             "more than 10,000 keys",
@@ -339,11 +390,26 @@ def test_paths_that_name_no_file_are_errors_of_one_line(tmp_path: Path):
         ("name=${optim.lr.x}", "node `optim.lr` is not a container"),
         ("name=" + "${" * 1000 + "}" * 1000, "more than 16 interpolations"),
         ("name=${oc.env:LM_TEST_NOT_SET}", "name: Environment variable 'LM_TEST_NOT_SET' not found"),
-        ("seed=${oc.env:LM_TEST_NOT_SET, '7'}", "seed = '7': must be an integer; write numbers without quotes and leading zeros, or ${oc."),
-        ("trainer.threads=010", "must be an integer or null; write numbers without quotes and leading zeros, or ${oc.decode:...}"),
-        ("eval.long_context.length_factor='4'", "; write numbers without quotes and leading zeros, or ${oc.decode:...}"),
-        ("data.lengths={name: mixed, weights: {064: 0.5, 128: 0.5}}", "(an integer: a number); write numbers without quotes and leading"),
-        ("eval.swap_lengths=[1, '1e1']", "must be a list (a number each); write numbers without quotes and leading zeros"),
+        (
+            "seed=${oc.env:LM_TEST_NOT_SET, '7'}",
+            "seed = '7': must be an integer; write numbers without quotes and leading zeros, or ${oc.",
+        ),
+        (
+            "trainer.threads=010",
+            "must be an integer or null; write numbers without quotes and leading zeros, or ${oc.decode:...}",
+        ),
+        (
+            "eval.long_context.length_factor='4'",
+            "; write numbers without quotes and leading zeros, or ${oc.decode:...}",
+        ),
+        (
+            "data.lengths={name: mixed, weights: {064: 0.5, 128: 0.5}}",
+            "(an integer: a number); write numbers without quotes and leading",
+        ),
+        (
+            "eval.swap_lengths=[1, '1e1']",
+            "must be a list (a number each); write numbers without quotes and leading zeros",
+        ),
     ],
     ids=lambda value: value[:32],
 )
@@ -380,7 +446,10 @@ def test_interpolations_that_double_again_and_again_are_refused(doubled: str, tm
 
 
 def test_the_interpolations_that_are_allowed_take_no_time_and_keep_the_bound_on_keys(tmp_path: Path):
-    triples = "".join(f"  x{number}: ['${{a.x{number + 1}}}', '${{a.x{number + 1}}}', '${{a.x{number + 1}}}']\n" for number in range(5))
+    triples = "".join(
+        f"  x{number}: ['${{a.x{number + 1}}}', '${{a.x{number + 1}}}', '${{a.x{number + 1}}}']\n"
+        for number in range(5)
+    )
     (tmp_path / "file.yaml").write_text(f"a:\n{triples}  x5: [{', '.join('0' * 50)}]\n")
     with pytest.raises(ConfigError, match="more than 10,000 values"):
         load_config([str(tmp_path / "file.yaml")])
@@ -404,7 +473,12 @@ def test_an_interpolation_has_the_value_and_type_of_what_it_names(monkeypatch: p
             "eval.recall.length_factors=[1, '${phases.0.until}']",
         ]
     )
-    assert (config.name, config.trainer.max_steps, config.trainer.checkpoint_every, config.log.project) == ("run-3-True", 7, 7, "default")
+    assert (config.name, config.trainer.max_steps, config.trainer.checkpoint_every, config.log.project) == (
+        "run-3-True",
+        7,
+        7,
+        "default",
+    )
     assert (config.optim.groups.head.lr_factor, config.eval.needle.depths) == (0.5, [1.0, 0.5])
 
 
@@ -438,8 +512,12 @@ def test_text_that_looks_like_something_else_stays_text_in_the_resolved_yaml(tex
 
 
 def test_the_generated_references_in_the_docs_are_current():
-    assert (ROOT / "docs" / "config.md").read_text() == reference_markdown(), "run: lm config --reference > docs/config.md"
-    assert (ROOT / "docs" / "normalizers.md").read_text() == catalogue.markdown(), "run: lm normalizers > docs/normalizers.md"
+    assert (ROOT / "docs" / "config.md").read_text() == reference_markdown(), (
+        "run: lm config --reference > docs/config.md"
+    )
+    assert (ROOT / "docs" / "normalizers.md").read_text() == catalogue.markdown(), (
+        "run: lm normalizers > docs/normalizers.md"
+    )
 
 
 def test_every_key_has_a_description_and_a_valid_default():
@@ -491,23 +569,41 @@ AFTER_TRAINING = {
 def test_training(promise: str):
     code, output = AFTER_TRAINING[promise]
     result = subprocess.run(
-        [sys.executable, "-c", f"import sys, lm.training.fit; {code}"], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", f"import sys, lm.training.fit; {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
     assert result.stdout == f"{output}\n"
 
 
 def test_lightning_is_imported_in_one_place():
-    places = [path for path in (ROOT / "lm").rglob("*.py") if re.search(r"^\s*(import|from) lightning\b", path.read_text(), re.MULTILINE)]
+    places = [
+        path
+        for path in (ROOT / "lm").rglob("*.py")
+        if re.search(r"^\s*(import|from) lightning\b", path.read_text(), re.MULTILINE)
+    ]
     assert places == [ROOT / "lm" / "training" / "module.py"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "off"), [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")]
+    ("kind", "off"),
+    [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],
 )
 def test_a_misspelt_option_of_an_evaluation_that_is_off_is_an_error(kind: str, off: str):
     key = f"eval.{kind}.inference"
-    with pytest.raises(ConfigError, match=rf"{key}\[0\]\.normalizer\.clpi = true: no normalizer of this model has this option"):
-        load_config(["configs/softmax.yaml", "model.normalizer=log_n", f"eval.{kind}.{off}", f"{key}=[{{normalizer: {{clpi: true}}}}]"])
+    with pytest.raises(
+        ConfigError, match=rf"{key}\[0\]\.normalizer\.clpi = true: no normalizer of this model has this option"
+    ):
+        load_config(
+            [
+                "configs/softmax.yaml",
+                "model.normalizer=log_n",
+                f"eval.{kind}.{off}",
+                f"{key}=[{{normalizer: {{clpi: true}}}}]",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -527,11 +623,13 @@ def test_errors_show_values_as_they_are_written_in_yaml(value, text):
 
 def test_an_option_of_another_block_of_that_key_is_said_to_be_that():
     with pytest.raises(
-        ConfigError, match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon: set optim\.optimizer\.name$"
+        ConfigError,
+        match=r"^optim\.optimizer\.momentum = 0\.9: unknown key; it is an option of muon: set optim\.optimizer\.name$",
     ):
         load_config(["name=x", "optim.optimizer.momentum=0.9"])
     with pytest.raises(
-        ConfigError, match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*: set model\.normalizer\.name$"
+        ConfigError,
+        match=r"^model\.normalizer\.bias = true: unknown key; it is an option of ssmax.*: set model\.normalizer\.name$",
     ):
         load_config(["name=x", "model.normalizer={name: softmax, bias: true}"])
 
@@ -544,7 +642,9 @@ def test_a_dotted_key_in_a_file_is_answered_with_its_block(tmp_path):
 
 def test_a_normalizer_alone_is_not_trained_where_it_has_no_gradient():
     options = ["name=x", "model.normalizer=ssmax", "train_only=normalizer", "model.out_init=zero"]
-    with pytest.raises(ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"):
+    with pytest.raises(
+        ConfigError, match=r"^train_only = 'normalizer': with model\.out_init = zero blocks of new weights add nothing"
+    ):
         load_config(options)
     load_config([*options, "init_from=runs/other"])
 

@@ -149,19 +149,28 @@ def test_each_broken_promise_fails_its_check(broken: type[Normalizer], monkeypat
         return broken(options, layer) if isinstance(options, OfBroken) else make_normalizer(options, layer)
 
     monkeypatch.setattr(contract, "make_normalizer", make)
-    problems = {check.__name__: problem for check, (_, problem) in zip(CHECKS, checked_promises(OfBroken()), strict=True)}
+    problems = {
+        check.__name__: problem for check, (_, problem) in zip(CHECKS, checked_promises(OfBroken()), strict=True)
+    }
     assert {name for name, problem in problems.items() if problem} >= BROKEN[broken], problems
     for name in BROKEN[broken]:  # a sentence that names what fails, where numbers are compared an entry, and what to do
         problem, _, hint = problems[name].partition("; hint: ")
         assert re.fullmatch(".+", hint), name
-        assert not re.search("Error|Tensor-likes|torch", problem) or problem.startswith("stopped by RuntimeError: "), problem
-        assert not re.search(", not -?[0-9]", problem) or re.search(r"(at|,) (token|key|entry|dimension) \[?[0-9]", problem), problem
+        assert not re.search("Error|Tensor-likes|torch", problem) or problem.startswith("stopped by RuntimeError: "), (
+            problem
+        )
+        assert not re.search(", not -?[0-9]", problem) or re.search(
+            r"(at|,) (token|key|entry|dimension) \[?[0-9]", problem
+        ), problem
 
 
 @pytest.mark.parametrize("broken", [DividedAlongKeys, ScaledAlongKeys])
 def test_a_factor_along_the_wrong_axis_is_named(broken: type[Normalizer], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(contract, "make_normalizer", broken)
-    with pytest.raises(AssertionError, match="changes other queries' weights of key 3: it lies along the axis of keys instead of queries"):
+    with pytest.raises(
+        AssertionError,
+        match="changes other queries' weights of key 3: it lies along the axis of keys instead of queries",
+    ):
         contract.row_independence(OfBroken())
 
 

@@ -26,7 +26,12 @@ from lm.training.train import train
 RECOMPUTED = "trainer.activation_checkpointing=true"
 LARGER = ["model.n_embd=64", "model.n_layer=3", "data.seq_len=128", "optim.batch_tokens=2048"]
 GAU = ["model.block={name: gau, key_size: 16}", "model.n_head=1", "model.normalizer=relu2"]
-MODERN = ["model.value_residual=first_layer", "model.embedding_norm=rms", "model.logit_softcap=15", "optim.optimizer=muon"]
+MODERN = [
+    "model.value_residual=first_layer",
+    "model.embedding_norm=rms",
+    "model.logit_softcap=15",
+    "optim.optimizer=muon",
+]
 
 
 # ---------------------------------------------------------------- memory
@@ -42,7 +47,9 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
         for _ in range(2):
             for number in range(config.rank_sequences // config.micro_batch):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    loss = decoder.loss(Batch.of(torch.randint(vocab_size, (config.micro_batch, config.data.seq_len + 1))))
+                    loss = decoder.loss(
+                        Batch.of(torch.randint(vocab_size, (config.micro_batch, config.data.seq_len + 1)))
+                    )
                 if number == 0:
                     optimizer.zero_grad()
                 loss.backward()
@@ -57,7 +64,13 @@ def measured(config: Config, bf16: bool = False, vocab_size: int = 400) -> int:
         [RECOMPUTED],
         *(
             pytest.param(options, marks=pytest.mark.slow)
-            for options in (GAU, ["trainer.micro_batch=4"], ["model.tied=true", "model.dropout=0.1"], ["model.normalizer=entmax15"], MODERN)
+            for options in (
+                GAU,
+                ["trainer.micro_batch=4"],
+                ["model.tied=true", "model.dropout=0.1"],
+                ["model.normalizer=entmax15"],
+                MODERN,
+            )
         ),
     ],
     ids=lambda options: " ".join(options) or "plain",
@@ -89,8 +102,12 @@ def test_what_the_loss_takes_is_estimated_where_it_is_most_of_a_step(tiny, optio
 
 
 def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
-    phases = "phases=[{until: 0.3, normalizer: softmax}, {until: 0.6, normalizer: linear}, {until: 1, normalizer: softmax}]"
-    soft, linear, both_phases = (tiny(*LARGER, override) for override in ("model.normalizer=softmax", "model.normalizer=linear", phases))
+    phases = (
+        "phases=[{until: 0.3, normalizer: softmax}, {until: 0.6, normalizer: linear}, {until: 1, normalizer: softmax}]"
+    )
+    soft, linear, both_phases = (
+        tiny(*LARGER, override) for override in ("model.normalizer=softmax", "model.normalizer=linear", phases)
+    )
     estimates = [estimated_memory(both_phases, phase, 400, False, "cpu") for phase in range(3)]
     small, large = (estimated_memory(config, 0, 400, False, "cpu") for config in (soft, linear))
     assert small < large
@@ -99,7 +116,9 @@ def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
 
 def test_frozen_layers_that_read_long_sequences_are_counted_without_numbers(tiny):
     """Their attention needs no gradient, and a kernel outside of PyTorch would read memory that fake tensors don't have."""
-    config = tiny("data.seq_len=1024", "optim.batch_tokens=1024", "model.normalizer=[softmax, ssmax]", "train_only=normalizer")
+    config = tiny(
+        "data.seq_len=1024", "optim.batch_tokens=1024", "model.normalizer=[softmax, ssmax]", "train_only=normalizer"
+    )
     assert estimated_memory(config, 0, 400, True, "cpu") > 0
 
 
@@ -114,7 +133,9 @@ def test_all_that_a_run_needs_is_counted(tiny):
         return estimated_memory(tiny(*LARGER, *options), 0, 400, False, "cpu")
 
     weights = 4 * sum(p.numel() for p in Decoder(tiny(*LARGER).model, 400, 128, 1).parameters())
-    assert estimate("trainer.devices=2") - estimate("optim.batch_tokens=1024") == weights  # DDP's copies of the gradients
+    assert (
+        estimate("trainer.devices=2") - estimate("optim.batch_tokens=1024") == weights
+    )  # DDP's copies of the gradients
     assert estimate() - estimate("train_only=normalizer", "model.normalizer=ssmax") > 2 * weights
     on_cpu, on_gpu = (estimated_memory(tiny(*LARGER), 0, 4000, False, device) for device in ("cpu", "gpu"))
     assert on_gpu > on_cpu  # which holds fewer logits at a time
@@ -155,7 +176,9 @@ def test_narrow_windows_are_counted_by_the_route_of_the_device(tiny, monkeypatch
     assert on_gpu == fused_on_gpu
 
 
-def test_the_estimate_is_printed_and_a_model_without_one_is_trained(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_the_estimate_is_printed_and_a_model_without_one_is_trained(
+    tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     def refuse(*_: object) -> int:
         raise RuntimeError("its shapes\ndepend on numbers")
 
@@ -178,7 +201,9 @@ sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_cost import grown
 grown()
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
     estimated, tensors, growth = map(float, result.stdout.split())
     assert estimated == pytest.approx(tensors, rel=0.15), result.stderr
     assert estimated < growth < 1.5 * estimated
@@ -242,12 +267,15 @@ def test_compiled_it_keeps_less_and_has_the_same_gradients(tiny, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["trainer.compile=true"], ["trainer.devices=2"]], ids=["compiled", "two processes"])
-def test_activation_checkpointing_goes_with_compilation_and_several_processes(arguments: list[str], tmp_path, how: list[str]):
+def test_activation_checkpointing_goes_with_compilation_and_several_processes(
+    arguments: list[str], tmp_path, how: list[str]
+):
     for name, options in {"plain": [], "recomputed": [RECOMPUTED]}.items():
         result = lm("train", *arguments, *how, *options, f"name={name}", process=True)
         assert result.returncode == 0, result.stderr
     plain_losses, recomputed_losses = (
-        [line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line] for name in ("plain", "recomputed")
+        [line["train/loss"] for line in metrics(tmp_path / "runs" / name) if "lr" in line]
+        for name in ("plain", "recomputed")
     )
     assert plain_losses == pytest.approx(recomputed_losses, rel=1e-5)
 
@@ -295,7 +323,9 @@ def test_mfu_counts_what_the_mask_hides_in_one_of_two_conventions():
         ("NVIDIA GeForce RTX 3090 Ti", None),
     ],
 )
-def test_the_peak_of_a_gpu_is_that_of_its_name_and_of_no_other_card(monkeypatch: pytest.MonkeyPatch, card: str, peak: float | None):
+def test_the_peak_of_a_gpu_is_that_of_its_name_and_of_no_other_card(
+    monkeypatch: pytest.MonkeyPatch, card: str, peak: float | None
+):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: card)
     assert peak_flops("gpu", bf16=True) == pytest.approx(peak)
 
@@ -323,14 +353,21 @@ def test_a_window_of_steps_is_profiled_and_the_run_is_the_same(tiny):
     folder = profiled.run_folder / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["steps-3-4.json.gz", "steps-3-4.txt"]
     assert "aten::" in (folder / "steps-3-4.txt").read_text()
-    names = [event.get("name") for event in json.loads(gzip.decompress((folder / "steps-3-4.json.gz").read_bytes()))["traceEvents"]]
+    names = [
+        event.get("name")
+        for event in json.loads(gzip.decompress((folder / "steps-3-4.json.gz").read_bytes()))["traceEvents"]
+    ]
     assert sum(name.startswith("Optimizer.step") for name in names if name) >= 2
 
 
 @pytest.mark.slow
-def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_passed_is_named(tiny, capsys: pytest.CaptureFixture):
+def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_passed_is_named(
+    tiny, capsys: pytest.CaptureFixture
+):
     assert train(tiny("name=x", "trainer.max_steps=4")) == 0
-    config = tiny("name=x", "resume=auto", "trainer.max_steps=6", "trainer.profile={first: 3, last: 4}", "log.progress=lines")
+    config = tiny(
+        "name=x", "resume=auto", "trainer.max_steps=6", "trainer.profile={first: 3, last: 4}", "log.progress=lines"
+    )
     assert train(config) == 0
     assert "trainer.profile: steps 3 to 4 were made before: none is recorded\n" in capsys.readouterr().err
     assert not (config.run_folder / "profile").exists()
@@ -342,7 +379,10 @@ def test_a_window_that_ends_after_the_run_is_cut_and_one_that_a_resumed_run_has_
     ("window", "expected"),
     [
         ("{first: 5, last: 4}", "last = 4: is before first = 5; give both"),
-        ("{first: 9, last: 90}", "first = 9: is after the last step, trainer.max_steps = 8: nothing would be recorded; lower it"),
+        (
+            "{first: 9, last: 90}",
+            "first = 9: is after the last step, trainer.max_steps = 8: nothing would be recorded; lower it",
+        ),
     ],
 )
 def test_a_window_without_a_step_is_refused(arguments: list[str], window: str, expected: str):

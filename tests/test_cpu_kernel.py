@@ -42,7 +42,9 @@ def forgotten():
 def inputs(queries: int, keys: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
     """q in fp32, k and v in bf16; q large enough for weights that are far from equal."""
     generator = torch.Generator().manual_seed(keys)
-    q, k, v = (torch.randn(heads, *shape, generator=generator) for shape in ((queries, size), (keys, size), (keys, width)))
+    q, k, v = (
+        torch.randn(heads, *shape, generator=generator) for shape in ((queries, size), (keys, size), (keys, width))
+    )
     return [3 * q, k.bfloat16(), v.bfloat16()]
 
 
@@ -62,7 +64,9 @@ def test_it_is_as_near_to_fp64_as_the_fused_kernel(keys: int, size: int, width: 
     scale = 1 / math.sqrt(size)
     true, output = exact(q, k, v, scale), causal_softmax(q, k, v, scale)
     wider = max(size, width)
-    padded = (F.pad(x.bfloat16(), (0, wider - x.size(-1)))[None] for x in (q, k, v))  # of three dimensions it would not be the fused kernel
+    padded = (
+        F.pad(x.bfloat16(), (0, wider - x.size(-1)))[None] for x in (q, k, v)
+    )  # of three dimensions it would not be the fused kernel
     fused = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale)[0]
     assert output.shape == true.shape
     assert output.dtype == torch.bfloat16
@@ -110,7 +114,9 @@ def test_long_sequences_without_gradients_in_bf16_take_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu_kernel, "_why_unusable", lambda: "")
     monkeypatch.setattr(cpu_kernel, "causal_softmax", lambda q, k, v, scale: calls.append(scale) or v)
 
-    def taken(length: int, dtype: torch.dtype = torch.bfloat16, layout: AttentionLayout | None = None, grad: bool = False) -> bool:
+    def taken(
+        length: int, dtype: torch.dtype = torch.bfloat16, layout: AttentionLayout | None = None, grad: bool = False
+    ) -> bool:
         x = torch.zeros(1, 1, length, 8, dtype=dtype, requires_grad=grad)
         calls.clear()
         fused_softmax(x, x, x, layout or AttentionLayout.full(length))
@@ -146,7 +152,11 @@ def test_the_fused_kernel_takes_what_it_can_not_compute(monkeypatch: pytest.Monk
     ],
 )
 def test_machines_without_what_it_needs_are_not_warned(
-    flags: list[str], compiler: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    flags: list[str],
+    compiler: str | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
 ):
     monkeypatch.setattr(cpu_kernel, "cpu_flags", lambda: flags)
     monkeypatch.setattr(cpu_kernel, "cpp_compiler", lambda: compiler)
@@ -155,9 +165,12 @@ def test_machines_without_what_it_needs_are_not_warned(
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"), [("compiler", "no such flag"), ("library", "too short|invalid ELF"), ("results", "results are not PyTorch's")]
+    ("trouble", "words"),
+    [("compiler", "no such flag"), ("library", "too short|invalid ELF"), ("results", "results are not PyTorch's")],
 )
-def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(trouble: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(
+    trouble: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(cpu_kernel, "cpu_flags", lambda: ["avx512_bf16"])
     monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: tmp_path)
     compiler = tmp_path / "c++"
@@ -170,15 +183,21 @@ def test_a_kernel_that_does_not_work_is_replaced_with_a_warning(trouble: str, wo
         assert "does not work here" in cpu_kernel.why_unusable(V)
     assert cpu_kernel.why_unusable(V)  # asked again, without a further warning
     q = torch.randn(1, 1, 600, 8).bfloat16()
-    assert torch.equal(fused_softmax(q, q, q, AttentionLayout.full(600)), F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert torch.equal(
+        fused_softmax(q, q, q, AttentionLayout.full(600)), F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    )
 
 
 @needs_kernel
 @pytest.mark.parametrize("kept", [True, False])
-def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_compiled_once_on_a_machine_whose_cache_can_be_written(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(cpu_kernel, "compiled_code_folder", lambda: tmp_path if kept else None)
     runs, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: runs.append(arguments) or run(*arguments, **options))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *arguments, **options: runs.append(arguments) or run(*arguments, **options)
+    )
     for _ in range(2):
         cpu_kernel._library.cache_clear()
         q, k, v = inputs(40, 40, 8, 8)

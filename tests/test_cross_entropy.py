@@ -49,7 +49,9 @@ def test_chunked_loss_equals_plain_cross_entropy_with_its_gradients(
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(softcap: float | None, monkeypatch: pytest.MonkeyPatch):
+def test_the_z_loss_is_added_to_what_is_minimised_and_not_to_the_loss(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 128 * 37)
     monkeypatch.setitem(CACHED_LOGITS, "cpu", 50 * 37)
     generator = torch.Generator().manual_seed(0)
@@ -77,9 +79,13 @@ def test_the_compiled_loss_has_the_gradients_of_the_eager_one(z_loss: float):
     hidden = torch.randn(30, 24, generator=generator, requires_grad=True)
     head, targets = head_of(torch.randn(37, 24, generator=generator)), torch.randint(37, (30,), generator=generator)
     passes = partial(compile_fx, inner_compile=lambda graph, inputs, **options: make_boxed_func(graph.forward))
-    eager, compiled = (loss(hidden, head, targets, z_loss) for loss in (training_loss, torch.compile(training_loss, backend=passes)))
+    eager, compiled = (
+        loss(hidden, head, targets, z_loss) for loss in (training_loss, torch.compile(training_loss, backend=passes))
+    )
     torch.testing.assert_close(compiled, eager)
-    for actual, expected in zip(*(torch.autograd.grad(loss, [hidden, head.weight]) for loss, _ in (compiled, eager)), strict=True):
+    for actual, expected in zip(
+        *(torch.autograd.grad(loss, [hidden, head.weight]) for loss, _ in (compiled, eager)), strict=True
+    ):
         torch.testing.assert_close(actual, expected)
 
 
@@ -142,7 +148,9 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["token_nll(x, head, targets)", "token_kl(x, head, x, head)", "training_loss(x, head, targets)"])
+@pytest.mark.parametrize(
+    "call", ["token_nll(x, head, targets)", "token_kl(x, head, x, head)", "training_loss(x, head, targets)"]
+)
 def test_memory_does_not_grow_with_the_chunks(call: str):
     """Where small results lie between the chunks, glibc does not use the memory of one for the next: in some processes, not in others."""
     code = f"""
@@ -159,5 +167,7 @@ run(hidden, targets)
 print(peak_process_bytes() - before)
 """
     command = [sys.executable, "-c", code]
-    growth = [int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)]
+    growth = [
+        int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout) for _ in range(6)
+    ]
     assert max(growth) < 96 * 2**20, "a few chunks of 16 MiB may lie apart; all logits are 512 MiB"

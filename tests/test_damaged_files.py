@@ -35,7 +35,10 @@ DAMAGE = {"empty": lambda content: b"", "half": lambda content: content[: len(co
 def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The file of an experiment whose two runs have ended, and its overrides without `runs`; they lie in `runs` beside the file."""
     folder = tmp_path_factory.mktemp("trained")
-    file, overrides = written(folder, tune=None, seeds=[1]), [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT]
+    file, overrides = (
+        written(folder, tune=None, seeds=[1]),
+        [f"data.source.paths=[{corpus}]", f"data.root={store_root}", *SHORT],
+    )
     for run in start(file, [*overrides, f"runs={folder / 'runs'}"]).known_runs():
         train(run.config)
     return file, overrides
@@ -88,11 +91,19 @@ QUICK = {("report", "half"), ("resume", "half"), ("compare", "half"), ("eval", "
 
 
 @pytest.mark.parametrize("case", thinned(itertools.product(WHOLE, DAMAGE), QUICK), ids="-".join)
-def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(case: tuple[str, str], words: dict[str, list[str]], tmp_path: Path):
+def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(
+    case: tuple[str, str], words: dict[str, list[str]], tmp_path: Path
+):
     (command, damage), run, backup = case, Path(words["{run}"][0]), tmp_path / "whole"
     shutil.copytree(tmp_path / "copy", backup)
-    files = [path for path in run.rglob("*") if path.is_file() and path.suffix != ".png" and not path.name.startswith("step-")]
-    assert {"config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json", "last.ckpt"} < {path.name for path in files}
+    files = [
+        path
+        for path in run.rglob("*")
+        if path.is_file() and path.suffix != ".png" and not path.name.startswith("step-")
+    ]
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json", "last.ckpt"} < {
+        path.name for path in files
+    }
     for path in files:
         content = DAMAGE[damage](path.read_bytes())
         path.unlink()  # `last.ckpt` is a link
@@ -107,11 +118,18 @@ def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(case: tuple[str, s
 
 
 @pytest.mark.parametrize("command", [name for name in WHOLE if name not in ("report", "compare")])
-def test_weights_that_are_not_finite_or_too_large_are_one_line_or_a_result(command: str, words: dict[str, list[str]], tmp_path: Path):
+def test_weights_that_are_not_finite_or_too_large_are_one_line_or_a_result(
+    command: str, words: dict[str, list[str]], tmp_path: Path
+):
     run = Path(words["{run}"][0])
     for value, refusal in ((1e30, ""), (float("nan"), "norm.weight holds numbers that are not finite")):
-        rewritten(run / "checkpoints" / "last.ckpt", lambda content, value=value: content["state_dict"]["norm.weight"].fill_(value))
-        unchanged = tmp_path / "copy" / "runs" if refusal else tmp_path / "nothing"  # of large ones a new run is left, which has diverged
+        rewritten(
+            run / "checkpoints" / "last.ckpt",
+            lambda content, value=value: content["state_dict"]["norm.weight"].fill_(value),
+        )
+        unchanged = (
+            tmp_path / "copy" / "runs" if refusal else tmp_path / "nothing"
+        )  # of large ones a new run is left, which has diverged
         check(unchanged, *arguments(WHOLE[command], words), words=refusal)
         for folder in (Path(words["{out}"][0]), tmp_path / "copy" / "runs" / "new"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +158,9 @@ def failing(words: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.Mon
     file = write_tokenizer(tmp_path / "panics.json")
     tokenizer = Tokenizer.from_file(str(file))
     splitter = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.save(str(file))
     save_model(load(words["{run}"][0]).decoder, tmp_path / "model", file)
     (tmp_path / "text").mkdir()
@@ -160,10 +180,14 @@ def failing(words: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("command", thinned(PANICS, ["generate", "eval", "train"]))
-def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_leaves_nothing(command: str, failing: dict[str, list[str]], tmp_path: Path):
+def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_leaves_nothing(
+    command: str, failing: dict[str, list[str]], tmp_path: Path
+):
     (tmp_path / "stores").mkdir()
     (tmp_path / "stores" / ".lock").touch()
-    line = check(tmp_path, *arguments(PANICS[command], failing), words="data.tokenizer: can't encode a text that begins '")
+    line = check(
+        tmp_path, *arguments(PANICS[command], failing), words="data.tokenizer: can't encode a text that begins '"
+    )
     assert "Onig: Regex search error: retry-limit-in-match over; use another tokenizer, or other text" in line
     assert [path.name for path in (tmp_path / "stores").iterdir()] == [".lock"]
     assert not (tmp_path / "out").exists()
@@ -192,4 +216,7 @@ def test_a_panic_of_any_library_is_one_line(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("lm.cli.app", fail)
     result = lm("normalizers")
-    assert (result.returncode, result.stderr) == (1, "error: a library that lm uses failed: called `Option::unwrap()` on a `None` value\n")
+    assert (result.returncode, result.stderr) == (
+        1,
+        "error: a library that lm uses failed: called `Option::unwrap()` on a `None` value\n",
+    )

@@ -47,7 +47,10 @@ def test_the_tokens_of_a_step_are_the_same_for_any_number_of_ranks(tiny, world: 
         steps = 50
         ranks = [MicroBatches(rows, rank, world, micro_batch) for rank in range(world)]
         per_step = ranks[0].accumulation
-        batches = [torch.cat([rank[step * per_step + k].tokens for rank in ranks for k in range(per_step)]) for step in range(steps)]
+        batches = [
+            torch.cat([rank[step * per_step + k].tokens for rank in ranks for k in range(per_step)])
+            for step in range(steps)
+        ]
         return hashlib.sha256(torch.stack(batches).numpy().tobytes()).hexdigest()
 
     assert digest(1, 8) == digest(world, 8 // world) == digest(world, 1)
@@ -66,7 +69,9 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
     for a, b in zip(*(series(run, "swap", 4) for run in (one_rank, two_ranks)), strict=True):
         assert a.means.tolist() == pytest.approx(b.means.tolist(), abs=1e-5 if a.metric == "attention drift" else 1e-4)
     checkpoint = two_ranks / "checkpoints" / "step-000004.ckpt"
-    assert lm("train", *arguments, phases, "name=two", f"resume={checkpoint}").returncode == 0, "a run of two goes on with one"
+    assert lm("train", *arguments, phases, "name=two", f"resume={checkpoint}").returncode == 0, (
+        "a run of two goes on with one"
+    )
     assert losses(two_ranks) == pytest.approx(losses(one_rank), abs=1e-4)
 
 
@@ -75,13 +80,20 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
 def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp_path: Path, optimizer: str):
     """Less closely: bfloat16 in Muon decides about directions in which a gradient is near 0. Measured: 1.5e-4 nats, 1.6 % of a matrix."""
     for name, devices in (("one", 1), ("two", 2)):
-        options = [f"optim.optimizer={optimizer}", "model.normalizer=ssmax", f"name={name}", f"trainer.devices={devices}"]
+        options = [
+            f"optim.optimizer={optimizer}",
+            "model.normalizer=ssmax",
+            f"name={name}",
+            f"trainer.devices={devices}",
+        ]
         result = lm("train", *arguments, *options, process=devices > 1)
         assert result.returncode == 0, result.stderr
     one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     assert curve(one_rank)[0][1] - curve(one_rank)[-1][1] > 0.3
     for name in ("train/loss", "val/loss"):
-        assert [loss for _, loss in curve(one_rank, name)] == pytest.approx([loss for _, loss in curve(two_ranks, name)], abs=1e-3)
+        assert [loss for _, loss in curve(one_rank, name)] == pytest.approx(
+            [loss for _, loss in curve(two_ranks, name)], abs=1e-3
+        )
     for name, value in weights(one_rank).items():
         assert (value - weights(two_ranks)[name]).norm() < 0.05 * value.norm(), name
 
@@ -90,7 +102,16 @@ def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp
 def test_two_compiled_ranks_train_as_an_eager_one(arguments: list[str], tmp_path: Path):
     """Less closely: compiled kernels round otherwise, and Adam divides by gradients near 0. Measured: 4e-5 of a weight."""
     assert lm("train", *arguments, "model.normalizer=ssmax", "name=one", "trainer.compile=false").returncode == 0
-    ranks(2, command, "train", *arguments, "model.normalizer=ssmax", "name=two", "trainer.devices=2", "trainer.compile=true")
+    ranks(
+        2,
+        command,
+        "train",
+        *arguments,
+        "model.normalizer=ssmax",
+        "name=two",
+        "trainer.devices=2",
+        "trainer.compile=true",
+    )
     close(tmp_path / "runs" / "one", tmp_path / "runs" / "two", 2e-4)
 
 
@@ -111,9 +132,19 @@ def test_two_machines_train_as_one(arguments: list[str], tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--master_addr=127.0.0.1",
+    ]
     command = [f"--master_port={port}", "-m", "lm", "train", *arguments, "name=nodes", "trainer.num_nodes=2"]
-    agents = [subprocess.Popen([*launch, f"--node_rank={node}", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True) for node in (0, 1)]
+    agents = [
+        subprocess.Popen([*launch, f"--node_rank={node}", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for node in (0, 1)
+    ]
     for agent in agents:
         _, stderr = agent.communicate(timeout=300)
         assert agent.returncode == 0, stderr
@@ -175,7 +206,13 @@ def test_results_that_can_not_be_written_leave_the_ranks_in_step(arguments: list
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(arguments: list[str], tmp_path: Path):
     """The loss is of one rank alone, so the ranks must agree; both then go on with equal weights."""
-    options = ["name=poisoned", "trainer.devices=2", "optim.on_nonfinite=skip", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
+    options = [
+        "name=poisoned",
+        "trainer.devices=2",
+        "optim.on_nonfinite=skip",
+        "trainer.checkpoint_every=1",
+        "trainer.keep_checkpoints=9",
+    ]
     ranks(2, train_poisoned, *arguments, *options)
     folder = tmp_path / "runs" / "poisoned"
     assert [skipped for _, skipped in curve(folder, "train/skipped")] == [0, 0, 1, 1, 1, 1, 1, 1]

@@ -91,7 +91,9 @@ def infoscale(query: Query) -> float:
 
 def cosine(query: Query) -> Vector:
     gain = query.p["g"][query.h] * (math.log(query.n) if query.options.log_n else 1.0)
-    return softmax([gain * float(query.q @ key) / math.sqrt(float(query.q @ query.q) * float(key @ key)) for key in query.k])
+    return softmax(
+        [gain * float(query.q @ key) / math.sqrt(float(query.q @ query.q) * float(key @ key)) for key in query.k]
+    )
 
 
 def p_n(query: Query) -> float:
@@ -289,7 +291,9 @@ def randomized(options: object) -> Normalizer:
     return normalizer
 
 
-def inputs(normalizer: Normalizer, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    normalizer: Normalizer, length: int = LENGTH
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q and k with their features, v, and the layer's input that those are computed from."""
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -344,7 +348,9 @@ def test_decoding_is_the_definition(options: object):
     exact, state, n_seen = expected(normalizer, q, k, x) @ v, None, 0
     for new in (1, 1, 4, 1, 8, 1, 7):
         part = slice(n_seen, n_seen + new)
-        out, state = normalizer.decode(q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuing(n_seen, new, LENGTH), state)
+        out, state = normalizer.decode(
+            q[:, :, part], k[:, :, part], v[:, :, part], AttentionLayout.continuing(n_seen, new, LENGTH), state
+        )
         torch.testing.assert_close(out, exact[:, :, part], rtol=0, atol=1e-5)
         n_seen += new
 
@@ -357,6 +363,8 @@ def test_packed_sequences_have_the_definitions_gradients(options: object):
     layout, sources = AttentionLayout.from_document_lengths([9, 1, 13]), [q, k, v, *normalizer.parameters()]
     fast, exact = normalizer(q, k, v, layout), normalizer.weights(q, k, layout) @ v
     grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    gradients = [torch.autograd.grad(out, sources, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)]
+    gradients = [
+        torch.autograd.grad(out, sources, grad, allow_unused=True, materialize_grads=True) for out in (fast, exact)
+    ]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)

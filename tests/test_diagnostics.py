@@ -55,7 +55,9 @@ VOCAB, LENGTH, SIZE, ALL = 50, 80, 8, list(range(80))
 def make_decoder(normalizer: Options, block: str = "attention") -> Decoder:
     """A decoder with the normalizers' parameters off their initial values."""
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": 2}
-    decoder = Decoder(ModelConfig(n_layer=2, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 64).eval()
+    decoder = Decoder(
+        ModelConfig(n_layer=2, n_embd=2 * SIZE, normalizer=normalizer, init_std=0.3, **shape), VOCAB, 64
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in (p for normalizer in decoder.normalizers() for p in normalizer.parameters()):
@@ -101,10 +103,17 @@ def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums
 
     keys = np.flatnonzero(visible)
     a, rest = weights[keys], keys[keys != first]
-    values = {"weight on the first token": np.abs(weights[first]) / np.abs(a).sum() if visible[first] else 0.0, "n": len(keys)}
+    values = {
+        "weight on the first token": np.abs(weights[first]) / np.abs(a).sum() if visible[first] else 0.0,
+        "n": len(keys),
+    }
     if not sums_to_one:
         values["sum of weights"] = a.sum()
-    return values | described(a, keys, "") | (described(weights[rest], rest, ", no first") if np.abs(weights[rest]).sum() else {})
+    return (
+        values
+        | described(a, keys, "")
+        | (described(weights[rest], rest, ", no first") if np.abs(weights[rest]).sum() else {})
+    )
 
 
 UNNORMALIZED = {  # by map of scores, or name
@@ -120,7 +129,9 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
     for block in attention_blocks(decoder, sample, [0], with_inputs=True):
         normalizer, inputs = block.normalizer, block.inputs
         q, k = inputs.q.double(), inputs.k.double()
-        weights, scores = (tensor[0].detach().numpy() for tensor in (normalizer.weights(q, k, layout), normalizer.scores(q, k, layout)))
+        weights, scores = (
+            tensor[0].detach().numpy() for tensor in (normalizer.weights(q, k, layout), normalizer.scores(q, k, layout))
+        )
         unnormalized = UNNORMALIZED.get(normalizer.score_map or normalizer.options.name)
         visible = normalizer.visible(layout).reshape(LENGTH, LENGTH).numpy()
         sums_to_one = normalizer.options.rows_sum_to_one
@@ -129,7 +140,9 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
                 actual = {name: array[0, block.layer, head, query] for name, array in values.by_query.items()}
                 row, keys = weights[head, query], visible[query]
                 if keys.sum() < MIN_KEYS or not np.abs(row).sum():
-                    assert all(np.isnan(value) for name, value in actual.items() if name not in (NOT_FINITE, NO_WEIGHT)), actual
+                    assert all(
+                        np.isnan(value) for name, value in actual.items() if name not in (NOT_FINITE, NO_WEIGHT)
+                    ), actual
                     continue
                 expected = naive(row, keys, query - positions[query], query, sums_to_one)
                 expected["ln Z"] = np.log(unnormalized(scores[head, query, keys]).sum()) if unnormalized else math.nan
@@ -145,13 +158,24 @@ def agrees_with_naive(decoder: Decoder, sample: Batch) -> int:
     return compared
 
 
-CASES = [("ssmax", "attention", False), ("relu2", "gau", False), ("entmax15", "attention", True), ("window", "attention", False)]
-SLOW = [(name, block, isolated) for name in catalogue.ENTRIES for block in ("attention", "gau") for isolated in (False, True)]
+CASES = [
+    ("ssmax", "attention", False),
+    ("relu2", "gau", False),
+    ("entmax15", "attention", True),
+    ("window", "attention", False),
+]
+SLOW = [
+    (name, block, isolated)
+    for name in catalogue.ENTRIES
+    for block in ("attention", "gau")
+    for isolated in (False, True)
+]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "block", "isolated"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
+    ("name", "block", "isolated"),
+    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES],
 )
 def test_streamed_statistics_equal_the_dense_definition(name: str, block: str, isolated: bool):
     options = opt.Window(size=40) if name == "window" else catalogue.OPTIONS[name]()
@@ -170,13 +194,17 @@ def test_shuffled_scores_keep_their_distribution_and_lose_their_places():
 
 
 @torch.no_grad()
-def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_describe_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_rows_without_weight_or_with_scores_that_are_not_finite_are_counted_and_describe_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
     decoder = make_decoder(opt.Relu2())
     scores = type(decoder.normalizers()[0]).define_scores
 
     def odd(self, q: Tensor, k: Tensor, layout) -> Tensor:
         result = scores(self, q, k, layout)
-        result[:, 0, -1] = -1.0  # the last query of the first head has no weight, of the second a score that is no number
+        result[
+            :, 0, -1
+        ] = -1.0  # the last query of the first head has no weight, of the second a score that is no number
         result[:, 1, -1, 3] = math.nan
         return result
 
@@ -215,7 +243,9 @@ def test_queries_are_spread_over_octaves_and_ranges_of_keys_end_at_the_training_
 def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_under_each_setting():
     """Over sequences of which one has fewer queries that see enough keys, and beyond the training length."""
     train_length, length = 128, 256
-    decoder = Decoder(ModelConfig(n_layer=2, n_head=3, n_embd=24, normalizer=opt.LogN(), init_std=0.3), VOCAB, train_length, seed=1).eval()
+    decoder = Decoder(
+        ModelConfig(n_layer=2, n_head=3, n_embd=24, normalizer=opt.LogN(), init_std=0.3), VOCAB, train_length, seed=1
+    ).eval()
     tokens = np.random.default_rng(0).integers(1, VOCAB, (3, length + 1))
     tokens[2, 100] = 0
     held_out = HeldOut(tokens, np.ones(VOCAB, np.float32), np.array([0, 0, 1]), end_of_text=0)
@@ -233,24 +263,36 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
         expected = {
             setting.label: [measures.vectors(model, batch, index)[0] for index, batch in sequences],
             f"untrained weights{words}": [measures.vectors(other, batch, index)[0] for index, batch in sequences],
-            f"shuffled scores{words}": [measures.vectors(model, batch, index, order[index])[1] for index, batch in sequences],
+            f"shuffled scores{words}": [
+                measures.vectors(model, batch, index, order[index])[1] for index, batch in sequences
+            ],
         }
         for label, vectors in expected.items():
             values = measures.values(torch.stack(vectors).numpy(), train_length)
             by_query = values.by_query[name]
             number, by_keys, *by_layer = (curve for curve in curves if (curve.metric, curve.setting) == (name, label))
             assert number.means[0] == pytest.approx(np.nanmean(by_query), rel=1e-5)
-            distance = next(curve for curve in curves if (curve.metric, curve.setting, curve.axis) == ("mean distance", label, None))
-            assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), "it tells orders apart"
+            distance = next(
+                curve for curve in curves if (curve.metric, curve.setting, curve.axis) == ("mean distance", label, None)
+            )
+            assert distance.means[0] == pytest.approx(np.nanmean(values.by_query["mean distance"]), rel=1e-5), (
+                "it tells orders apart"
+            )
             (sample,) = number.samples
             assert len(set(sample.weights)) == 2
             assert np.average(sample.values[:, 0], weights=sample.weights) == pytest.approx(number.means[0], rel=1e-5)
             n = np.broadcast_to(values.n[:, :, None], by_query.shape)
             for column, (low, high) in enumerate(half_octaves(values.n, train_length)):
                 means = [by_query[index][(n[index] >= low) & (n[index] <= high)] for index in range(3)]
-                assert by_keys.means[column] == pytest.approx(np.mean([part.mean() for part in means if len(part)]), rel=1e-5)
+                assert by_keys.means[column] == pytest.approx(
+                    np.mean([part.mean() for part in means if len(part)]), rel=1e-5
+                )
             exponents = exponent(by_query, np.where(values.n <= train_length, values.n, np.nan))[0]
-            slopes = [curve for curve in curves if (curve.metric, curve.setting) == (f"exponent of {name}", label) and curve.axis]
+            slopes = [
+                curve
+                for curve in curves
+                if (curve.metric, curve.setting) == (f"exponent of {name}", label) and curve.axis
+            ]
             for layer in range(2):
                 assert by_layer[layer].means == pytest.approx(np.nanmean(by_query[:, layer], (0, 2)), rel=1e-5)
                 assert slopes[layer].means == pytest.approx(exponents[layer], rel=1e-4)
@@ -258,7 +300,9 @@ def test_a_description_is_of_the_model_the_untrained_one_and_shuffled_scores_und
 
 def test_statistics_that_only_a_later_setting_has_are_no_curves_by_keys():
     """The ranges of keys are those of the first setting, in whose windows no query sees enough keys."""
-    decoder = Decoder(ModelConfig(n_layer=1, n_head=2, n_embd=16, normalizer=opt.Window(size=MIN_KEYS // 2)), VOCAB, LENGTH).eval()
+    decoder = Decoder(
+        ModelConfig(n_layer=1, n_head=2, n_embd=16, normalizer=opt.Window(size=MIN_KEYS // 2)), VOCAB, LENGTH
+    ).eval()
     held_out = HeldOut(np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH + 1)), np.ones(VOCAB, np.float32))
     settings = [InferenceSetting(), InferenceSetting(normalizer={"size": LENGTH})]
     config = DiagnosticsConfig(sequences=2, queries=8, statistics=["concentration"], inference=settings)
@@ -288,12 +332,21 @@ def test_training_draws_at_its_last_step_and_where_wandb_is_sent_the_picture(
     server = Sent()
     monkeypatch.setattr("wandb.init", server.init)
     monkeypatch.setattr("wandb.setup", lambda settings: None)
-    options = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.diagnostics={sequences: 2, queries: 4, at: [0.5, 1]}"]
+    options = [
+        "data.seq_len=64",
+        "eval.long_context.length_factor=0",
+        "eval.diagnostics={sequences: 2, queries: 4, at: [0.5, 1]}",
+    ]
     config = tiny("name=drawn", f"experiment.name={experiment}", f"log.wandb={wandb}", *options)
     assert train(config) == 0
     folder = config.run_folder / "evaluations"
-    assert [path.stem for path in sorted(folder.glob("diagnostics.*.json"))] == ["diagnostics.step-000004", "diagnostics.step-000008"]
-    assert [path.name for path in sorted(folder.glob("*.png"))] == [f"diagnostics.step-{step:06d}.png" for step in drawn]
+    assert [path.stem for path in sorted(folder.glob("diagnostics.*.json"))] == [
+        "diagnostics.step-000004",
+        "diagnostics.step-000008",
+    ]
+    assert [path.name for path in sorted(folder.glob("*.png"))] == [
+        f"diagnostics.step-{step:06d}.png" for step in drawn
+    ]
     pictures = [step for step, values in server.lines if any(isinstance(value, Image) for value in values.values())]
     assert pictures == (drawn if wandb == "offline" else [])
 
@@ -309,7 +362,9 @@ def test_no_sequence_of_a_task_is_read_twice_and_no_window_of_a_text_is_held_bac
     (text := tmp_path / "text.txt").write_text("A text of few words. " * 400)
     config = tiny(f"eval.diagnostics={{text: {text}, sequences: 4, queries: 4}}")
     measurement = Diagnostics(config, store := prepare(config.data))
-    measured = measurement.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), Device(torch.device("cpu"), False), int)
+    measured = measurement.measure(
+        Decoder(config.model, store.vocab_size, config.data.seq_len), Device(torch.device("cpu"), False), int
+    )
     assert {entry.data_fingerprint for entry in measured} == {""}
 
 
@@ -340,9 +395,14 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
     for source in (exported, run / "checkpoints" / "last.ckpt"):
         result = lm("diagnose", str(source), ASKED, "-o", str(out))
         assert result.returncode == 0, result.stderr
-        values_again = {row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]}
+        values_again = {
+            row["metric"]: row["value"] for row in strict(out) if row["setting"] == "as trained" and not row["where"]
+        }
         assert values_again == pytest.approx(value, nan_ok=True)
-        assert f"{source}: not a run folder, of which a checkpoint (8) could be" in lm("diagnose", str(source), "--checkpoint", "8").stderr
+        assert (
+            f"{source}: not a run folder, of which a checkpoint (8) could be"
+            in lm("diagnose", str(source), "--checkpoint", "8").stderr
+        )
 
     bare, text = save_model(load_model(run).decoder, tmp_path / "bare", run / "tokenizer.json"), tmp_path / "text.txt"
     text.write_text("A text of few words. " * 60)
@@ -367,7 +427,10 @@ def test_runs_checkpoints_exports_and_models_without_training_are_described(argu
 )
 def test_what_can_not_be_described_is_said_in_one_line(override: str, said: str, arguments: list[str], tmp_path: Path):
     run = tmp_path / "runs" / "short"
-    assert lm("train", *arguments, "name=short", "trainer.max_steps=2", "eval.long_context.length_factor=0").returncode == 0
+    assert (
+        lm("train", *arguments, "name=short", "trainer.max_steps=2", "eval.long_context.length_factor=0").returncode
+        == 0
+    )
     result = lm("diagnose", str(run), override)
     assert result.returncode in (1, 2)
     assert said in result.stderr
@@ -406,7 +469,9 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
     page, table = report.html.read_text(), report.markdown.read_text()
     for text in (page, table):
         assert "Attention: score standard deviation" in text
-    assert "<caption>Attention: score standard deviation</caption>" in page, "it has no unit, and neither direction is better"
+    assert "<caption>Attention: score standard deviation</caption>" in page, (
+        "it has no unit, and neither direction is better"
+    )
     panels = overview(compare_runs([read_run(folder) for folder in folders])).panels
     labels = {label for panel in panels if panel for label in (panel.x_label, panel.y_label)}
     assert "score standard deviation" in labels, "the label of an axis is the name alone"
@@ -416,7 +481,9 @@ def test_a_report_of_runs_with_diagnostics_shows_them(tmp_path: Path):
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
     run = tmp_path / "runs" / "two"
-    override = ASKED.replace("}", ", statistics: [concentration, sparsity, limits], limits: {temperatures: [1.0], directions: 2}}")
+    override = ASKED.replace(
+        "}", ", statistics: [concentration, sparsity, limits], limits: {temperatures: [1.0], directions: 2}}"
+    )
     options = ["name=two", "data.seq_len=64", "trainer.devices=2", "eval.long_context.length_factor=0", override]
     assert lm("train", *arguments, *options, process=True).returncode == 0
     by_two = series(run, "diagnostics", 8)
@@ -424,7 +491,11 @@ def test_two_ranks_measure_what_one_does(arguments: list[str], tmp_path: Path):
         path.unlink()
     assert lm("diagnose", str(run)).returncode == 0
     for curve, one_rank_curve in zip(by_two, series(run, "diagnostics", 8), strict=True):
-        assert (curve.metric, curve.setting, curve.what) == (one_rank_curve.metric, one_rank_curve.setting, one_rank_curve.what)
+        assert (curve.metric, curve.setting, curve.what) == (
+            one_rank_curve.metric,
+            one_rank_curve.setting,
+            one_rank_curve.what,
+        )
         np.testing.assert_allclose(curve.means, one_rank_curve.means, rtol=1e-5, atol=1e-6)
 
 
@@ -451,7 +522,9 @@ def test_of_curves_with_many_numbers_the_ends_that_are_defined_are_printed(capsy
 def test_models_of_one_folder_name_have_a_column_each(capsys: pytest.CaptureFixture):
     results = []
     for name, value in (("small", 1.0), ("large", 2.0)):
-        curves = tuple(Series("diagnostics", f"metric {number}", "", "none", 64, np.array([value])) for number in range(13))
+        curves = tuple(
+            Series("diagnostics", f"metric {number}", "", "none", 64, np.array([value])) for number in range(13)
+        )
         evaluation = Evaluation("diagnostics", 8, 256, "", {}, "32", "weights", curves)
         results.append(EvaluationResult(Path(name, "softmax"), evaluation, cached=False))
     print_results(results)
@@ -467,8 +540,16 @@ def test_a_mean_of_too_few_documents_says_why_it_has_no_interval(capsys: pytest.
         for values_of_length, groups in zip(values, documents, strict=True)
     )
     axis = Axis("sequence length", "tokens", "in sequences of", (64, 128, 256))
-    change = Series("swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents")
-    print_results([EvaluationResult(Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (change,)), cached=False)])
+    change = Series(
+        "swap", "change of loss", "nats", "lower", 64, np.ones(3), axis=axis, samples=samples, interval="documents"
+    )
+    print_results(
+        [
+            EvaluationResult(
+                Path("runs/one"), Evaluation("swap", 8, 256, "", {}, "32", "weights", (change,)), cached=False
+            )
+        ]
+    )
     output = capsys.readouterr().out
     assert "64 tokens " in output
     assert re.search(r"64 tokens +1\.0000 \[-0\.2421, 2\.2421\]", output)

@@ -9,7 +9,9 @@ import torch
 from lm.diagnostics.limits import RandomKeys, TopKeys, many_key_counts, random_keys, top_distances, top_keys
 
 
-def row(rng: np.random.Generator, keys: int, size: int, scale: float = 2.0, unit: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def row(
+    rng: np.random.Generator, keys: int, size: int, scale: float = 2.0, unit: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Softmax weights of Gaussian scores (keys,), and Gaussian vectors (keys, size), of length 1 if `unit`."""
     x = rng.standard_normal((keys, size))
     if unit:
@@ -51,12 +53,21 @@ def test_the_largest_weights_as_in_plain_loops():
         xi = []
         for i in range(count):
             rest = np.delete(a[best], i)
-            xi.append(np.sqrt(longest**2 * (rest**2).sum() + max(longest**2 - delta**2 / 2, 0) * (rest.sum() ** 2 - (rest**2).sum())))
+            xi.append(
+                np.sqrt(
+                    longest**2 * (rest**2).sum()
+                    + max(longest**2 - delta**2 / 2, 0) * (rest.sum() ** 2 - (rest**2).sum())
+                )
+            )
         xi = np.array(xi)
         assert result.distance[index, 0].item() == pytest.approx(distance(a, x, best), rel=1e-9)
-        assert result.bound[index, 0].item() == pytest.approx((1 - mass) * gap + ((50 - count + 1) * mass - 1) * longest, rel=1e-9)
+        assert result.bound[index, 0].item() == pytest.approx(
+            (1 - mass) * gap + ((50 - count + 1) * mass - 1) * longest, rel=1e-9
+        )
         assert result.separable[index, 0].item() == pytest.approx((far[best] <= r).mean())
-        assert result.upper[index, 0].item() == pytest.approx(np.exp(-(np.maximum(xi - r, 0) ** 2) / (2 * longest**2)).mean(), rel=1e-9)
+        assert result.upper[index, 0].item() == pytest.approx(
+            np.exp(-(np.maximum(xi - r, 0) ** 2) / (2 * longest**2)).mean(), rel=1e-9
+        )
         assert result.lower[index, 0].item() == pytest.approx(max(0, 1 - xi.mean() / r), rel=1e-9, abs=1e-12)
         distances = top_distances(torch.tensor(a)[None], torch.ones(1, 50, dtype=torch.bool), torch.tensor(x), counts)
         assert torch.equal(distances, result.distance)
@@ -71,7 +82,10 @@ def test_the_bound_on_the_distance_of_the_largest_weights_holds_in_2000_cases():
         _, x = row(rng, keys, size, unit=rng.random() < 0.5)
         weights = torch.tensor(rng.standard_normal((20, keys)) * rng.uniform(0.1, 6)).softmax(-1)
         result = top_keys(
-            weights, torch.ones_like(weights, dtype=torch.bool), torch.tensor(x * rng.uniform(0.1, 3)), [int(rng.integers(1, keys))]
+            weights,
+            torch.ones_like(weights, dtype=torch.bool),
+            torch.tensor(x * rng.uniform(0.1, 3)),
+            [int(rng.integers(1, keys))],
         )
         ratio = (result.distance / result.bound).max().item()
         assert ratio <= 1 + 1e-9
@@ -138,7 +152,12 @@ def test_more_keys_than_a_query_sees_are_no_number():
     result = top(a, x, [7, 8, 9, 20])
     assert result.distance.isnan().ravel().tolist() == [False, False, True, True]
     assert result.distance[1].item() == 0  # nothing is left out
-    assert result.separable.isnan().ravel().tolist() == [False, True, True, True]  # there is no other key to be nearer than
+    assert result.separable.isnan().ravel().tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]  # there is no other key to be nearer than
     assert drawn(a, x, [8, 9]).corrected.isnan().ravel().tolist() == [False, True]
 
 

@@ -103,7 +103,9 @@ def wrong_configuration(words: list[str], folder: Path) -> str | None:
     if words[0] not in CONFIGURED:
         return None
     files = [word for word in words[1:] if word.endswith(".yaml") and words[0] in CONFIGURED[:3]]
-    paths = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [ROOT / "configs" / "ssmax.yaml"]
+    paths = [folder / file if (folder / file).exists() else ROOT / file for file in files] or [
+        ROOT / "configs" / "ssmax.yaml"
+    ]
     overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
     normalizer = [f"model.normalizer={words[words.index('--to') + 1]}"] if "--to" in words else []
     return problem_of([*map(str, paths), *normalizer, *overrides])
@@ -132,7 +134,11 @@ def unknown_keys(text: str) -> list[str]:
     """Keys in backticks that are no keys of the configuration."""
     tops = {key.partition(".")[0] for key in KEYS if "." in key}
     matches = [re.match(r"[a-z_]+(?:\[[\w.]*\])?(?:\.[a-z_0-9]+(?:\[[\w.]*\])?)+", code) for code in inline(text)]
-    keys = [re.sub(r"\[[\w.]*\]", "", match[0]).replace("phases.normalizer.", "model.normalizer.") for match in matches if match]
+    keys = [
+        re.sub(r"\[[\w.]*\]", "", match[0]).replace("phases.normalizer.", "model.normalizer.")
+        for match in matches
+        if match
+    ]
     files = (".safetensors", ".json", ".yaml", ".py", ".md")
     return [key for key in keys if key.partition(".")[0] in tops and not key.endswith(files) and key not in BLOCKS]
 
@@ -167,7 +173,12 @@ def test_the_readme_counts_the_normalizers():
 
 def test_the_layout_of_the_code_is_in_the_order_of_imports():
     _, _, table = (ROOT / "docs" / "extending.md").read_text().partition("## How the code is laid out")
-    names = [name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])]
+    names = [
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([\w.]+)`", line.split("|")[1])
+    ]
     assert [name.removesuffix(".py") for name in names] == list(ROOMS)
 
 
@@ -182,7 +193,9 @@ def test_the_readme_takes_three_minutes():
 def test_pages_and_the_changelog_are_short():
     lengths = {path.name: prose.words(path.read_text(encoding="utf-8")) for path in prose.PAGES}
     assert sum(lengths.values()) <= 27_000, "say it in the page that has the subject, in place of what is there"
-    start = re.findall(r"\| \[[\w ]+\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text().partition("| how to")[0])
+    start = re.findall(
+        r"\| \[[\w ]+\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text().partition("| how to")[0]
+    )
     assert len(start) == 5
     assert {name: lengths[name] for name in start if lengths[name] > 600} == {}
     assert prose.words((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) <= 1_500
@@ -230,7 +243,9 @@ def test_python_names_exist(path: Path):
     assert [name for block in blocks(path.read_text(), "python") for name in missing_names(block)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name not in (*GENERATED, *EXECUTED)], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if path.name not in (*GENERATED, *EXECUTED)], ids=lambda path: path.name
+)
 def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
     text = path.read_text()
     folder = written_files(text, tmp_path)
@@ -247,12 +262,16 @@ def test_what_does_not_exist_is_found(tmp_path: Path):
     (tmp_path / "a.md").write_text("# One\n[a](b.md) [b](#two) [c](#one) [d](https://x.y)")
     assert missing_links(tmp_path / "a.md") == ["b.md", "#two"]
     assert missing_files("see lm/gone.py, docs/config.md and my/docs/gone.md") == ["lm/gone.py"]
-    assert [wrong_command(words) is None for words in commands("`lm eval RUN --nedle` `lm evil` `lm report runs/* --out x`")] == [
+    assert [
+        wrong_command(words) is None for words in commands("`lm eval RUN --nedle` `lm evil` `lm report runs/* --out x`")
+    ] == [
         False,
         False,
         True,
     ]
-    assert unknown_keys("`data.seq_len`, `data.seq_length=3`, `eval.recall`, `model.safetensors`, `lm.load`") == ["data.seq_length"]
+    assert unknown_keys("`data.seq_len`, `data.seq_length=3`, `eval.recall`, `model.safetensors`, `lm.load`") == [
+        "data.seq_length"
+    ]
     assert missing_names("from lm.cli import app, apple") == ["lm.cli.apple"]
     assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lrr=1"], tmp_path)
     assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lr=1"], tmp_path) is None

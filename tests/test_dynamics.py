@@ -17,7 +17,14 @@ from lm.model.decoder import Decoder
 from lm.model.device import Device
 from lm.runs.checkpoints import load_checkpoint
 from lm.runs.folder import METRICS, read_metrics
-from lm.training.module import TrainModule, copied_to_host, gradient_norms, largest_scores, logit_scales, normalizer_parameters
+from lm.training.module import (
+    TrainModule,
+    copied_to_host,
+    gradient_norms,
+    largest_scores,
+    logit_scales,
+    normalizer_parameters,
+)
 from lm.training.train import train
 
 CPU = Device(torch.device("cpu"), bf16=False)
@@ -110,7 +117,9 @@ def by_hand(model: Decoder, batch: Batch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held(tiny, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_largest_score_is_over_all_pairs_that_are_seen_however_many_are_held(
+    tiny, name: str, monkeypatch: pytest.MonkeyPatch
+):
     model = decoder(tiny, catalogue.ENTRIES[name]()).train()
     sequences = torch.randint(0, 400, (2, 33), generator=torch.Generator().manual_seed(0))
     sequences[:, [0, 11, 20]] = 0
@@ -126,11 +135,15 @@ def test_scores_of_keys_ahead_and_of_other_documents_are_not_seen(tiny):
     model = decoder(tiny, opt.Softmax())
     sequences = torch.randint(1, 400, (1, 33), generator=torch.Generator().manual_seed(0))
     sequences[:, [0, 16]] = 0
-    together, by_document = (copied_to_host(largest_scores(model, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0))
+    together, by_document = (
+        copied_to_host(largest_scores(model, Batch.of(sequences, end_of_text=end), CPU)) for end in (None, 0)
+    )
     unmasked = {}
     with torch.no_grad():
         for block in attention_blocks(model, Batch.of(sequences)):
-            unmasked |= {f"largest_score/layer{block.layer}/head{head}": block.scores[:, head].max().item() for head in range(2)}
+            unmasked |= {
+                f"largest_score/layer{block.layer}/head{head}": block.scores[:, head].max().item() for head in range(2)
+            }
     assert sum(unmasked.values()) > sum(together.values()) + 1e-6
     assert sum(together.values()) > sum(by_document.values()) + 1e-6
 
@@ -163,18 +176,25 @@ def test_gradient_norms_of_layers_are_those_of_their_parameters(tiny):
     assert copied_to_host(gradient_norms(model)) == {"train/grad_norm/layer1": 5.0}
 
 
-TASK = ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]", "data.seq_len=64"]
+TASK = [
+    "data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4, varied: true}}]",
+    "data.seq_len=64",
+]
 
 
 @pytest.mark.parametrize(
     "options", [["trainer.micro_batch=2"], [*TASK, "eval.recall.length_factors=[]"]], ids=["accumulated", "few targets"]
 )
-def test_the_logged_norms_are_of_the_whole_gradient_before_clipping(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
+def test_the_logged_norms_are_of_the_whole_gradient_before_clipping(
+    tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]
+):
     clip, modules, norms_of_steps = torch.nn.utils.clip_grads_with_norm_, [], []
 
     def clipped(parameters, *arguments):
         blocks = modules[-1].decoder.blocks
-        norms_of_steps.append([math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters())) for block in blocks])
+        norms_of_steps.append(
+            [math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters())) for block in blocks]
+        )
         clip(parameters, *arguments)
 
     def started(self, *arguments):
@@ -213,7 +233,9 @@ def test_what_is_logged_changes_nothing_that_is_trained_and_resumes_exactly(tiny
     assert differences(plain.run_folder, logging.run_folder) == ["train/grad_norm/layer1"]
 
     def logged() -> list[dict[str, float]]:
-        return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(logging.run_folder)]
+        return [
+            {name: value for name, value in line.items() if name not in TIMES} for line in metrics(logging.run_folder)
+        ]
 
     before = logged()
     assert sum(name.startswith("largest_score/") for name in before[0]) == 4
@@ -247,7 +269,10 @@ def test_only_what_is_named_is_logged(tiny):
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_a_name_given_twice(tiny):
-    with pytest.raises(ConfigError, match=r"^log\.dynamics = \['gradient_nrm'\]: must be a list [^\n]*; did you mean 'gradient_norm'\?$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^log\.dynamics = \['gradient_nrm'\]: must be a list [^\n]*; did you mean 'gradient_norm'\?$",
+    ):
         tiny("log.dynamics=[gradient_nrm]")
     with pytest.raises(ConfigError, match=r"^log\.dynamics = [^\n]*: names something twice; name it once$"):
         tiny("log.dynamics=[logit_scale, logit_scale]")

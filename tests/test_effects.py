@@ -17,7 +17,9 @@ def test_every_key_has_an_effect(path: str):
 
 
 def test_unknown_keys_have_no_effect_and_options_of_plugins_have_their_blocks():
-    assert [effect(Config, path) for path in ("nothing", "optim.nothing", "model.n_layer2", "trainer.threads2")] == [None] * 4
+    assert [effect(Config, path) for path in ("nothing", "optim.nothing", "model.n_layer2", "trainer.threads2")] == [
+        None
+    ] * 4
     assert effect(Config, "model.normalizer.an_option_of_a_plugin") == effect(Config, "model.normalizer")
 
 
@@ -39,7 +41,12 @@ def test_which_keys_distinguish_arms(path: str, learned: bool):
 
 
 def test_which_keys_that_affect_learning_may_change_on_resume():
-    assert sorted(recorded_per_start()) == ["optim.on_nonfinite", "trainer.compile", "trainer.max_steps", "trainer.precision"]
+    assert sorted(recorded_per_start()) == [
+        "optim.on_nonfinite",
+        "trainer.compile",
+        "trainer.max_steps",
+        "trainer.precision",
+    ]
     blocks = {path.partition(".")[0].removesuffix("[]") for path in KEYS if effect_of(path).on_resume == "ahead"}
     assert blocks == {"phases", "model"}
     assert effect_of("phases[2].warmup_steps").on_resume == effect_of("model.normalizer.init").on_resume == "ahead"
@@ -51,12 +58,20 @@ def test_dropout_and_initial_weights_are_no_part_of_a_models_function():
 
 
 def test_each_command_accepts_the_keys_that_act_in_it():
-    assert set(keys_acting_in("eval")) == {"trainer.accelerator", "trainer.precision", "trainer.threads", "data.root", "eval"}
+    assert set(keys_acting_in("eval")) == {
+        "trainer.accelerator",
+        "trainer.precision",
+        "trainer.threads",
+        "data.root",
+        "eval",
+    }
     assert set(keys_acting_in("swap")) == {*keys_acting_in("eval"), "model.normalizer", "experiment"}
     assert overrides_in("eval", ["eval.sequences=3"]) == {"eval": {"sequences": 3}}
 
 
-@pytest.mark.parametrize("override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "optim.groups.head.lr_factor=2"])
+@pytest.mark.parametrize(
+    "override", ["model.n_head=4", "trainer.devices=2", "trainer={threads: 1}", "optim.groups.head.lr_factor=2"]
+)
 def test_an_override_that_a_command_would_ignore_is_refused(override: str):
     with pytest.raises(ConfigError, match=r"can't be changed in lm eval; free to change: data\.root, "):
         overrides_in("eval", [override])

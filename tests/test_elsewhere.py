@@ -151,10 +151,24 @@ def test_nanogpt_with_two_lines_has_our_loss_and_gradients(tmp_path: Path):
     spec = importlib.util.spec_from_file_location("changed", changed_file)
     sys.modules["changed"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model = module.GPT(module.GPTConfig(block_size=32, vocab_size=V, n_layer=2, n_head=4, n_embd=32, dropout=0.0, bias=True))
-    shape = ModelConfig(2, n_head=4, n_embd=32, mlp="gelu", norm="layer", bias=True, tied=True, position=Learned(), normalizer=opt.SSMax())
+    model = module.GPT(
+        module.GPTConfig(block_size=32, vocab_size=V, n_layer=2, n_head=4, n_embd=32, dropout=0.0, bias=True)
+    )
+    shape = ModelConfig(
+        2,
+        n_head=4,
+        n_embd=32,
+        mlp="gelu",
+        norm="layer",
+        bias=True,
+        tied=True,
+        position=Learned(),
+        normalizer=opt.SSMax(),
+    )
     decoder = Decoder(shape, V, 32)
-    decoder.load_state_dict({renamed(name): value for name, value in model.state_dict().items() if name != "lm_head.weight"}, strict=False)
+    decoder.load_state_dict(
+        {renamed(name): value for name, value in model.state_dict().items() if name != "lm_head.weight"}, strict=False
+    )
     tokens = torch.randint(V, (2, 33), generator=torch.Generator().manual_seed(1))
     _, loss = model(tokens[:, :-1], tokens[:, 1:].contiguous())
     expected = decoder.loss(Batch.of(tokens)) / 64
@@ -180,7 +194,9 @@ class VarlenInnerAttention(nn.Module):
     def __init__(self, config: None):
         super().__init__()
 
-    def forward(self, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, attention_metadata: tuple, scale: float | None = None) -> Tensor:
+    def forward(
+        self, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, *, attention_metadata: tuple, scale: float | None = None
+    ) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q_THK, k_THK, v_THV))
         return dense(q, k, v, attention_metadata.cu_seq_q).transpose(0, 1)
 
@@ -192,7 +208,9 @@ class FlashAttention2Backend(nn.Module):
         super().__init__()
         self.head_dim, self.n_heads = head_dim, n_heads
 
-    def forward(self, qkv: tuple[Tensor, ...], cu_doc_lens: Tensor | None = None, max_doc_len: int | None = None) -> Tensor:
+    def forward(
+        self, qkv: tuple[Tensor, ...], cu_doc_lens: Tensor | None = None, max_doc_len: int | None = None
+    ) -> Tensor:
         q, k, v = (x.flatten(0, 1).transpose(0, 1) for x in qkv)
         return dense(q, k, v, cu_doc_lens).transpose(0, 1).unflatten(0, qkv[0].shape[:2])
 
@@ -213,7 +231,9 @@ def test_kernels_of_trainers_get_scaled_queries(trainer: str, monkeypatch: pytes
         stand_in(monkeypatch, "torchtitan.models.common.attention", VarlenInnerAttention=VarlenInnerAttention)
         module = executed(trainer)["SSMax"](None)
         metadata = namedtuple("Metadata", "cu_seq_q")(starts)
-        out = module(*(x[0].transpose(0, 1) for x in (q, k, v)), attention_metadata=metadata, scale=None).transpose(0, 1)[None]
+        out = module(*(x[0].transpose(0, 1) for x in (q, k, v)), attention_metadata=metadata, scale=None).transpose(
+            0, 1
+        )[None]
     else:
         stand_in(monkeypatch, "olmo_core.nn.attention.backend", FlashAttention2Backend=FlashAttention2Backend)
         module = executed(trainer)["SSMax"](head_dim=16, n_heads=4)
@@ -225,7 +245,9 @@ def test_kernels_of_trainers_get_scaled_queries(trainer: str, monkeypatch: pytes
         torch.testing.assert_close(actual, reference, rtol=0, atol=1e-4)
 
 
-def test_three_lines_put_ssmax_into_a_model_of_transformers_and_a_plugin_into_axolotls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_three_lines_put_ssmax_into_a_model_of_transformers_and_a_plugin_into_axolotls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Their loss and gradients are compared with lm's in tests/test_inside_transformers.py."""
     save(tmp_path / "plain", "llama", {**LLAMA_SIZES, "attention_dropout": 0.0})
     model = executed("Models of transformers", FOLDER=tmp_path / "plain")["model"]

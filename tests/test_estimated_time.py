@@ -49,11 +49,13 @@ def took(procedure: Procedure, seconds: float, begin: float, step: int = 0) -> N
         if run.outcome.ended:
             begun = [(0, begin - 1e6)] * bool(step) + [(step, begin)]
             starts = [
-                {"step": step_of_start, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))} for step_of_start, moment in begun
+                {"step": step_of_start, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))}
+                for step_of_start, moment in begun
             ]
             write_json(run.config.run_folder / "environment.json", {"starts": starts})
             logged = [
-                json.dumps({"step": step_of_line, "elapsed_s": 5.0 * step_of_line}) for step_of_line in range(1, run.outcome.last_step + 1)
+                json.dumps({"step": step_of_line, "elapsed_s": 5.0 * step_of_line})
+                for step_of_line in range(1, run.outcome.last_step + 1)
             ]
             (log := run.config.run_folder / "metrics.jsonl").write_text("\n".join(logged) + "\n")
             os.utime(log, (begin + seconds, begin + seconds))
@@ -71,7 +73,9 @@ def test_time_is_that_of_the_runs_that_have_ended(tmp_path):
     assert times["small", "softmax"] == pytest.approx(60)
     assert times["small", "ssmax"] == pytest.approx(60, rel=0.01), "by FLOPs"
     assert times["large", "softmax"] == pytest.approx(120, rel=0.01)
-    assert total_seconds(procedure, times, Slots(2)) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), "three are done"
+    assert total_seconds(procedure, times, Slots(2)) == pytest.approx((3 * 60 + 6 * 120) / 2, rel=0.01), (
+        "three are done"
+    )
     for step in (2, 7, 8):
         took(procedure, 60 - 5 * step, 1e9, step)
         seconds_of_run = run_times(procedure, costs(procedure), Slots(2))[0]["small", "softmax"]
@@ -86,16 +90,32 @@ def test_a_pilot_of_a_branch_counts_the_steps_that_are_left(tiny, monkeypatch):
     monkeypatch.setattr("lm.training.pilot.train", lambda _: None)
     monkeypatch.setattr("lm.training.pilot.read_metrics", lambda _: SimpleNamespace(lines=[{"elapsed_s": 0.0}]))
     monkeypatch.setattr("lm.training.pilot.step_seconds", lambda _: 1.0)
-    sources = [folder, folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / "step-000008.ckpt", "elsewhere/step-000008.ckpt"]
-    times = [pilot(tiny(f"branch_from={source}", "trainer.max_steps=1008", "eval.every=1000"))["seconds"] for source in sources]
+    sources = [
+        folder,
+        folder / "checkpoints" / "last.ckpt",
+        folder / "checkpoints" / "step-000008.ckpt",
+        "elsewhere/step-000008.ckpt",
+    ]
+    times = [
+        pilot(tiny(f"branch_from={source}", "trainer.max_steps=1008", "eval.every=1000"))["seconds"]
+        for source in sources
+    ]
     assert times == pytest.approx([1000] * 4, abs=1)
 
 
 @pytest.mark.slow  # 10 s
 def test_a_pilot_says_how_long_a_run_takes(tiny, monkeypatch):
     monkeypatch.setattr("time.perf_counter", time.process_time)  # whatever else the machine does
-    config = tiny("trainer.max_steps=300", "eval.every=100", "trainer.checkpoint_every=300", "optim.batch_tokens=2048", "model.n_embd=64")
-    train(replace(config, name="warm-up", trainer=replace(config.trainer, max_steps=4)))  # what only the first run in a process takes
+    config = tiny(
+        "trainer.max_steps=300",
+        "eval.every=100",
+        "trainer.checkpoint_every=300",
+        "optim.batch_tokens=2048",
+        "model.n_embd=64",
+    )
+    train(
+        replace(config, name="warm-up", trainer=replace(config.trainer, max_steps=4))
+    )  # what only the first run in a process takes
     seconds = pilot(replace(config, name="pilot"))["seconds"]
     begin = time.process_time()
     assert train(config) == 0
@@ -111,7 +131,9 @@ def test_a_pilot_times_every_arm_in_processes_and_is_kept(tmp_path, arguments, m
     assert source == "a pilot of some steps of each arm, 2 at a time"
     assert times.keys() == {("", "softmax"), ("", "ssmax")}
     assert min(times.values()) > 0
-    assert [path.name for path in procedure.experiment.folder.iterdir() if path.name not in ("resolved.json", "pilot.json")] == []
+    assert [
+        path.name for path in procedure.experiment.folder.iterdir() if path.name not in ("resolved.json", "pilot.json")
+    ] == []
     monkeypatch.setattr("lm.experiments.plan._time_configurations", lambda *_: pytest.fail("timed again"))
     assert run_times(procedure, costs(procedure), Slots(2))[0] == times
 
@@ -137,7 +159,8 @@ def pilots(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
     pilot_configs, timed = [], _time_configurations
     monkeypatch.setattr(
-        "lm.experiments.plan._time_configurations", lambda configs, *arguments: pilot_configs.extend(configs) or timed(configs, *arguments)
+        "lm.experiments.plan._time_configurations",
+        lambda configs, *arguments: pilot_configs.extend(configs) or timed(configs, *arguments),
     )
     return pilot_configs
 
@@ -151,7 +174,9 @@ def test_a_pilot_of_runs_on_two_devices_times_one_of_them(tmp_path, tiny):
 
 def test_only_what_time_depends_on_is_timed_again(tmp_path, pilots):
     arms = {"softmax": {}, "rate": {"optim.lr": 2e-3}}
-    arms |= {name: {"model.normalizer": {"name": "ssmax", "init": init}} for name, init in (("ssmax", 1.5), ("init", 2.5))}
+    arms |= {
+        name: {"model.normalizer": {"name": "ssmax", "init": init}} for name, init in (("ssmax", 1.5), ("init", 2.5))
+    }
     for overrides, timed in (
         ([], ["softmax", "ssmax"]),
         ([], []),
@@ -189,22 +214,31 @@ def test_a_first_start_compiles_where_the_pilot_says_that_it_pays_and_later_ones
         settled_experiment = start(
             *arguments_of_start, timer=lambda procedure: run_times(procedure, costs(procedure), Slots(1))[0]
         ).experiment
-        assert [settled_experiment.config("", arm, 1, None, {"name": "any"}).trainer.compile for arm in settled_experiment.arms] == [
-            compiled
-        ] * 2
+        assert [
+            settled_experiment.config("", arm, 1, None, {"name": "any"}).trainer.compile
+            for arm in settled_experiment.arms
+        ] == [compiled] * 2
         (tmp_path / "program.py").unlink(missing_ok=True)
     output = capsys.readouterr().out
     assert output.count("trainer.compile of all runs: ") == 1
     assert re.search(
-        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a run and", output
+        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a run and",
+        output,
     )
-    assert start(arguments_of_start[0], [*arguments_of_start[1], "trainer.compile=false"]).experiment.base["trainer"]["compile"] is False
+    assert (
+        start(arguments_of_start[0], [*arguments_of_start[1], "trainer.compile=false"]).experiment.base["trainer"][
+            "compile"
+        ]
+        is False
+    )
 
 
 @pytest.mark.slow
 def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots, monkeypatch):
     kinds = {f"kind{number}": {"model.n_embd": 40 + 8 * number} for number in range(30)}
-    procedure = experiment(tmp_path, arms={"softmax": {}, "same": {"optim.schedule": "wsd"}, "slow": {"model.normalizer": "ssmax"}} | kinds)
+    procedure = experiment(
+        tmp_path, arms={"softmax": {}, "same": {"optim.schedule": "wsd"}, "slow": {"model.normalizer": "ssmax"}} | kinds
+    )
     begin = time.monotonic()
     times, source = run_times(procedure, costs(procedure), Slots(1), 2.0)
     assert time.monotonic() - begin < 60
@@ -218,7 +252,12 @@ def test_a_pilot_ends_with_its_budget_and_says_what_it_skipped(tmp_path, pilots,
     assert [path.name for path in procedure.experiment.folder.iterdir()] == ["pilot.json"]
     pilots.clear()
     with pytest.raises(RunError, match="no arm was timed within 0 s"):
-        run_times(experiment(tmp_path, "other"), costs(procedure) | {("", "ssmax"): costs(procedure)["", "slow"]}, Slots(1), 0.0)
+        run_times(
+            experiment(tmp_path, "other"),
+            costs(procedure) | {("", "ssmax"): costs(procedure)["", "slow"]},
+            Slots(1),
+            0.0,
+        )
     assert not pilots
 
 
@@ -232,7 +271,8 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    "number", [*(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL]
+    "number",
+    [*(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL],
 )
 def test_pilots_end_with_their_plan(tmp_path, number):
     (tmp_path / "program.py").write_text(WAITING)
@@ -241,7 +281,9 @@ def test_pilots_end_with_their_plan(tmp_path, number):
     words = ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", "--plan"]
     process = forked(tmp_path / "said", compare_with, str(tmp_path / "program.py"), str(path), *words)
     place = tmp_path / "runs" / "trial"
-    wait_until(lambda: any(path.read_text().strip() for path in place.glob(".*/*/output")) or not process.is_alive(), tmp_path)
+    wait_until(
+        lambda: any(path.read_text().strip() for path in place.glob(".*/*/output")) or not process.is_alive(), tmp_path
+    )
     assert process.is_alive(), (tmp_path / "said").read_text()
     (output,) = place.glob(".*/*/output")
     child = int(output.read_text())
@@ -259,12 +301,17 @@ def test_pilots_end_with_their_plan(tmp_path, number):
 def test_an_arm_that_would_be_refused_is_found_before_any_is_trained(tmp_path, arguments):
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "softmax", "optim.groups.normalizer.lr_factor": 10}}
     procedure = start(written(tmp_path, arms=arms, tune=None), arguments[1:], 2)
-    with pytest.raises(ConfigError, match=r"^ssmax: optim\.groups\.normalizer = .*: no trained parameter is in this group; drop it$"):
+    with pytest.raises(
+        ConfigError, match=r"^ssmax: optim\.groups\.normalizer = .*: no trained parameter is in this group; drop it$"
+    ):
         run_times(procedure, costs(procedure), Slots(2))
 
 
 def test_an_arm_that_is_not_trained_has_no_tuning_runs(tmp_path):
-    arms = {"softmax": {"model.normalizer": "softmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
+    arms = {
+        "softmax": {"model.normalizer": "softmax"},
+        "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
+    }
     procedure = experiment(tmp_path, arms=arms, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     lines = "\n".join(plan_lines(procedure, costs(procedure), "unknown"))
     assert "\n12 runs (3 of them are measured without training), " in lines

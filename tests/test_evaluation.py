@@ -28,7 +28,15 @@ from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
 from lm.evaluation.evaluation_kind import Measurement
-from lm.evaluation.held_out import HeldOut, LongContext, bits_per_byte, bucket_edges, long_sequences, nll_by_token, validation_sequences
+from lm.evaluation.held_out import (
+    HeldOut,
+    LongContext,
+    bits_per_byte,
+    bucket_edges,
+    long_sequences,
+    nll_by_token,
+    validation_sequences,
+)
 from lm.evaluation.swap import swap_sequences
 from lm.model.decoder import Decoder
 from lm.model.device import Device, OutOfTime, all_reduce_sum, preserved_random_state
@@ -40,7 +48,9 @@ CPU = Device(torch.device("cpu"), bf16=False)
 
 
 def made(name: str = "softmax", count: int = 5, length: int = 128) -> tuple[Decoder, HeldOut]:
-    decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), dropout=0.5), 60, 16)
+    decoder = Decoder(
+        ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=catalogue.OPTIONS[name](), dropout=0.5), 60, 16
+    )
     tokens = np.random.default_rng(0).integers(60, size=(count, length + 1))
     return decoder, HeldOut(tokens, np.full(60, 4.0, np.float32))
 
@@ -90,7 +100,9 @@ def test_what_fails_or_takes_too_long_is_told_to_all_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize(("code", "failure"), [(2.0, OutOfTime), (1.0, RunError)])
-def test_all_ranks_know_whether_one_had_no_time_left(monkeypatch: pytest.MonkeyPatch, code: float, failure: type[RunError]):
+def test_all_ranks_know_whether_one_had_no_time_left(
+    monkeypatch: pytest.MonkeyPatch, code: float, failure: type[RunError]
+):
     monkeypatch.setattr("torch.distributed.all_reduce", lambda failures, *_: failures.fill_(code))
     with pytest.raises(RunError) as raised:
         all_reduce_sum(replace(CPU, world=2), lambda: torch.zeros(1))
@@ -133,7 +145,9 @@ def test_the_bytes_are_those_of_the_tokens_that_are_predicted_and_count():
         assert bits_per_byte(nll, held_out) == pytest.approx(bits / n_bytes, rel=1e-6)
 
 
-@pytest.mark.parametrize(("seq_len", "length"), [(256, 2048), (32, 128), (100, 800), (2, 16), (96, 96), (64, 100), (64, 16), (100, 7)])
+@pytest.mark.parametrize(
+    ("seq_len", "length"), [(256, 2048), (32, 128), (100, 800), (2, 16), (96, 96), (64, 100), (64, 16), (100, 7)]
+)
 def test_buckets_tile_the_row_with_edges_at_every_doubling_of_the_training_length(seq_len: int, length: int):
     edges = bucket_edges(seq_len, length)
     assert edges[0] == 0
@@ -162,13 +176,24 @@ def test_sequences_may_be_shorter_than_those_of_training(tiny):
     decoder = Decoder(config.model, store.vocab_size, config.data.seq_len)
     measurement = LongContext(config, store)
     assert measurement.held_out.sequences.shape == (3, config.data.seq_len // 2 + 1)
-    assert [curve.axis.values[-1] for curve in measurement.measure(decoder, CPU, lambda units: None) if curve.bins] == [16, 16]
+    assert [curve.axis.values[-1] for curve in measurement.measure(decoder, CPU, lambda units: None) if curve.bins] == [
+        16,
+        16,
+    ]
     assert [group.length for group in swap_sequences(store, config)] == [1, 8, 32]
-    learned_config = tiny("model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[0.25, 1, 2]")
-    assert [group.length for group in swap_sequences(store, learned_config)] == [8, 32], "learned positions end at the training length"
-    hundred = tiny("data.seq_len=100", "optim.batch_tokens=800", "eval.long_context.length_factor=0.29", "eval.swap_lengths=[0.29]")
+    learned_config = tiny(
+        "model.position=learned", "eval.long_context.length_factor=0", "eval.swap_lengths=[0.25, 1, 2]"
+    )
+    assert [group.length for group in swap_sequences(store, learned_config)] == [8, 32], (
+        "learned positions end at the training length"
+    )
+    hundred = tiny(
+        "data.seq_len=100", "optim.batch_tokens=800", "eval.long_context.length_factor=0.29", "eval.swap_lengths=[0.29]"
+    )
     long_length = long_sequences(store, hundred).sequences.shape[1] - 1
-    assert {long_length, *(group.length for group in swap_sequences(store, hundred))} == {29}, "0.29 x 100 is 28.999999999999996"
+    assert {long_length, *(group.length for group in swap_sequences(store, hundred))} == {29}, (
+        "0.29 x 100 is 28.999999999999996"
+    )
 
 
 def test_held_out_sequences_are_the_same_for_every_arm_and_lie_in_held_out_documents(tiny):
@@ -189,7 +214,10 @@ def test_lm_eval_gives_the_callbacks_numbers_and_takes_overrides(tiny):
     assert long.samples[0].sha256 == curve.samples[0].sha256
     assert long.curve == pytest.approx(curve.curve, abs=1e-4)
     assert validation.overall_mean > 0
-    changes = ["eval.long_context.length_factor=8", "eval.long_context.inference=[{rope: {name: theta, factor: 2}}, {rope: yarn}]"]
+    changes = [
+        "eval.long_context.length_factor=8",
+        "eval.long_context.inference=[{rope: {name: theta, factor: 2}}, {rope: yarn}]",
+    ]
     longer = [curve for curve in evaluate_runs([folder], "4", overrides=changes)[1].evaluation.series if curve.bins]
     assert [(len(curve.curve), curve.setting) for curve in longer] == [(256, "theta x 2"), (256, "yarn")]
     assert (folder / "evaluations" / "long_context.step-000004.json").exists()
@@ -204,12 +232,20 @@ def test_what_was_measured_before_is_not_measured_again(tiny, tmp_path):
     quick.write_text("eval: {sequences: 3, long_context: {sequences: 2}}")
     runs = [
         evaluate_runs([config.run_folder], suite=suite, overrides=overrides)
-        for suite, overrides in ((str(quick), []), ("", []), (str(quick), []), (str(quick), ["trainer.precision=bf16-mixed"]))
+        for suite, overrides in (
+            (str(quick), []),
+            ("", []),
+            (str(quick), []),
+            (str(quick), ["trainer.precision=bf16-mixed"]),
+        )
     ]
     assert [result.cached for run in runs for result in run] == [False, False, True, True, True, True, False, False]
     assert runs[0][0].evaluation.plain() == runs[2][0].evaluation.plain()
     assert len(runs[0][0].evaluation.series[0].samples[0].values) == 3
-    assert json.loads((config.run_folder / "evaluations" / "validation.step-000008.json").read_text())["precision"] == "bf16-mixed"
+    assert (
+        json.loads((config.run_folder / "evaluations" / "validation.step-000008.json").read_text())["precision"]
+        == "bf16-mixed"
+    )
 
 
 def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp_path):
@@ -225,7 +261,9 @@ def test_several_runs_are_measured_side_by_side_and_written_as_a_table(tiny, tmp
     lines = list(csv.DictReader((tmp_path / "all.csv").open()))
     records = json.loads((tmp_path / "all.json").read_text())
     metrics = ("val loss", "val loss: unigram cross-entropy", "bits per byte")
-    assert [(line["run"], line["metric"]) for line in lines] == [(folder, metric) for folder in folders for metric in metrics]
+    assert [(line["run"], line["metric"]) for line in lines] == [
+        (folder, metric) for folder in folders for metric in metrics
+    ]
     assert [float(line["value"]) for line in lines] == [line["value"] for line in records]
     assert "name a .csv or .json file" in lm("eval", *folders, "-o", str(tmp_path / "all.txt")).stderr
     assert "no run folder given" in lm("eval", "eval.sequences=3").stderr
@@ -248,7 +286,9 @@ def test_a_failing_evaluation_is_logged_and_training_goes_on_unless_asked(tiny, 
 def test_an_evaluation_that_takes_too_long_is_given_up(tiny):
     config = tiny("name=slow", "eval.long_context.max_seconds=1e-9", "eval.long_context.at=[0.5, 1.0]")
     assert train(config) == 0
-    failed = [line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line]
+    failed = [
+        line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line
+    ]
     assert [line["step"] for line in failed] == [4, 8]
     assert "max_seconds" in failed[0]["long_context/failed"]
 
@@ -257,9 +297,17 @@ PHASES = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: log_
 
 
 def test_at_the_end_of_a_phase_an_evaluation_fails_once(tiny):
-    config = tiny("name=phases", "eval.long_context.max_seconds=1e-9", "eval.long_context.at=[0.5, 1.0]", PHASES, "eval.swap_lengths=[]")
+    config = tiny(
+        "name=phases",
+        "eval.long_context.max_seconds=1e-9",
+        "eval.long_context.at=[0.5, 1.0]",
+        PHASES,
+        "eval.swap_lengths=[]",
+    )
     assert train(config) == 0
-    failed = [line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line]
+    failed = [
+        line for line in map(json.loads, (config.run_folder / "metrics.jsonl").open()) if "long_context/failed" in line
+    ]
     assert [line["step"] for line in failed] == [4, 8]
 
 
@@ -271,7 +319,9 @@ def test_an_option_that_one_phase_has_is_a_setting_of_that_phase(tiny):
     assert settings == [{"as trained"}, {"as trained", "as trained, clip=true"}]
     lines = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").open()]
     (before,) = (line["swap/loss_before"] for line in lines if "swap/loss_before" in line)
-    assert before == pytest.approx(next(line["val/loss"] for line in lines if line["step"] == 4 and "val/loss" in line), abs=1e-5)
+    assert before == pytest.approx(
+        next(line["val/loss"] for line in lines if line["step"] == 4 and "val/loss" in line), abs=1e-5
+    )
 
 
 def test_lm_eval_refuses_what_would_measure_another_model(tiny, tmp_path):
@@ -300,13 +350,19 @@ def test_a_run_is_evaluated_on_the_store_it_was_trained_on_whatever_became_of_it
     first = evaluate_runs([config.run_folder], overrides=["eval.sequences=5"])
     shutil.rmtree(tmp_path / "texts")
     second = evaluate_runs([config.run_folder], overrides=["eval.sequences=6"])
-    assert [result.evaluation.data_fingerprint for result in second] == [result.evaluation.data_fingerprint for result in first]
+    assert [result.evaluation.data_fingerprint for result in second] == [
+        result.evaluation.data_fingerprint for result in first
+    ]
     shutil.rmtree(tmp_path / "stores")
-    with pytest.raises(RunError, match=rf"no store in {tmp_path}/stores, and .*no such file or .*: set data\.root to where"):
+    with pytest.raises(
+        RunError, match=rf"no store in {tmp_path}/stores, and .*no such file or .*: set data\.root to where"
+    ):
         evaluate_runs([config.run_folder])
     shutil.copytree(corpus, tmp_path / "texts")
     (tmp_path / "texts" / "00.txt").write_text("something else")
-    with pytest.raises(RunError, match=r"set data\.root to where the store is, start where .*, or bring the sources back"):
+    with pytest.raises(
+        RunError, match=r"set data\.root to where the store is, start where .*, or bring the sources back"
+    ):
         evaluate_runs([config.run_folder])
 
 
@@ -319,7 +375,10 @@ def test_sequences_know_the_documents_they_begin_in(tiny):
             document = store.val.document(number)
             starts = np.flatnonzero(document == row[0])
             length = min(len(row), 12)
-            assert any((document[begin : begin + length] == row[: len(document[begin : begin + length])]).all() for begin in starts)
+            assert any(
+                (document[begin : begin + length] == row[: len(document[begin : begin + length])]).all()
+                for begin in starts
+            )
     assert HeldOut(np.zeros((3, 5)), np.ones(1)).document_labels.tolist() == [0, 1, 2]
 
 
@@ -338,7 +397,9 @@ def test_a_checkpoint_gives_its_model_back(tiny):
 def test_a_row_of_131072_tokens_takes_less_than_a_gigabyte():
     """A model of one narrow layer, in less than a minute; T x T weights in bf16 alone would be 32 GiB."""
     shape = ["--n-layer", "1", "--n-head", "1", "--n-embd", "64", "--seq-len", "131072"]
-    result = subprocess.run([sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert float(re.search(r"peak memory \+([\d,]+) MiB", result.stdout)[1].replace(",", "")) < 1024
 
 

@@ -24,7 +24,12 @@ from lm.runs.same_run import config_problems
 ARMS = {
     "softmax": {"model.normalizer": "softmax"},
     "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
-    "trained": {"from": "softmax", "swap": {"to": "ssmax", "init": "unit"}, "model.normalizer.bias": True, "trainer.max_steps": 12},
+    "trained": {
+        "from": "softmax",
+        "swap": {"to": "ssmax", "init": "unit"},
+        "model.normalizer.bias": True,
+        "trainer.max_steps": 12,
+    },
 }
 
 
@@ -42,11 +47,21 @@ def named(run: Run) -> list[str]:
 
 def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     steps = [f"{key}=40" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]
-    overrides = [*arguments[1:], *steps, "optim.batch_tokens=512", "eval.sequences=64", "eval.long_context.length_factor=0"]
+    overrides = [
+        *arguments[1:],
+        *steps,
+        "optim.batch_tokens=512",
+        "eval.sequences=64",
+        "eval.long_context.length_factor=0",
+    ]
     by_length = {"eval.by_length": {"lengths": [16, 32], "sequences": 8}}
     procedure = experiment(tmp_path, *overrides, evaluate=by_length, primary={"metric": "by_length/loss 16"})
     softmax, as_it_is, trained = procedure.known_runs()
-    assert (named(softmax), named(as_it_is), named(trained)) == (["train", "eval"], ["swap", "eval"], ["swap", "train", "eval"])
+    assert (named(softmax), named(as_it_is), named(trained)) == (
+        ["train", "eval"],
+        ["swap", "eval"],
+        ["swap", "train", "eval"],
+    )
     for run in procedure.known_runs():
         for command in commands(run, procedure.experiment.folder):
             result = lm(*command)
@@ -54,8 +69,12 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
     assert [run.outcome.state for run in procedure.known_runs()] == ["finished"] * 3
     assert [commands(run, procedure.experiment.folder) for run in procedure.known_runs()] == [[]] * 3
     assert read_config(as_it_is.config.run_folder).model == as_it_is.config.model
-    places = lm_results(*(run.config.run_folder for run in procedure.known_runs()))[["arm", "experiment"]].drop_duplicates()
-    assert places.to_numpy().tolist() == [[arm, "trial"] for arm in ARMS], "not those of the runs that weights come from"
+    places = lm_results(*(run.config.run_folder for run in procedure.known_runs()))[
+        ["arm", "experiment"]
+    ].drop_duplicates()
+    assert places.to_numpy().tolist() == [[arm, "trial"] for arm in ARMS], (
+        "not those of the runs that weights come from"
+    )
     assert Path(trained.config.init_from).parent.name == "swapped"
     assert "started_from" in read_json(trained.config.run_folder / "environment.json")
     _, as_it_is_line, trained_line = summary_entries(procedure)
@@ -70,13 +89,18 @@ def test_a_run_is_swapped_trained_and_measured_once(tmp_path, arguments):
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("ssmax", [{}, {"n": "fixed:64"}, {"bias": True}]), ("layers", [{"of": ["window", "softmax"]}, {"of": ["window", "ssmax"]}])],
+    [
+        ("ssmax", [{}, {"n": "fixed:64"}, {"bias": True}]),
+        ("layers", [{"of": ["window", "softmax"]}, {"of": ["window", "ssmax"]}]),
+    ],
 )
 def test_weights_that_were_swapped_with_other_options_are_not_taken(tmp_path, to, options):
     swapped = {}
     for normalizer in options:
         arms = {"softmax": {}, "more": {"from": "softmax", "swap": {"to": to}, "model.normalizer": normalizer}}
-        swapped[str(normalizer)] = next(run.config.init_from for run in experiment(tmp_path, arms=arms).known_runs() if run.arm == "more")
+        swapped[str(normalizer)] = next(
+            run.config.init_from for run in experiment(tmp_path, arms=arms).known_runs() if run.arm == "more"
+        )
     assert len(set(swapped.values())) == len(options), swapped
 
 
@@ -111,9 +135,13 @@ def test_a_moved_experiment_has_the_same_runs(tmp_path, sizes):
         metadata = {"step": 4, "phase": 0}
         assert not config_problems(run_after.config, run_before.config, metadata, tmp_path), "an unfinished one goes on"
     other = replace(after.known_runs()[1].config, init_from=str(tmp_path / "other"))
-    assert [problem.path for problem in config_problems(other, before.known_runs()[1].config, metadata, tmp_path)] == ["init_from"]
+    assert [problem.path for problem in config_problems(other, before.known_runs()[1].config, metadata, tmp_path)] == [
+        "init_from"
+    ]
     default = experiment(tmp_path, "runs=runs", arms=STARTS, sizes=sizes)
-    assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known_runs()), "as earlier versions named them"
+    assert all(run.config.name.endswith(config_hash(run.config)) for run in default.known_runs()), (
+        "as earlier versions named them"
+    )
     assert [run.config.name for run in default.known_runs()] == [run.config.name for run in before.known_runs()]
 
 
@@ -136,15 +164,30 @@ def test_swapped_arms_start_from_the_weights_of_their_seed_and_rate(tmp_path):
 @pytest.mark.parametrize(
     ("arm", "message"),
     [
-        ({"from": "softmax", "swap": {"to": "ssmx"}}, "arms.b.swap.to = 'ssmx': unknown normalizer; did you mean 'ssmax'"),
+        (
+            {"from": "softmax", "swap": {"to": "ssmx"}},
+            "arms.b.swap.to = 'ssmx': unknown normalizer; did you mean 'ssmax'",
+        ),
         ({"from": "softmax", "swap": {"init": "match"}}, "arms.b.swap.to = '': unknown normalizer"),
         ({"swap": {"to": "ssmax"}}, "arms.b.swap = .*: there are no weights to swap"),
-        ({"from": "softmax", "swap": {"to": ["ssmax"]}}, "arms.b.swap.to = .*: is one normalizer's name; several, one a layer, are swap: "),
+        (
+            {"from": "softmax", "swap": {"to": ["ssmax"]}},
+            "arms.b.swap.to = .*: is one normalizer's name; several, one a layer, are swap: ",
+        ),
         ({"from": "softmax", "train": False}, "arms.b.train = false: would be the arm it starts from"),
         ({"from": "softmax", "swap": {"to": "ssmax"}, "train": "no"}, "arms.b.train = 'no': must be true or false"),
-        ({"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1}, "arms.b.optim.lr = 1: has no effect on an arm"),
-        ({"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"}, "arms.b.model.normalizer = .*swapped to ssmax"),
-        ({"from": "softmax", "swap": {"to": "log_n", "init": "unit"}}, "arms.b.swap.init = 'unit': log_n has no parameters to start"),
+        (
+            {"from": "softmax", "swap": {"to": "ssmax"}, "train": False, "optim.lr": 1},
+            "arms.b.optim.lr = 1: has no effect on an arm",
+        ),
+        (
+            {"from": "softmax", "swap": {"to": "ssmax"}, "model.normalizer": "log_n"},
+            "arms.b.model.normalizer = .*swapped to ssmax",
+        ),
+        (
+            {"from": "softmax", "swap": {"to": "log_n", "init": "unit"}},
+            "arms.b.swap.init = 'unit': log_n has no parameters to start",
+        ),
         ({"from": "softmax", "swap": {"to": "ssmax", "init": "best"}}, "arms.b.swap.init = 'best': must be"),
     ],
 )
@@ -161,7 +204,10 @@ def test_a_wrong_swap_is_refused_in_words(tmp_path, arm, message):
         ({"evaluate": {"eval.by_length.lengths": [3, 32]}}, "eval.by_length.lengths = 3: does not divide"),
         ({"evaluate": [1]}, r"evaluate = \[1\]: must be a block"),
         ({"evaluate": {}}, "arms.b = .*: is measured on other sequences than the baseline"),
-        ({"evaluate": {"eval.by_length.lengths": [16, 32]}}, "arms.b = .*: measures val/loss on other sequences than the baseline"),
+        (
+            {"evaluate": {"eval.by_length.lengths": [16, 32]}},
+            "arms.b = .*: measures val/loss on other sequences than the baseline",
+        ),
     ],
 )
 def test_arms_of_other_lengths_need_something_to_be_compared_on(tmp_path, changes, message):
@@ -170,7 +216,9 @@ def test_arms_of_other_lengths_need_something_to_be_compared_on(tmp_path, change
         experiment(tmp_path, arms=arms, **changes)
 
 
-@pytest.mark.parametrize(("swap", "init"), [({"to": "sink"}, 0.0), ({"to": "sink", "init": -3.0}, -3.0), ({"to": "ssmax"}, "match")])
+@pytest.mark.parametrize(
+    ("swap", "init"), [({"to": "sink"}, 0.0), ({"to": "sink", "init": -3.0}, -3.0), ({"to": "ssmax"}, "match")]
+)
 def test_swapped_normalizers_start_at_their_default_or_as_said(tmp_path, swap, init):
     arms = {"softmax": {}, "b": {"from": "softmax", "swap": swap}}
     assert experiment(tmp_path, arms=arms).known_runs()[-1].config.model.normalizer.init == init

@@ -17,7 +17,9 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
     experiment = read_experiment(file, [])
     assert experiment.name == file.stem
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    assert any(f"configs/experiments/{file.name}" in page.read_text(encoding="utf-8") for page in pages), f"no page names {file.name}"
+    assert any(f"configs/experiments/{file.name}" in page.read_text(encoding="utf-8") for page in pages), (
+        f"no page names {file.name}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,15 +29,25 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "b": {}}}, "arms.b = {}: is the same as a"),
         ({"arms": {"a": {"from": "a"}, "b": {}}}, "arms.a.from = 'a': is no earlier arm"),
         ({"arms": {"a": {"from": "b"}, "b": {}}}, "arms.a.from = 'b': is no earlier arm"),
-        ({"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}}, "arms.b.from = 'a': has another normalizer than a"),
-        ({"arms": {"a": {}, "b": {"from": "a", "model.n_embd": 16}}}, "arms.b.model.n_embd = 16: is 32 in a, whose weights it starts from"),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}},
+            "arms.b.from = 'a': has another normalizer than a",
+        ),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "model.n_embd": 16}}},
+            "arms.b.model.n_embd = 16: is 32 in a, whose weights it starts from",
+        ),
         (
             {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax"}, "model.n_layer": 1}}},
             "arms.b.model.n_layer = 1: is 2 in a, whose weights it starts from; set it to that",
         ),
         (
             {
-                "base": {"base": str(ROOT / "tests" / "tiny.yaml"), "model.position": "learned", "eval.long_context.length_factor": 0},
+                "base": {
+                    "base": str(ROOT / "tests" / "tiny.yaml"),
+                    "model.position": "learned",
+                    "eval.long_context.length_factor": 0,
+                },
                 "arms": {"a": {}, "b": {"from": "a", "data.seq_len": 16}},
                 "evaluate": {"data.seq_len": 16},
             },
@@ -51,26 +63,56 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"a": {}, "..": {"optim.lr": 1}}}, "must be a name of at most 40"),
         ({"arms": {"a": {}, "b": {"from": 0}}}, "arms.b.from = 0: is no earlier arm"),
         ({"arms": {"a": {}, "b": {"from": ["a"]}}}, r"arms.b.from = \['a'\]: is no earlier arm; choose from: a"),
-        ({"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}}, "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$"),
+        (
+            {"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}},
+            "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$",
+        ),
         ({"arms": {"a": {}, "b": {"experiment.name": "b"}}}, "arms.b.experiment.name = 'b': is set by the experiment"),
         (
             {
-                "base": {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.long_context.inference": [{}, {"rope": "yarn"}]},
+                "base": {
+                    "base": str(ROOT / "tests" / "tiny.yaml"),
+                    "eval.long_context.inference": [{}, {"rope": "yarn"}],
+                },
                 "arms": {"a": {}, "b": {"model.normalizer": "cosine"}},
             },
             r"arm b: eval\.long_context\.inference\[1\]\.rope\.temperature = true: is a factor on queries",
         ),
-        ({"primary": {"metric": "train/loss"}}, "primary.metric = 'train/loss': is not measured: at the last step runs have val/"),
+        (
+            {"primary": {"metric": "train/loss"}},
+            "primary.metric = 'train/loss': is not measured: at the last step runs have val/",
+        ),
         ({"primary": {"metric": "recall/passkey 32"}}, "primary.metric = 'recall/passkey 32': is not measured"),
-        ({"primary": {"metric": "val/los"}}, "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?"),
-        ({"primary": {"metric": "val/bits_per_byte"}}, "primary.metric = 'val/bits_per_byte': is not measured by sequence"),
+        (
+            {"primary": {"metric": "val/los"}},
+            "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?",
+        ),
+        (
+            {"primary": {"metric": "val/bits_per_byte"}},
+            "primary.metric = 'val/bits_per_byte': is not measured by sequence",
+        ),
         ({"sizes": {"workers": {}}}, "sizes.workers = 'workers': must be a name"),
         ({"sizes": {"verdicts.json": {}}}, "sizes.verdicts.json = 'verdicts.json': must be a name"),
-        ({"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}}, "sizes.b = {.*}: is the same as a; change it"),
-        ({"sizes": {"a": {"trainer.threads": 1}, "b": {"trainer.threads": 2}}}, "sizes.b = {.*}: is the same as a; change it"),
-        ({"tune": {"key": "eval.sequences", "grid": [8, 16]}}, "tune.key = 'eval.sequences': is nothing that training depends on"),
-        ({"tune": {"key": "log.every", "grid": [8, 16]}}, "tune.key = 'log.every': is nothing that training depends on"),
-        ({"tune": {"key": "trainer.threads", "grid": [1, 2]}}, "tune.key = 'trainer.threads': is nothing that training depends on"),
+        (
+            {"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}},
+            "sizes.b = {.*}: is the same as a; change it",
+        ),
+        (
+            {"sizes": {"a": {"trainer.threads": 1}, "b": {"trainer.threads": 2}}},
+            "sizes.b = {.*}: is the same as a; change it",
+        ),
+        (
+            {"tune": {"key": "eval.sequences", "grid": [8, 16]}},
+            "tune.key = 'eval.sequences': is nothing that training depends on",
+        ),
+        (
+            {"tune": {"key": "log.every", "grid": [8, 16]}},
+            "tune.key = 'log.every': is nothing that training depends on",
+        ),
+        (
+            {"tune": {"key": "trainer.threads", "grid": [1, 2]}},
+            "tune.key = 'trainer.threads': is nothing that training depends on",
+        ),
         ({"tune": {"table": ""}}, "yaml: tune.table = '': names no file; name one as `tuning.csv`, or leave it out"),
         (
             {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax", "init": "banana"}}}},
@@ -95,21 +137,39 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3]]}},
             "tune.grid = .*must be a list of values for each of optim.lr, optim.grad_clip",
         ),
-        ({"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1]]}}, "tune.grid = .*must be at least 2 different values of each key"),
-        ({"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1, -1]]}}, "tune.grid = .*must be > 0"),
-        ({"tune": {"grid": [[1e-3, 2e-3], [1, 2]]}}, r"tune.grid = .*must be a list of values; of several keys name them all: `key: \[KEY"),
-        ({"tune": {"key": ["optim.lr", "optim.lr"], "grid": [[1, 2], [1, 2]]}}, "tune.key = .*must be a key, or a list of different keys"),
-        ({"tune": {"key": ["optim.lr", "optim.clip"], "grid": [[1, 2], [1, 2]]}}, "optim.clip = 1: unknown key"),
-        ({"tune": {"key": ["optim.lr", "log.every"], "grid": [[1, 2], [1, 2]]}}, "tune.key = 'log.every': is nothing that training"),
         (
-            {"tune": {"key": LR_AND_CLIP, "grid": [[1, 2], [1, 2]]}, "arms": {"a": {}, "b": {"optim": {"grad_clip": 3}}}},
+            {"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1]]}},
+            "tune.grid = .*must be at least 2 different values of each key",
+        ),
+        ({"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3], [1, -1]]}}, "tune.grid = .*must be > 0"),
+        (
+            {"tune": {"grid": [[1e-3, 2e-3], [1, 2]]}},
+            r"tune.grid = .*must be a list of values; of several keys name them all: `key: \[KEY",
+        ),
+        (
+            {"tune": {"key": ["optim.lr", "optim.lr"], "grid": [[1, 2], [1, 2]]}},
+            "tune.key = .*must be a key, or a list of different keys",
+        ),
+        ({"tune": {"key": ["optim.lr", "optim.clip"], "grid": [[1, 2], [1, 2]]}}, "optim.clip = 1: unknown key"),
+        (
+            {"tune": {"key": ["optim.lr", "log.every"], "grid": [[1, 2], [1, 2]]}},
+            "tune.key = 'log.every': is nothing that training",
+        ),
+        (
+            {
+                "tune": {"key": LR_AND_CLIP, "grid": [[1, 2], [1, 2]]},
+                "arms": {"a": {}, "b": {"optim": {"grad_clip": 3}}},
+            },
             "arms.b.optim.grad_clip = 3: is set by the experiment",
         ),
         ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
         ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
         ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
         ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
-        ({"arms": {"a": {}, "b": {"eval.sequences": 48}}}, "arms.b = .*is measured on other sequences than the baseline"),
+        (
+            {"arms": {"a": {}, "b": {"eval.sequences": 48}}},
+            "arms.b = .*is measured on other sequences than the baseline",
+        ),
         (
             {"arms": {"a": {}, "b": {"data.min_document_bytes": 500}}},
             "arms.b = .*reads other data than the baseline; give all arms one value of data.min_document_bytes",
@@ -118,7 +178,10 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"arms": {"a": {}, True: {}}},
             "arms = true: is no text: YAML reads on, yes and null as values; put the name in quotes",
         ),
-        ({"arms": {"a": {}, "b": {"optim.lr": 1e-3, "optim": {"lr": 2e-3}}}}, "arms.b.optim.lr: given twice in one block; drop one"),
+        (
+            {"arms": {"a": {}, "b": {"optim.lr": 1e-3, "optim": {"lr": 2e-3}}}},
+            "arms.b.optim.lr: given twice in one block; drop one",
+        ),
         (
             {
                 "base": {"base": str(ROOT / "configs/recall.yaml"), "data.source.name": "files"},
@@ -153,15 +216,22 @@ def test_a_key_of_the_experiment_is_no_override(tmp_path, arguments):
 
 def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
     """Their own keys count more than the files', a later file more than an earlier one; the tuned rate of a file does not count."""
-    for name, text in {"a": "optim: {lr: 1.0, grad_clip: 2.0}\nmodel: {n_mlp: 96, init_std: 0.1}", "b": "model: {n_mlp: 64}"}.items():
+    for name, text in {
+        "a": "optim: {lr: 1.0, grad_clip: 2.0}\nmodel: {n_mlp: 96, init_std: 0.1}",
+        "b": "model: {n_mlp: 64}",
+    }.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     arms = {"softmax": {}, "other": {"base": ["a.yaml", "b.yaml"], "model.init_std": 0.03}}
     sizes = {"small": {}, "large": {"base": "a.yaml", "model.init_std": 0.04, "model.mlp": "relu2"}}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "model.init_std": 0.06, "optim.optimizer.beta2": 0.9}
-    experiment = read_experiment(written(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"])
-    assert {experiment.config(size, arm, 1, 2e-2, {"name": "x"}).optim.optimizer.beta2 for size in sizes for arm in experiment.arms} == {
-        0.9
-    }
+    experiment = read_experiment(
+        written(tmp_path, base=base, arms=arms, sizes=sizes), [*arguments[1:], "model.init_std=0.05"]
+    )
+    assert {
+        experiment.config(size, arm, 1, 2e-2, {"name": "x"}).optim.optimizer.beta2
+        for size in sizes
+        for arm in experiment.arms
+    } == {0.9}
 
     def settings(size: str, arm: int) -> tuple:
         config = experiment.config(size, experiment.arms[arm], 1, 2e-2, {"name": "x"})

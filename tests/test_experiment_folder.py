@@ -48,7 +48,9 @@ def command(error: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tune", [None, {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}], ids=["untuned", "tuned"])
-def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tmp_path, arguments, runs, tune, monkeypatch):
+def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(
+    tmp_path, arguments, runs, tune, monkeypatch
+):
     monkeypatch.setattr("lm.experiments.compare.experiment_files", lambda *_: {})
     monkeypatch.setattr("lm.experiments.engine.ExperimentTrainer.train_all", lambda _: pytest.fail("trains"))
     path, data = written(tmp_path, tune=tune), arguments[1:]
@@ -58,7 +60,9 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     with pytest.raises(RunError, match=message) as error:
         open_experiment(path, data)
     reopened = open_experiment(path, command(str(error.value)))
-    assert [run.config.run_folder for run in reopened.known_runs()] == [run.config.run_folder for run in first.known_runs()]
+    assert [run.config.run_folder for run in reopened.known_runs()] == [
+        run.config.run_folder for run in first.known_runs()
+    ]
     assert all(run.outcome.ended for run in reopened.known_runs())
     for options in (["--report-only"], [], ["--commands"], ["--submit", "local"]):
         result = lm("compare", str(path), *data, *options)
@@ -69,9 +73,9 @@ def test_overrides_that_are_forgotten_are_said_with_the_command_that_has_them(tm
     assert f"note: {count} ended runs here" in planning.stdout, planning.stderr
     assert lm("compare", str(path), *command(planning.stdout), "--report-only").returncode == 0
     monkeypatch.setattr("lm.experiments.engine.ExperimentTrainer.train_all", lambda _: None)
-    assert "none of the runs that the file now asks for has ended; " in lm("compare", str(path), *data, "--anew").stderr, (
-        "worked, and nothing came of it"
-    )
+    assert (
+        "none of the runs that the file now asks for has ended; " in lm("compare", str(path), *data, "--anew").stderr
+    ), "worked, and nothing came of it"
 
 
 def test_a_key_that_is_left_out_at_its_default_is_said_with_it(tmp_path, arguments, runs):
@@ -85,7 +89,9 @@ def test_a_key_that_is_left_out_at_its_default_is_said_with_it(tmp_path, argumen
 def test_another_rate_is_another_configuration_where_none_is_tuned(tmp_path, arguments, runs):
     path, data = written(tmp_path, tune=None), arguments[1:]
     first = ended(path, data)
-    with pytest.raises(RunError, match=rf"{len(first.known_runs())} ended runs .*: optim\.lr=\S+ \(asked for: 0\.5\)") as error:
+    with pytest.raises(
+        RunError, match=rf"{len(first.known_runs())} ended runs .*: optim\.lr=\S+ \(asked for: 0\.5\)"
+    ) as error:
         open_experiment(path, [*data, "optim.lr=0.5"])
     assert all(run.outcome.ended for run in open_experiment(path, command(str(error.value))).known_runs())
 
@@ -117,21 +123,28 @@ def test_what_runs_do_not_depend_on_may_change(tmp_path, runs):
         assert not other_runs_note(open_experiment(written(tmp_path, **{"tune": tune} | change), overrides)), change
     arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": {"name": "ssmax", "init": 2}}}
     message = other_runs_note(open_experiment(written(tmp_path, tune=tune, arms=arms), overrides))
-    assert message.startswith("8 ended runs here are of another configuration: model.normalizer.init="), "an arm that changed is a note"
+    assert message.startswith("8 ended runs here are of another configuration: model.normalizer.init="), (
+        "an arm that changed is a note"
+    )
 
 
 def test_steps_that_follow_from_tokens_are_those_of_the_first_start(tmp_path, runs):
     overrides = ["data.source.paths=[.]", runs]
     path = written(tmp_path, tune=None, sizes=SIZES)
     procedure = ended(path, overrides)
-    write_json(procedure.experiment.folder / RESOLVED_FILE, {"precision": 32, "compile": False, "threads": 1, "overrides": overrides})
+    write_json(
+        procedure.experiment.folder / RESOLVED_FILE,
+        {"precision": 32, "compile": False, "threads": 1, "overrides": overrides},
+    )
     longer = {name: {"trainer.max_steps": 2 * size["trainer.max_steps"]} for name, size in SIZES.items()}
     with pytest.raises(
-        RunError, match=r"8 ended runs .*: trainer\.max_steps=4 \(asked for: 8\); to train what is asked for now, add --anew$"
+        RunError,
+        match=r"8 ended runs .*: trainer\.max_steps=4 \(asked for: 8\); to train what is asked for now, add --anew$",
     ):
         open_experiment(written(tmp_path, tune=None, sizes=longer), overrides)
     write_json(
-        procedure.experiment.folder / RESOLVED_FILE, {"precision": 32, "compile": False, "threads": 1, "overrides": [*overrides, "a=b"]}
+        procedure.experiment.folder / RESOLVED_FILE,
+        {"precision": 32, "compile": False, "threads": 1, "overrides": [*overrides, "a=b"]},
     )
     with pytest.raises(RunError, match=r"goes on with them: .* a=b; to train"):
         open_experiment(written(tmp_path, tune=None, sizes=longer), overrides)

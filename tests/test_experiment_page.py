@@ -34,7 +34,11 @@ from lm.statistics.intervals import over_seeds_and_documents
 STEPS = 200
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}},
+    "arms": {
+        "softmax": {"model.normalizer": "softmax"},
+        "ssmax": {"model.normalizer": "ssmax"},
+        "log_n": {"model.normalizer": "log_n"},
+    },
     "seeds": [1, 2, 3],
     "tune": {"grid": [5e-3, 1e-2, 2e-2], "seeds": [101, 102]},
     "primary": {"metric": "val/loss", "better": "lower", "matters": 0.02},
@@ -50,7 +54,9 @@ def undrawn(monkeypatch):
 def made(folder: Path, name: str = "trial", **changes: object) -> Procedure:
     """An experiment in a folder, of which no run has begun."""
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False)
+    )
     keys = {
         "runs": folder / "runs",
         "trainer.max_steps": STEPS,
@@ -86,7 +92,9 @@ def losses(run: Run) -> float:
 
 def finish_all(procedure: Procedure, loss=losses, **options: object) -> Procedure:
     """Every run that the experiment asks for, tuning first."""
-    while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended and not run.config.run_folder.exists()]:
+    while unfinished := [
+        run for run in procedure.known_runs() if not run.outcome.ended and not run.config.run_folder.exists()
+    ]:
         for run in unfinished:
             finish(run, loss(run), **options)
     return Procedure(procedure.experiment)
@@ -94,7 +102,9 @@ def finish_all(procedure: Procedure, loss=losses, **options: object) -> Procedur
 
 def text_of(page: Path) -> str:
     """The words of a page, without pictures and markup."""
-    body = re.sub(r"<svg.*?</svg>|<style.*?</style>|<script.*?</script>|<nav.*?</nav>", "", page.read_text(), flags=re.DOTALL)
+    body = re.sub(
+        r"<svg.*?</svg>|<style.*?</style>|<script.*?</script>|<nav.*?</nav>", "", page.read_text(), flags=re.DOTALL
+    )
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body)).replace("&#43;", "+")
 
 
@@ -110,7 +120,9 @@ def test_the_question_and_its_answers_come_first_and_every_table_and_picture_is_
     _, ssmax, log_n = summary_entries(procedure)
     assert ssmax["verdict"] == "better"
     for line in (ssmax, log_n):
-        assert re.search(rf"{line['arm']} {re.escape(line['words'])} Difference to softmax {line['difference'][0]:+.4f} \[", words)
+        assert re.search(
+            rf"{line['arm']} {re.escape(line['words'])} Difference to softmax {line['difference'][0]:+.4f} \[", words
+        )
         assert f"[{', '.join(f'{end:+.4f}' for end in line['difference'][1:3])}]" in words
     cards = re.findall(r"<article.*?</article>", page.read_text(), re.DOTALL)
     assert [card.count("3 seeds") for card in cards] == [1, 1]
@@ -145,10 +157,14 @@ def test_numbers_are_those_of_the_documents_that_report(tmp_path, undrawn):
     assert series.reporting.means[0] == pytest.approx(series.samples[0].values[reporting, 0].mean())
     assert series.reporting.means[0] != series.means[0]
     selecting = replace(series, samples=(series.samples[0].part(~reporting),))
-    assert (selecting.reporting.samples, selecting.reporting.means[0]) == ((), series.means[0]), "none reports: the mean of all alone"
+    assert (selecting.reporting.samples, selecting.reporting.means[0]) == ((), series.means[0]), (
+        "none reports: the mean of all alone"
+    )
 
 
-@pytest.mark.parametrize(("device", "unit"), [("cpu", "GiB, whole process"), ("NVIDIA H100", "GiB, tensors on the GPU")])
+@pytest.mark.parametrize(
+    ("device", "unit"), [("cpu", "GiB, whole process"), ("NVIDIA H100", "GiB, tensors on the GPU")]
+)
 def test_the_peak_of_memory_is_a_cost_where_runs_logged_it(tmp_path, device, unit):
     procedure = finish_all(made(tmp_path, tune=None, seeds=[1]))
     folders = {run.arm: run.config.run_folder for run in procedure.known_runs()}
@@ -198,7 +214,9 @@ def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None))
     for run in procedure.known_runs():
         path = run.config.run_folder / METRICS
-        lines = [line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line]
+        lines = [
+            line for line in path.read_text().splitlines() if "val/loss" not in line or f'"step": {STEPS},' in line
+        ]
         path.write_text("\n".join(lines) + "\n")
         save(run.config.run_folder, STEPS)
     page = write_page([Procedure(procedure.experiment)], tmp_path / "out")
@@ -219,18 +237,28 @@ def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
     for run in procedure.known_runs():
         with (run.config.run_folder / METRICS).open("a") as file:
             for step in (1, STEPS):
-                heads = {f"{name}/layer0/head{head}": head + step for name in ("largest_score", "normalizer/s") for head in range(3)}
-                file.write(json.dumps({"step": step, "tokens": step * 8192, "train/grad_norm/layer1": 2.5, **heads}) + "\n")
+                heads = {
+                    f"{name}/layer0/head{head}": head + step
+                    for name in ("largest_score", "normalizer/s")
+                    for head in range(3)
+                }
+                file.write(
+                    json.dumps({"step": step, "tokens": step * 8192, "train/grad_norm/layer1": 2.5, **heads}) + "\n"
+                )
     folder = write_page([Procedure(procedure.experiment)], tmp_path / "out").parent
     dynamics, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
     assert {row["panel"] for row in dynamics} == {"Largest score", "Gradient norm before clipping"}
     assert {row["panel"] for row in parameters} == {"Parameter s of the normalizer"}
-    assert len({row["of"] for row in parameters}) == 3 * 3 * 3 + 3, "a line for each seed, layer and head, and a median for each arm"
+    assert len({row["of"] for row in parameters}) == 3 * 3 * 3 + 3, (
+        "a line for each seed, layer and head, and a median for each arm"
+    )
     assert "ssmax, seed 2, layer0/head1" in {row["of"] for row in parameters}
     largest = [row["y"] for row in dynamics if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
     assert largest == ["3", str(STEPS + 2)]
     assert {row["of"] for row in dynamics if row["y"] == "2.5"} == {
-        f"{arm}, {line}" for arm in ("softmax", "ssmax", "log_n") for line in ("median", *(f"seed {seed}, layer1" for seed in (1, 2, 3)))
+        f"{arm}, {line}"
+        for arm in ("softmax", "ssmax", "log_n")
+        for line in ("median", *(f"seed {seed}, layer1" for seed in (1, 2, 3)))
     }
 
 
@@ -250,15 +278,21 @@ def test_while_tuning_goes_on_no_seed_is_compared_with_another(tmp_path, undrawn
 
 
 def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at_the_top(tmp_path, undrawn):
-    two = made(tmp_path, "two", tune=None, seeds=[1, 2], sizes={"small": {"model.n_embd": 16}, "large": {"model.n_embd": 64}})
+    two = made(
+        tmp_path, "two", tune=None, seeds=[1, 2], sizes={"small": {"model.n_embd": 16}, "large": {"model.n_embd": 64}}
+    )
     one_size = made(tmp_path, "one", tune=None, seeds=[1], arms={"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}})
     page = write_page([finish_all(two), finish_all(one_size)], tmp_path / "out")
     html, words = page.read_text(), text_of(page)
     assert words.count("ssmax, large incomplete") == 2, "in the table of contents, and in its own part"
     assert html.index('href="#one"') < html.index('id="two"')
-    assert {"two-small-curves.svg", "two-large-seeds.csv", "one-seeds.csv"} <= {path.name for path in page.parent.iterdir()}
+    assert {"two-small-curves.svg", "two-large-seeds.csv", "one-seeds.csv"} <= {
+        path.name for path in page.parent.iterdir()
+    }
     by_size = [(row["x"], row["of"]) for row in rows(page.parent / "two-differences.csv") if row["kind"] == "dots"]
-    assert {label for _, label in by_size} == {f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")}
+    assert {label for _, label in by_size} == {
+        f"{size}, {arm}, single seeds" for size in ("small", "large") for arm in ("ssmax", "log_n")
+    }
 
 
 def sized(tmp_path: Path) -> Procedure:
@@ -282,7 +316,11 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     procedure = sized(tmp_path)
     judgement = procedure.judgement()
     line, _ = trends(procedure, judgement)
-    runs = {(size, arm): [run.value for run in judgement.judged_runs(size, arm)] for size in "abc" for arm in ("softmax", "ssmax")}
+    runs = {
+        (size, arm): [run.value for run in judgement.judged_runs(size, arm)]
+        for size in "abc"
+        for arm in ("softmax", "ssmax")
+    }
     differences = np.array([np.subtract(runs[size, "ssmax"], runs[size, "softmax"]) for size in "abc"])
     slopes = [np.polyfit([0, 2, 3], seed, 1)[0] for seed in differences.T]  # in doublings of parameters
     expected = ttest_1samp(slopes, 0).confidence_interval(0.95)
@@ -291,7 +329,11 @@ def test_the_trend_over_sizes_is_that_of_the_slopes_of_single_seeds(tmp_path, un
     assert (line["arm"], line["with_each_doubling_of"], line["over"]) == ("ssmax", "parameters", "3 sizes, 3 seeds")
     write_page([procedure], tmp_path / "out")
     first, _ = rows(tmp_path / "out" / "trends.csv")
-    assert (first["table"], first["arm"], first["over"]) == ("With each doubling of parameters", "ssmax", "3 sizes, 3 seeds")
+    assert (first["table"], first["arm"], first["over"]) == (
+        "With each doubling of parameters",
+        "ssmax",
+        "3 sizes, 3 seeds",
+    )
     assert (first["quantity"], first["unit"]) == ("difference to softmax changes by", "95% interval, not adjusted")
     assert [float(first[end]) for end in ("value", "low", "high")] == pytest.approx(line["change"], abs=1e-4)
 
@@ -336,7 +378,10 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
 def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undrawn):
     arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
     page = write_page([finish_all(made(tmp_path, tune=None, arms=arms))], tmp_path / "out")
-    cells = {(row["arm"], row["quantity"]): [row[name] for name in ("value", "low", "high")] for row in rows(page.parent / "summary.csv")}
+    cells = {
+        (row["arm"], row["quantity"]): [row[name] for name in ("value", "low", "high")]
+        for row in rows(page.parent / "summary.csv")
+    }
 
     final = lm.results(tmp_path / "runs").query("metric == 'val loss' and part == 'reports'")
     units = final.pivot(index=["arm", "seed"], columns="sample", values="value")
@@ -344,11 +389,15 @@ def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undr
     means = units.apply(lambda values: np.average(values, weights=weights), axis=1)
     differences = means["ssmax"] - means["softmax"]
     half = t.ppf(0.975, len(differences) - 1) * differences.sem()
-    other = over_seeds_and_documents((units.loc["ssmax"] - units.loc["softmax"]).to_numpy(), weights, documents).interval()
+    other = over_seeds_and_documents(
+        (units.loc["ssmax"] - units.loc["softmax"]).to_numpy(), weights, documents
+    ).interval()
     for arm in arms:
         assert cells[arm, "seeds"][0] == f"{len(means[arm])} of 3"
         assert cells[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
-    assert cells["ssmax", "difference to softmax"] == [signed_text(differences.mean() + sign * half) for sign in (0, -1, 1)]
+    assert cells["ssmax", "difference to softmax"] == [
+        signed_text(differences.mean() + sign * half) for sign in (0, -1, 1)
+    ]
     assert cells["ssmax", "difference to softmax"] == [signed_text(value) for value in other.as_list()], "not shorter"
     assert ("ssmax", "on other text of the kind") not in cells
     assert cells["ssmax", "p"][0] == f"{ttest_1samp(differences, 0).pvalue:.2g}"
@@ -365,7 +414,11 @@ def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):
 
     def numbers(path: Path) -> dict[str, dict[str, str]]:
         tables = ("Summary", "Validation at the training length", "Differences to softmax")
-        cells = {f"{row['arm']}: {row['quantity']} {row.get('metric', '')}".strip(): row for row in rows(path) if row["table"] in tables}
+        cells = {
+            f"{row['arm']}: {row['quantity']} {row.get('metric', '')}".strip(): row
+            for row in rows(path)
+            if row["table"] in tables
+        }
         return {name: {part: row[part] for part in ("value", "low", "high")} for name, row in cells.items()}
 
     report_numbers = numbers(tmp_path / "report" / "table.csv")
@@ -380,7 +433,10 @@ def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):
     procedure = finish_all(made(tmp_path, tune=None, primary={"metric": "val/loss", "learned": 3.75}))
     page = write_page([procedure], tmp_path / "out")
     words = text_of(page)
-    assert "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at its end.)" in words
+    assert (
+        "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at its end.)"
+        in words
+    )
     assert "3 of 3 have learned, 0 of 3 of the baseline" in words
     assert "Fisher's exact test of the numbers of runs" in words.replace("&#39;", "'")
     counts = {(row["arm"], row["quantity"]): row["value"] for row in rows(page.parent / "summary.csv")}

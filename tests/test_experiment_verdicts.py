@@ -32,7 +32,9 @@ def written(folder: Path, **changes: object) -> tuple[Path, list[str]]:
     """An experiment's file, and overrides for it."""
     arms = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}}
     path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": arms, **changes}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": arms, **changes}, sort_keys=False)
+    )
     return path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]
 
 
@@ -61,7 +63,18 @@ def recall(value: float) -> Series:
     samples = tuple(Sample(f"of {length}", np.full((4, 1), value), np.full(4, 8), np.arange(4)) for length in (16, 64))
     axis = Axis("sequence length", "tokens", "in sequences of", (16, 64))
     logged = ("recall/passkey 16", "recall/passkey 64")
-    return Series("recall", "accuracy", "fraction", "higher", 32, np.full(2, value), "passkey", axis=axis, samples=samples, logged=logged)
+    return Series(
+        "recall",
+        "accuracy",
+        "fraction",
+        "higher",
+        32,
+        np.full(2, value),
+        "passkey",
+        axis=axis,
+        samples=samples,
+        logged=logged,
+    )
 
 
 OF_RECALL = {"metric": "recall/passkey 64", "better": "higher", "matters": 0.1}
@@ -73,9 +86,13 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     recalled = {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}
     base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": recalled}
     procedure = experiment(tmp_path, base=base, seeds=[1, 2], primary=OF_RECALL, tune=tune)
-    launching(procedure, lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0).train_all()
+    launching(
+        procedure, lambda run: finish(run, 5.0 - run.rate, recall(ACCURACIES[run.arm].get(run.rate, 1.0))) or 0
+    ).train_all()
     out = capsys.readouterr().out
-    assert "tune: softmax at 0.02 seed 101: recall/passkey 64 (all questions) 0.5000, " in out, "what chooses is said as a run ends"
+    assert "tune: softmax at 0.02 seed 101: recall/passkey 64 (all questions) 0.5000, " in out, (
+        "what chooses is said as a run ends"
+    )
     assert "selection loss" not in out
     assert "final: ssmax at 0.02 seed 1: recall/passkey 64 (all questions) 1.0000, " in out
     assert procedure.choice("").rates == {"softmax": 2e-2, "ssmax": 2e-2}, "by the loss both would be at the edge"
@@ -83,15 +100,25 @@ def test_the_primary_metric_may_choose_the_rates_and_solved_everywhere_is_no_edg
     (procedure.experiment.folder / "tuning.csv").write_text(csv_text(tuning_table_rows(procedure)))
     table = {"table": str(procedure.experiment.folder / "tuning.csv"), "metric": "primary"}
     (folder := tmp_path / "again").mkdir()
-    assert experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates == procedure.choice("").rates
+    assert (
+        experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune=table).choice("").rates
+        == procedure.choice("").rates
+    )
     assert not procedure.judgement().all_pairs
     (folder := tmp_path / "by-loss").mkdir()
-    by_loss = experiment(folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune={"grid": tune["grid"], "seeds": tune["seeds"]})
-    assert by_loss.judgement().all_pairs, "where the loss chooses the rates, every pair of rates must show a difference in recall"
+    by_loss = experiment(
+        folder, base=base, seeds=[1, 2], primary=OF_RECALL, tune={"grid": tune["grid"], "seeds": tune["seeds"]}
+    )
+    assert by_loss.judgement().all_pairs, (
+        "where the loss chooses the rates, every pair of rates must show a difference in recall"
+    )
 
 
 def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
-    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}}
+    base = {
+        "base": str(ROOT / "tests" / "tiny.yaml"),
+        "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4},
+    }
     procedure = experiment(tmp_path, base=base, seeds=[1], primary=OF_RECALL)
     launching(procedure, lambda run: finish(run, 0.0, recall(0.25)) or 0).train_all()
     assert "final: ssmax seed 1: recall/passkey 64 (all questions) 0.2500, " in (out := capsys.readouterr().out)
@@ -102,7 +129,11 @@ def test_final_runs_say_what_they_are_judged_by_as_they_end(tmp_path, capsys):
     ("metric", "finished", "words"),
     [
         ("recall/passkey 64", 3, "recall/passkey 64: accuracy in sequences of 64 tokens, 2 times the training length"),
-        ("recall/passkey 16", 1, "recall/passkey 16: accuracy in sequences of 16 tokens, 0.5 times the training length"),
+        (
+            "recall/passkey 16",
+            1,
+            "recall/passkey 16: accuracy in sequences of 16 tokens, 0.5 times the training length",
+        ),
         ("recall/passkey 64", 0, "recall/passkey 64"),
         ("val/loss", 3, "val/loss, in nats per token"),
     ],
@@ -125,7 +156,10 @@ def test_so_do_planned_seeds_that_are_left_out(tmp_path):
     procedure = open_experiment(path, overrides)
     assert len(procedure.seed_departures) == 1
     assert summary_entries(procedure)[1]["verdict"] == "exploratory: better"
-    assert "exploratory: seeds 4 were planned at the first start and are left out; p values are too small" in procedure.notes()
+    assert (
+        "exploratory: seeds 4 were planned at the first start and are left out; p values are too small"
+        in procedure.notes()
+    )
 
 
 def test_means_are_over_the_seeds_that_all_arms_have_finished(tmp_path):
@@ -164,14 +198,21 @@ def test_rates_are_chosen_on_the_documents_that_select_and_judged_on_those_that_
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         for run in unfinished:
             finish(run, 5.0)
-            by_part = {part: 5 + abs(math.log2(run.rate / best)) - (run.arm == "ssmax") * (0.1 + part) for part, best in optima.items()}
+            by_part = {
+                part: 5 + abs(math.log2(run.rate / best)) - (run.arm == "ssmax") * (0.1 + part)
+                for part, best in optima.items()
+            }
             values = np.array([by_part[bool(part)] for part in selects_document])[:, None]
             sample = Sample("held-out", values, np.ones(40), np.arange(40))
             series = validation_series(float(values.mean()), None, 9.0, 32, sample, FINGERPRINT)
             evaluated(run, "validation", run.outcome.last_step, series)
     assert procedure.choice("").rates == {"softmax": 2e-3, "ssmax": 2e-3}
-    tuning = {run.rate: (run.selection_value, run.primary_value) for run in procedure.tuning_runs("") if run.arm == "softmax"}
-    assert tuning == {rate: pytest.approx((5 + distance,) * 2) for rate, distance in ((1e-3, 1), (2e-3, 0), (4e-3, 1), (8e-3, 2))}
+    tuning = {
+        run.rate: (run.selection_value, run.primary_value) for run in procedure.tuning_runs("") if run.arm == "softmax"
+    }
+    assert tuning == {
+        rate: pytest.approx((5 + distance,) * 2) for rate, distance in ((1e-3, 1), (2e-3, 0), (4e-3, 1), (8e-3, 2))
+    }
     softmax, ssmax = summary_entries(procedure)
     assert (softmax["mean"], ssmax["mean"], ssmax["difference"][0]) == pytest.approx((6.0, 5.9, -0.1))
     assert [*ssmax["differences_by_rate"].values()] == pytest.approx([-1.1] * 4)
@@ -187,7 +228,10 @@ def test_the_difference_is_shown_at_every_rate(tmp_path):
 def test_differences_are_at_the_rates_of_both_infinite_where_one_diverged_and_none_where_both_did(tmp_path):
     procedure = experiment(tmp_path, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
     diverged = {("ssmax", 4e-3, 101), ("ssmax", 4e-3, 102), ("softmax", 4e-3, 102)}
-    finish_all(procedure, lambda run: math.inf if (run.arm, run.rate, run.seed) in diverged else loss(run) + (run.rate - 2e-3) ** 2 * 1e5)
+    finish_all(
+        procedure,
+        lambda run: math.inf if (run.arm, run.rate, run.seed) in diverged else loss(run) + (run.rate - 2e-3) ** 2 * 1e5,
+    )
     differences = differences_by_rate(procedure, "", procedure.experiment.arms[1])
     assert differences == {rate: pytest.approx([0.001, 0.002], abs=1e-6) for rate in (1e-3, 2e-3)} | {4e-3: [math.inf]}
 
@@ -204,7 +248,9 @@ def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[
     return procedure, summary_entries(procedure)[1]
 
 
-@pytest.mark.parametrize("training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)])
+@pytest.mark.parametrize(
+    "training_losses", [(), (6.3,), (10.8, 6.3), (10.8, 5.9, 6.3), (10.8, float("nan"), 6.3), (8.0, 4.0)]
+)
 def test_runs_that_learned_nothing_have_a_value_and_a_note(tmp_path, training_losses):
     procedure, line = unlike(tmp_path, *training_losses)
     assert {run.outcome.state for run in procedure.known_runs()} == {"finished"}
@@ -261,7 +307,9 @@ def test_an_evaluation_that_is_damaged_says_what_to_do(tmp_path):
     finish(run, 5.0)
     path = evaluation_path(run.config.run_folder, "validation", run.outcome.last_step)
     path.write_text('{"series": [')
-    with pytest.raises(RunError, match=r"not readable as JSON: .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$"):
+    with pytest.raises(
+        RunError, match=r"not readable as JSON: .*; bring it back, or measure it again: lm eval .* --checkpoint \d+$"
+    ):
         replace(run.outcome).state  # noqa: B018
 
 
@@ -291,7 +339,9 @@ def test_where_tuning_chose_different_rates_both_arms_are_trained_at_both(tmp_pa
     assert line["difference"][0] == pytest.approx(3e-4, abs=1e-5)
     assert line["difference"][2] < 1e-3, "the tuned rates alone: better by 0.02"
     assert line["verdict"] == "difference below margin"
-    expected = "final seeds are trained at 0.002 and 0.004, as tuning chose different rates for the arms; judged at 0.004"
+    expected = (
+        "final seeds are trained at 0.002 and 0.004, as tuning chose different rates for the arms; judged at 0.004"
+    )
     assert any(note.endswith(expected) and "softmax" in note for note in procedure.notes())
 
 
@@ -319,7 +369,9 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
 
 
 def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(tmp_path):
-    procedure = finish_all(experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed)
+    procedure = finish_all(
+        experiment(tmp_path, tune=GRID), lambda run: misled(run) - 0.05 * (run.arm == "ssmax") - 0.001 * run.seed
+    )
     line = summary_entries(procedure)[1]
     assert (line["verdict"], line["rate"]) == ("better", 4e-3)
     assert line["difference"][0] == pytest.approx(-0.05 + 2e-4, abs=1e-5)
@@ -328,7 +380,11 @@ def test_an_arm_is_better_if_it_is_so_at_its_rate_against_both_of_the_baseline(t
 def test_a_run_that_diverges_at_a_rate_neither_chosen_nor_judged_is_left_out(tmp_path):
     def found(lost_run: tuple[str, float]) -> dict:
         def loss(run: Run) -> float:
-            return math.inf if (run.arm, run.rate, run.seed) == (*lost_run, 1) else misled(run) - 0.1 * (run.arm == "ssmax")
+            return (
+                math.inf
+                if (run.arm, run.rate, run.seed) == (*lost_run, 1)
+                else misled(run) - 0.1 * (run.arm == "ssmax")
+            )
 
         return summary_entries(finish_all(experiment(tmp_path / f"{lost_run[0]}-{lost_run[1]:g}", tune=GRID), loss))[1]
 
@@ -367,12 +423,16 @@ def test_a_second_look_is_taken_if_the_first_leaves_a_comparison_undecided(tmp_p
     second = next_look(Procedure(procedure.experiment))
     assert (second.experiment.seeds, second.seed_departures) == (tuple(range(1, 11)), [])
     assert summary_entries(second)[1]["verdict"] == "incomplete"
-    assert any(note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes())
+    assert any(
+        note.startswith("look 2 of 2, each with half of the 5 %: 3 seeds, then 7 more") for note in second.notes()
+    )
     line = summary_entries(finish_all(second, noisy))[1]
     assert (line["verdict"], line["runs"]) == ("better", 10)
     values = [-noisy(run) + 5.0 for run in second.known_runs() if run.arm == "ssmax"]
     half = t.ppf(1 - 0.025 / 2, 9) * np.std(values, ddof=1) / np.sqrt(10)
-    assert line["difference"] == pytest.approx([-np.mean(values), -np.mean(values) - half, -np.mean(values) + half], abs=1e-6)
+    assert line["difference"] == pytest.approx(
+        [-np.mean(values), -np.mean(values) - half, -np.mean(values) + half], abs=1e-6
+    )
     assert next_look(second) is second
 
 
@@ -392,7 +452,9 @@ def test_no_second_look_is_taken_where_the_first_decides(tmp_path):
 
 def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(tmp_path):
     def said(procedure: Procedure) -> list[str]:
-        return [line for line in plan_lines(procedure, None, "unknown") if line.lower().startswith(("power", "low power"))]
+        return [
+            line for line in plan_lines(procedure, None, "unknown") if line.lower().startswith(("power", "low power"))
+        ]
 
     primary = {"metric": "val/loss", "matters": 0.02}
     assert said(experiment(tmp_path, primary=primary)) == [
@@ -404,7 +466,10 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
         == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of 0.005 (primary.spread)"
     )
     of_two_looks = said(experiment(tmp_path, primary=primary | {"spread": 0.01}, more_seeds=[4, 5]))
-    assert f"5 seeds find a difference of 0.02 with probability {power(5, 0.01, 0.02, 0.05 / 2):.2f}, by" in of_two_looks[0]
+    assert (
+        f"5 seeds find a difference of 0.02 with probability {power(5, 0.01, 0.02, 0.05 / 2):.2f}, by"
+        in of_two_looks[0]
+    )
     _, low = said(experiment(tmp_path, primary=primary | {"spread": 0.05}))
     assert low.startswith(
         "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
@@ -439,19 +504,29 @@ def test_a_baseline_that_diverges_at_a_third_arms_rate_is_unstable_and_no_error(
 
 
 def test_the_page_of_crossed_rates_has_arms_that_are_not_trained(tmp_path):
-    arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False}}
+    arms = {
+        "softmax": {},
+        "ssmax": {"model.normalizer": "ssmax"},
+        "as-it-is": {"from": "softmax", "swap": {"to": "ssmax"}, "train": False},
+    }
     procedure = finish_all(experiment(tmp_path, arms=arms, tune=GRID), lambda run: misled(run) - 0.001 * run.seed)
     assert procedure.choice("").crossed
     assert "as-it-is" not in str(crossed_table(SizeResults(procedure, "", procedure.judgement())).rows)
     assert "loss" not in CROSSED_RATES_NOTE, "`tune.metric: primary` may be no loss"
 
 
-def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(tmp_path):
+def test_there_is_a_page_and_a_plan_at_each_step_where_arms_start_from_others_that_are_trained_at_the_rates_of_both(
+    tmp_path,
+):
     arms = {"softmax": {}, "ssmax": {"model.normalizer": "ssmax"}, "more": {"from": "softmax", "trainer.max_steps": 6}}
     procedure, plans = experiment(tmp_path, arms=arms, tune=GRID), []
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         choice, results = procedure.choice(""), SizeResults(procedure, "", procedure.judgement())
-        seeds = [cells for column, cells in crossed_table(results).contents if column.name == "seeds"] if choice.crossed else []
+        seeds = (
+            [cells for column, cells in crossed_table(results).contents if column.name == "seeds"]
+            if choice.crossed
+            else []
+        )
         plans.append((choice.rates is None, [*map(str, seeds)], _caveats(procedure, [results])[0].partition("; ")[2]))
         assert list(plan_lines(procedure, None, "unknown"))
         for run in unfinished:
@@ -478,11 +553,15 @@ def test_an_arm_is_tuned_that_starts_from_one_without_a_rate_of_its_own(tmp_path
         "cooled": {"from": "softmax", "step": 4, "trainer.max_steps": 6},
         "longer": {"from": "cooled"},
     }
-    procedure, trained_folders = experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}), set[Path]()
+    procedure, trained_folders = (
+        experiment(tmp_path, arms=arms, tune={"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]}),
+        set[Path](),
+    )
     n_planned = procedure.n_runs("")
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         assert all(
-            run.source is None or run.source.config.run_folder in trained_folders | {source.config.run_folder for source in unfinished}
+            run.source is None
+            or run.source.config.run_folder in trained_folders | {source.config.run_folder for source in unfinished}
             for run in unfinished
         )
         trained_folders |= {run.config.run_folder for run in unfinished}
@@ -502,8 +581,13 @@ def test_a_second_look_at_runs_that_learn_or_do_not_shares_the_level_with_the_fi
 
 
 def test_a_run_that_diverged_is_worse_by_infinity_where_more_is_better(tmp_path):
-    base = {"base": str(ROOT / "tests" / "tiny.yaml"), "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4}}
-    procedure = experiment(tmp_path, base=base, primary=OF_RECALL, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]})
+    base = {
+        "base": str(ROOT / "tests" / "tiny.yaml"),
+        "eval.recall": {"tasks": ["passkey"], "length_factors": [0.5, 2], "sequences": 4},
+    }
+    procedure = experiment(
+        tmp_path, base=base, primary=OF_RECALL, tune={"grid": [1e-3, 2e-3, 4e-3], "seeds": [101, 102]}
+    )
     for run in procedure.known_runs():
         is_lost = (run.arm, run.rate) == ("ssmax", 4e-3)
         finish(run, math.inf if is_lost else 5 + abs(run.rate - 2e-3), recall(0.75 if run.arm == "ssmax" else 0.5))

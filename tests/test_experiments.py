@@ -40,7 +40,9 @@ from lm.training.train import train
 
 WILD = {"optim.lr": 1e30, "optim.optimizer.weight_decay": 0, "optim.grad_clip": 0, "optim.warmup_steps": 1}  # diverges
 
-SHORT = [f"{key}=8" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")]  # a run takes half a second
+SHORT = [
+    f"{key}=8" for key in ("trainer.max_steps", "trainer.checkpoint_every", "eval.every")
+]  # a run takes half a second
 SHORT += ["eval.sequences=64", "eval.long_context.length_factor=0"]
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -77,7 +79,9 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert sum(run.stage == "final" for run in runs) == 4
     losses = {arm: {rate: [run.outcome.mean(SELECTION, selection=True) for run in runs] for rate, runs in by_rate.items()}
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
-    assert procedure.choice("").rates == {arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()}
+    assert procedure.choice("").rates == {
+        arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()
+    }
     soft, scalable = summary_entries(procedure)
     assert (soft["runs"], scalable["runs"], scalable["verdict"]) == (2, 2, "incomplete")
     assert scalable["difference"][0] == pytest.approx(scalable["mean"] - soft["mean"], abs=1e-6)
@@ -85,7 +89,9 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     launching(procedure, lambda run: pytest.fail(f"{run.label} is trained again")).train_all()
     compare_experiments([path], overrides, TrainingOptions(), report_only=True)
     folder = procedure.experiment.folder
-    assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", "no start was recorded"
+    assert json.loads((folder / "verdicts.json").read_text())["arms"][1]["verdict"] == "exploratory: incomplete", (
+        "no start was recorded"
+    )
     assert {"verdicts.csv", "tuning.csv", "report"} <= {path.name for path in folder.iterdir()}
     assert "incomplete" in capsys.readouterr().out
 
@@ -109,10 +115,17 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
     procedure = Procedure(read_experiment(path, overrides))
     with pytest.raises(Stopped, match=r"stopped by SIGINT: .*the same command goes on"):
         launching(procedure, lambda run: here(run) if run.arm == "softmax" else interrupt()).train_all()
-    assert [run.outcome.state for run in procedure.known_runs()] == ["finished", "unfinished", "unfinished", "unfinished"]
+    assert [run.outcome.state for run in procedure.known_runs()] == [
+        "finished",
+        "unfinished",
+        "unfinished",
+        "unfinished",
+    ]
     labels = []
     with pytest.raises(RunError, match=r"2 runs failed .*ssmax-seed1-.*status 1: no output.*--retry tries them again"):
-        launching(procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)).train_all()
+        launching(
+            procedure, lambda run: labels.append(run.label) or (here(run) if run.arm == "softmax" else 1)
+        ).train_all()
     assert labels == ["ssmax seed 1", "softmax seed 2", "ssmax seed 2"]
     with pytest.raises(RunError, match="2 runs failed"):
         launching(procedure, lambda run: pytest.fail(f"{run.label} is tried again")).train_all()
@@ -126,7 +139,9 @@ def test_what_was_stopped_goes_on_and_what_failed_is_said(tmp_path, overrides):
 
 
 def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_path, overrides):
-    path = written(tmp_path, tune=None, seeds=[1], primary={"metric": "long/loss as trained", "better": "lower", "matters": 0.05})
+    path = written(
+        tmp_path, tune=None, seeds=[1], primary={"metric": "long/loss as trained", "better": "lower", "matters": 0.05}
+    )
     procedure = Procedure(read_experiment(path, [*overrides, "eval.long_context.length_factor=2"]))
     late = {"softmax": 1e-6, "ssmax": None}
 
@@ -144,7 +159,9 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
 
 
 @pytest.mark.usefixtures("untimed")
-def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its_work(tmp_path, overrides, monkeypatch, capsys):
+def test_an_experiment_that_fails_or_is_not_sent_does_not_keep_the_next_from_its_work(
+    tmp_path, overrides, monkeypatch, capsys
+):
     names = ("fails", "is_not_sent", "goes_on")
     files = [written(tmp_path, tune=None, seeds=[1]).rename(tmp_path / f"{name}.yaml") for name in names]
     worked = []
@@ -191,12 +208,16 @@ def test_a_run_that_did_not_learn_says_so_as_it_ends(tmp_path, overrides, capsys
 
 
 def test_a_run_has_ended_only_with_its_last_checkpoint_and_the_primary_metric(tmp_path, overrides):
-    experiment = read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"])
+    experiment = read_experiment(
+        written(tmp_path, tune=None, seeds=[1]), [*overrides, "eval.long_context.length_factor=2"]
+    )
     procedure = Procedure(experiment)
     launching(procedure, here).train_all()
     outcome = next(iter(procedure.known_runs())).outcome
     assert outcome.state == "finished"
-    for evaluation in (evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)):
+    for evaluation in (
+        evaluation for kind in ("validation", "long_context") for evaluation in evaluations(outcome, kind)
+    ):
         for name, score in evaluation.logged_means.items():
             values = outcome.values(name)
             assert values is None or values.mean == pytest.approx(score, abs=1e-5), name
@@ -220,12 +241,16 @@ def evaluations(outcome: Outcome, kind: str) -> tuple[Series, ...]:
 
 
 def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(tmp_path, overrides):
-    path = written(tmp_path, tune=None, primary={"metric": "diagnostics/entropie"}, evaluate={"eval.diagnostics.sequences": 4})
+    path = written(
+        tmp_path, tune=None, primary={"metric": "diagnostics/entropie"}, evaluate={"eval.diagnostics.sequences": 4}
+    )
     wrong = r"primary\.metric diagnostics/entropie was not measured .*; correct the file, measured were: val/loss$"
     with pytest.raises(RunError, match=wrong):
         launching(Procedure(read_experiment(path, overrides)), lambda run: finish(run, 5.0) or 0).train_all()
     experiment, labels = read_experiment(written(tmp_path, tune=None, primary={"metric": "val/loss"}), overrides), []
-    procedure = Procedure(replace(experiment, primary=replace(experiment.primary, better="higher")))  # as of an evaluation from outside
+    procedure = Procedure(
+        replace(experiment, primary=replace(experiment.primary, better="higher"))
+    )  # as of an evaluation from outside
     with pytest.raises(RunError, match=r"primary\.better = higher: of val/loss, lower is better"):
         launching(procedure, lambda run: labels.append(run.label) or finish(run, 5.0) or 0).train_all()
     assert len(labels) == 1
@@ -234,7 +259,12 @@ def test_a_metric_that_is_not_measured_stops_the_experiment_with_its_first_run(t
 def test_metrics_are_known_before_they_are_measured(tmp_path, overrides):
     settings = "inference=[{}, {rope: ntk}]"
     extra = [
-        *("long_context.length_factor=2", f"long_context.{settings}", "by_length.lengths=[8, 32]", f"by_length.{settings}"),
+        *(
+            "long_context.length_factor=2",
+            f"long_context.{settings}",
+            "by_length.lengths=[8, 32]",
+            f"by_length.{settings}",
+        ),
         *("recall.tasks=[passkey]", "recall.length_factors=[8, 16]", "recall.sequences=2"),
         *("needle.length_factors=[16]", "needle.trials=2", "needle.depths=[0.5]"),
     ]
@@ -256,9 +286,7 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     folders = [run.config.run_folder for run in procedure.known_runs()]
     for folder in folders:  # one of the runs, then all alike
         assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
-        message = (
-            rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: lm eval {folders[0]}$"
-        )
+        message = rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: lm eval {folders[0]}$"
         with pytest.raises(RunError, match=message):
             summary_entries(Procedure(read_experiment(path, overrides)))
     for folder in folders:
@@ -278,7 +306,9 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
     shutil.copytree(next(override for override in overrides if "paths" in override).partition("[")[2][:-1], text)
     own_overrides = [*overrides, f"data.source.paths=[{text}]", f"data.root={tmp_path / 'stores'}"]
     folder = open_experiment(path, own_overrides).experiment.folder
-    write_json(folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1})
+    write_json(
+        folder / "resolved.json", {"data_fingerprint": "0" * 16, "precision": 32, "compile": False, "threads": 1}
+    )
     with pytest.raises(RunError, match="the text is not what the first runs were trained on"):
         start(path, own_overrides)
 
@@ -287,17 +317,20 @@ def test_runs_on_other_text_are_not_mixed_in(tmp_path, overrides):
 def test_held_out_documents_are_left_for_each_use(selecting: bool, changes: dict, tmp_path, overrides, monkeypatch):
     """Made-up draws: all held-out documents report, or all choose rates."""
     monkeypatch.setattr(
-        "lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.full(len(documents), selecting)
+        "lm.experiments.experiment_folder.selection_mask",
+        lambda fingerprint, documents: np.full(len(documents), selecting),
     )
     use = "report" if selecting else "choose learning rates"
     with pytest.raises(
-        ConfigError, match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents of val/loss is left to {use} on"
+        ConfigError,
+        match=rf"base.data.val_fraction = 0.2: none of the \d+ held-out documents of val/loss is left to {use} on",
     ):
         start(written(tmp_path, **changes), overrides)
 
 
 @pytest.mark.parametrize(
-    ("metric", "count"), [("val/loss", 3), ("long/loss as trained", 2), ("by_length/loss 32 as trained", 3), ("recall/passkey 32", None)]
+    ("metric", "count"),
+    [("val/loss", 3), ("long/loss as trained", 2), ("by_length/loss 32 as trained", 3), ("recall/passkey 32", None)],
 )
 def test_the_documents_that_count_are_those_that_a_metric_is_measured_on(metric: str, count: int | None, tiny):
     config = tiny("eval.long_context.sequences=2", "eval.by_length.lengths=[32]")
@@ -306,8 +339,12 @@ def test_the_documents_that_count_are_those_that_a_metric_is_measured_on(metric:
 
 
 def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overrides, monkeypatch, capsys):
-    monkeypatch.setattr("lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool))
-    monkeypatch.setattr("lm.runs.evaluations.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool))
+    monkeypatch.setattr(
+        "lm.experiments.experiment_folder.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool)
+    )
+    monkeypatch.setattr(
+        "lm.runs.evaluations.selection_mask", lambda fingerprint, documents: np.zeros(len(documents), bool)
+    )
     procedure = start(written(tmp_path, tune=None, seeds=[1, 2, 3]), overrides)
     launching(procedure, here).train_all()
     assert "final: softmax seed 1: finished, " in capsys.readouterr().out
@@ -316,13 +353,22 @@ def test_an_experiment_without_tuning_needs_no_text_to_choose_on(tmp_path, overr
 
 def test_the_plan_needs_no_text_and_prepares_none(tmp_path, overrides):
     longer = ("trainer.max_steps=40", "optim.batch_tokens=512")
-    missing_text = [*overrides, *longer, f"data.source.paths=[{tmp_path / 'nowhere'}]", f"data.root={tmp_path / 'stores'}"]
+    missing_text = [
+        *overrides,
+        *longer,
+        f"data.source.paths=[{tmp_path / 'nowhere'}]",
+        f"data.root={tmp_path / 'stores'}",
+    ]
     result = lm("compare", str(written(tmp_path)), *missing_text, "--plan")
     assert result.returncode == 0, result.stderr
     assert "16 runs, 0.3 M tokens, " in result.stdout, result.stdout
-    bad_tokenizer = lm("compare", str(written(tmp_path)), *missing_text, "--plan", "data.tokenizer={name: file, path: gone.json}")
+    bad_tokenizer = lm(
+        "compare", str(written(tmp_path)), *missing_text, "--plan", "data.tokenizer={name: file, path: gone.json}"
+    )
     counted = "16 runs; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
-    assert f"{counted}; tokens, FLOPs and disk: the vocabulary is not known" in bad_tokenizer.stdout, bad_tokenizer.stderr
+    assert f"{counted}; tokens, FLOPs and disk: the vocabulary is not known" in bad_tokenizer.stdout, (
+        bad_tokenizer.stderr
+    )
     assert not (tmp_path / "stores").exists()
     assert not (tmp_path / "runs").exists()
 
@@ -338,7 +384,9 @@ def test_the_disk_that_is_planned_is_what_a_run_takes(tmp_path, overrides):
 def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overrides):
     disks, state_bytes = [], []
     for name in OPTIMIZERS:
-        procedure = Procedure(read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, f"optim.optimizer={name}"]))
+        procedure = Procedure(
+            read_experiment(written(tmp_path, tune=None, seeds=[1]), [*overrides, f"optim.optimizer={name}"])
+        )
         disks.append(costs(procedure)["", "softmax"].disk)
         config = procedure.known_runs()[0].config
         with torch.device("meta"):
@@ -351,7 +399,9 @@ def test_the_disk_that_is_planned_is_of_what_the_optimizer_keeps(tmp_path, overr
 def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overrides, monkeypatch):
     path, first = written(tmp_path), start(written(tmp_path), overrides).experiment
     content = (first.folder / "resolved.json").read_text()
-    monkeypatch.setattr("lm.experiments.experiment_folder._machine_settings", lambda *_: pytest.fail("was settled by the first"))
+    monkeypatch.setattr(
+        "lm.experiments.experiment_folder._machine_settings", lambda *_: pytest.fail("was settled by the first")
+    )
     assert start(path, [*overrides, "trainer.threads=null"], jobs=7).experiment.first_config.trainer.threads == 1
     assert (first.folder / "resolved.json").read_text() == content
     assert json.loads(content)["seeds"] == [1, 2]
@@ -360,18 +410,29 @@ def test_several_that_start_an_experiment_at_once_settle_it_once(tmp_path, overr
 def test_what_the_file_says_of_precision_comes_before_what_the_first_start_has_settled(tmp_path, overrides):
     path = written(tmp_path, tune=None)
     free = [override for override in overrides if not override.startswith("trainer.")]
-    experiment = open_experiment(path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]).experiment
+    experiment = open_experiment(
+        path, [*free, "trainer.precision=auto", "trainer.compile=auto", "trainer.threads=null"]
+    ).experiment
     trainer = experiment.first_config.trainer
-    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (True, False, threads_per_process(1))
+    assert (trainer.precision in (32, "bf16-mixed"), trainer.compile, trainer.threads) == (
+        True,
+        False,
+        threads_per_process(1),
+    )
     assert open_experiment(path, [*free, "trainer.precision=32"]).experiment.first_config.trainer.precision == 32
 
 
 def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_path, overrides):
     free = [override for override in overrides if not override.startswith("trainer.precision")]
-    path = written(tmp_path, tune=None, sizes={"a": {"trainer.precision": 32}, "b": {}, "c": {"trainer.precision": "bf16-mixed"}})
+    path = written(
+        tmp_path, tune=None, sizes={"a": {"trainer.precision": 32}, "b": {}, "c": {"trainer.precision": "bf16-mixed"}}
+    )
     procedure = open_experiment(path, [*free, "trainer.precision=auto"])
     experiment = procedure.experiment
-    precisions = [experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision for size in experiment.sizes]
+    precisions = [
+        experiment.config(size, experiment.arms[0], 1, None, {"name": "any"}).trainer.precision
+        for size in experiment.sizes
+    ]
     assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
     sentence = "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; threads 1"
     assert list(plan_lines(procedure, None, "unknown"))[-1] == f"runs compute with {sentence}"
@@ -400,7 +461,10 @@ def test_threads_are_shared_out_of_the_cores_that_the_job_may_use(tmp_path, over
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 3
-    assert open_experiment(written(tmp_path), [*free, "trainer.devices=2"], jobs=1).experiment.first_config.trainer.threads == 3
+    assert (
+        open_experiment(written(tmp_path), [*free, "trainer.devices=2"], jobs=1).experiment.first_config.trainer.threads
+        == 3
+    )
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert open_experiment(written(tmp_path), free, jobs=2).experiment.first_config.trainer.threads == 2
 
@@ -436,7 +500,9 @@ def test_a_later_version_s_key_that_is_off_makes_no_other_runs(tmp_path, overrid
     without_recall = {key: value for key, value in plain["eval"].items() if key != "recall"}
     monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall})
     older = config_hash(config)
-    monkeypatch.setattr("lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall | {"recall": None}})
+    monkeypatch.setattr(
+        "lm.experiments.experiment.to_plain", lambda config: plain | {"eval": without_recall | {"recall": None}}
+    )
     assert config_hash(config) == older
 
 

@@ -53,19 +53,25 @@ def tokens() -> torch.Tensor:
 def test_import_export_import_gives_the_same_bits_and_transformers_the_same_logits(case: str, tmp_path: Path):
     original = save(tmp_path / "hf", *CASES[case])
     first = imported(tmp_path / "hf", tmp_path / "first")
-    model, report = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "first", tmp_path / "again"), output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        exported(tmp_path / "first", tmp_path / "again"), output_loading_info=True
+    )
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     torch.testing.assert_close(model.eval()(tokens()).logits, original(tokens()).logits, rtol=0, atol=1e-4)
     second = imported(tmp_path / "again", tmp_path / "second")
     assert second.spec == first.spec
     assert second.decoder.state_dict().keys() == first.decoder.state_dict().keys()
-    assert all(torch.equal(value, second.decoder.state_dict()[name]) for name, value in first.decoder.state_dict().items())
+    assert all(
+        torch.equal(value, second.decoder.state_dict()[name]) for name, value in first.decoder.state_dict().items()
+    )
 
 
 SHAPES = {
     "gpt2": ModelConfig(2, n_head=2, n_embd=32, mlp="relu2", norm="layer", position=Learned(), bias=True, tied=True),
     "llama": ModelConfig(2, n_head=4, n_kv_head=2, n_embd=32, n_mlp=48),
-    "qwen2": ModelConfig(2, n_head=2, n_embd=36, head_size=16, qkv_bias=True, normalizer=Layers([opt.Softmax(), opt.Window(size=9)])),
+    "qwen2": ModelConfig(
+        2, n_head=2, n_embd=36, head_size=16, qkv_bias=True, normalizer=Layers([opt.Softmax(), opt.Window(size=9)])
+    ),
     "qwen3": ModelConfig(2, n_head=2, n_embd=36, head_size=16, qk_norm=True, norm_eps=1e-4, position=Rope(theta=500.0)),
 }
 
@@ -92,10 +98,14 @@ def test_a_run_is_exported_with_its_tokenizer_and_a_card(tiny, tmp_path: Path):
     assert tokenizer(text, add_special_tokens=False).input_ids == source.tokenizer.encode(text).ids
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, model.config.bos_token_id) == (start, start, start)
     prompt = tokenizer("some words").input_ids
-    continuation = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    continuation = model.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert list(generate(source.decoder, prompt, 8, Sampling(temperature=0))) == continuation[0, len(prompt) :].tolist()
     card = (out / "README.md").read_text()
-    evaluation = json.loads((config.run_folder / "evaluations" / f"validation.step-{source.stamp['step']:06d}.json").read_text())
+    evaluation = json.loads(
+        (config.run_folder / "evaluations" / f"validation.step-{source.stamp['step']:06d}.json").read_text()
+    )
     loss = next(curve for curve in evaluation["series"] if curve["metric"] == "val loss")["means"][0]
     for phrase in (
         "library_name: transformers",
@@ -115,7 +125,9 @@ def test_the_card_of_swapped_weights_says_what_they_were_trained_with(tiny, tmp_
         (exported(folder, tmp_path / f"hf{n}") / "README.md").read_text()
         for n, folder in enumerate((config.run_folder, tmp_path / "swapped"))
     ]
-    assert ["| normalizer | softmax, replaced by ssmax after training |" in card for card in cards] == [False, True], cards[1]
+    assert ["| normalizer | softmax, replaced by ssmax after training |" in card for card in cards] == [False, True], (
+        cards[1]
+    )
 
 
 def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(tiny, tmp_path: Path):
@@ -132,7 +144,10 @@ def test_the_card_of_weights_without_a_training_run_says_where_they_come_from(ti
     later = tiny("name=later", f"init_from={tmp_path / 'folder'}")
     train(later)
     assert lm("export", str(later.run_folder), "-o", str(tmp_path / "later")).returncode == 0
-    assert f"| started from | {tmp_path / 'folder'} |" in (exported(tmp_path / "later", tmp_path / "hf2") / "README.md").read_text()
+    assert (
+        f"| started from | {tmp_path / 'folder'} |"
+        in (exported(tmp_path / "later", tmp_path / "hf2") / "README.md").read_text()
+    )
 
 
 def test_an_evaluation_of_an_older_version_is_refused_by_name_and_one_of_another_step_is_not_read(tiny, tmp_path: Path):
@@ -161,8 +176,14 @@ def test_transformers_stops_at_the_tokens_that_end_documents(normalizer: str, en
     out = exported(ours, tmp_path / "hf")
     tokenizer_read = AutoTokenizer.from_pretrained(out)
     ids = [tokenizer.token_to_id(token) for token in end_tokens or ["<|endoftext|>"]]
-    assert (tokenizer_read.eos_token_id, tokenizer_read.bos_token, tokenizer_read.pad_token) == (ids[0], "<|endoftext|>", "<|endoftext|>")
-    assert AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).generation_config.eos_token_id == (ids if ids[1:] else ids[0])
+    assert (tokenizer_read.eos_token_id, tokenizer_read.bos_token, tokenizer_read.pad_token) == (
+        ids[0],
+        "<|endoftext|>",
+        "<|endoftext|>",
+    )
+    assert AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).generation_config.eos_token_id == (
+        ids if ids[1:] else ids[0]
+    )
     if normalizer == "softmax":
         assert imported(out, tmp_path / "again").spec.end_tokens == end_tokens
 
@@ -174,7 +195,10 @@ def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_
     source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
     assert json.loads((out / "config.json").read_text())["model_type"] == "lm_decoder"
     text = "12345 words of cafe\u0301"
-    assert AutoTokenizer.from_pretrained(out, trust_remote_code=True)(text).input_ids[1:] == source.tokenizer.encode(text).ids
+    assert (
+        AutoTokenizer.from_pretrained(out, trust_remote_code=True)(text).input_ids[1:]
+        == source.tokenizer.encode(text).ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,11 +208,20 @@ def test_a_model_like_qwen_2_with_words_of_its_own_is_exported_with_code_of_its_
         (lambda fields: fields["pre_tokenizer"]["pretokenizers"][1].update(trim_offsets=False), True),
         (lambda fields: fields["model"].update(ignore_merges=True), False),
         (lambda fields: fields["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), False),
-        (lambda fields: fields["pre_tokenizer"]["pretokenizers"].insert(1, {"type": "Digits", "individual_digits": False}), False),
+        (
+            lambda fields: fields["pre_tokenizer"]["pretokenizers"].insert(
+                1, {"type": "Digits", "individual_digits": False}
+            ),
+            False,
+        ),
     ],
 )
-def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_replace(change: Callable, is_plain: bool, tmp_path: Path):
-    tokenizer = _byte_bpe({"tokens": sorted(pre_tokenizers.ByteLevel.alphabet()), "merges": []}, SPLIT_REGEX["qwen2"], "qwen2")
+def test_a_model_is_qwen_2_if_its_tokenizer_is_in_all_that_autotokenizer_would_replace(
+    change: Callable, is_plain: bool, tmp_path: Path
+):
+    tokenizer = _byte_bpe(
+        {"tokens": sorted(pre_tokenizers.ByteLevel.alphabet()), "merges": []}, SPLIT_REGEX["qwen2"], "qwen2"
+    )
     tokenizer.add_special_tokens(["<|endoftext|>"])
     fields = json.loads(tokenizer.to_str())
     change(fields)
@@ -245,7 +278,9 @@ OWN_CODE = {
     "sink": shape(opt.Sink()),
     "window, layers": shape(LISTED),
     "value embeddings": shape(opt.SSMax(), value_residual="embedding", norm="layer", bias=True, tied=True, mlp="gelu"),
-    "p-RoPE, rescaled": shape(opt.SSMax(), **PLAIN | {"position": Rope(fraction=0.5, scaling=LinearScaling(factor=3.0))}),
+    "p-RoPE, rescaled": shape(
+        opt.SSMax(), **PLAIN | {"position": Rope(fraction=0.5, scaling=LinearScaling(factor=3.0))}
+    ),
     "layers without positions": shape(opt.SSMax(), position=Rope(layers=[True, False])),
     "a gate for each head": shape(opt.SSMax(), output_gate="head"),
     "a gate for each element": shape(opt.LogN(), output_gate="element"),
@@ -256,7 +291,9 @@ OWN_CODE = {
     "relu2 over its sum": shape(opt.Relu2(n="sum")),
     "sigmoid": shape(Layers([opt.Sigmoid(), opt.Sigmoid(bias=True)])),
     "gau": gated(Layers([opt.Relu2(), opt.SSMax(), opt.Sink()])),
-    "gau with window": gated(Layers([opt.Window(size=20), opt.QASSMax()]), qk_norm=True, bias=True, embedding_norm="layer", tied=True),
+    "gau with window": gated(
+        Layers([opt.Window(size=20), opt.QASSMax()]), qk_norm=True, bias=True, embedding_norm="layer", tied=True
+    ),
     "no positions": shape(opt.Softmax(), **PLAIN | {"position": NoPosition(), "qkv_bias": True, "mlp_bias": True}),
 }
 
@@ -272,11 +309,23 @@ def moved(model: ModelConfig, length: int, folder: Path) -> tuple[Decoder, Path]
 
 
 def of_transformers(folder: Path, kernel: str = "sdpa", **options: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=kernel, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, attn_implementation=kernel, **options
+    ).eval()
 
 
 # By default a case for each formula and each part of a layer.
-FORMULAS = ("ssmax, n fixed", "llama4", "cosine, log n", "p_n", "qassmax", "sink", "relu2 of q.k / n", "relu2 over its sum", "sigmoid")
+FORMULAS = (
+    "ssmax, n fixed",
+    "llama4",
+    "cosine, log n",
+    "p_n",
+    "qassmax",
+    "sink",
+    "relu2 of q.k / n",
+    "relu2 over its sum",
+    "sigmoid",
+)
 PARTS = ("value embeddings", "p-RoPE, rescaled", "a gate for each element", "learned positions", "gau with window")
 
 
@@ -366,7 +415,12 @@ print(json.dumps([batch.input_ids.tolist(), batch.attention_mask.tolist(), out.t
 
 @pytest.mark.slow
 def test_an_exported_run_generates_where_lm_can_not_be_imported(tiny, tmp_path: Path):
-    config = tiny("name=run", "model.normalizer=ssmax", "eval.sequences=4", *(f"model.{key}={value}" for key, value in MODERN.items()))
+    config = tiny(
+        "name=run",
+        "model.normalizer=ssmax",
+        "eval.sequences=4",
+        *(f"model.{key}={value}" for key, value in MODERN.items()),
+    )
     train(config)
     source, out = load(config.run_folder), exported(config.run_folder, tmp_path / "hf")
     environment = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
@@ -396,12 +450,16 @@ def test_gradients_are_ours_with_blocks_recomputed(tmp_path: Path):
 def test_parameters_of_normalizers_stay_in_fp32(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
     model = of_transformers(folder, dtype=torch.bfloat16)
-    assert {parameter.dtype for name, parameter in model.named_parameters() if ".normalizer." in name} == {torch.float32}
+    assert {parameter.dtype for name, parameter in model.named_parameters() if ".normalizer." in name} == {
+        torch.float32
+    }
     assert model(tokens()[:, :64]).logits.isfinite().all()
 
 
 def test_eager_scores_are_in_fp32_under_autocast():
-    q, k, v = (torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3)
+    )
     module = SimpleNamespace(num_key_value_groups=1, normalizer=SimpleNamespace(elementwise=None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, weights = eager_attention(module, q, k, v, None, 1.0, None)
@@ -425,7 +483,13 @@ def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp
     embedded = model.get_input_embeddings()(sample)
     positions = torch.arange(64)[None]
     with torch.no_grad():
-        out = model(inputs_embeds=embedded, position_ids=positions, use_cache=False, attention_instances="them", return_dict=False)[0]
+        out = model(
+            inputs_embeds=embedded,
+            position_ids=positions,
+            use_cache=False,
+            attention_instances="them",
+            return_dict=False,
+        )[0]
         torch.testing.assert_close(out, decoder(sample), rtol=0, atol=1e-4)
     assert calls == [(layer, True, None, "them") for layer in range(3)]
     _, folder = moved(shape(opt.Sink()), 64, tmp_path / "sink")
@@ -435,7 +499,9 @@ def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp
 
 def test_an_export_is_pushed_and_kept_where_the_hub_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: calls.append((name, options)) or f"https://hub/{name}")
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, name, **options: calls.append((name, options)) or f"https://hub/{name}"
+    )
     monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: calls.append(options))
     save_model(Decoder(shape(opt.SSMax()), V, 64), tmp_path / "ours")
     pushed = lm("export", str(tmp_path / "ours"), "--format", "hf", "-o", str(tmp_path / "hf"), "--push", "me/it")
@@ -464,7 +530,10 @@ def test_a_name_that_the_hub_can_not_have_is_refused_before_the_export(name: str
 def test_what_is_no_model_is_said_to_be_none(tmp_path: Path):
     _, folder = moved(shape(opt.SSMax()), 64, tmp_path)
     (tmp_path / "empty").mkdir()
-    for source, reason in ((folder, "a model exported for transformers with its code"), (tmp_path / "empty", "neither a run folder")):
+    for source, reason in (
+        (folder, "a model exported for transformers with its code"),
+        (tmp_path / "empty", "neither a run folder"),
+    ):
         result = lm("export", str(source), "-o", str(tmp_path / "out"))
         assert (result.returncode, result.stderr.count("\n")) == (1, 1)
         assert reason in result.stderr
@@ -475,7 +544,9 @@ def test_fine_tuning_in_transformers_drops_out_where_training_did(kind: str, tmp
     save_model(Decoder(replace(SHAPES[kind], dropout=0.25), V, 64), tmp_path / "ours")
     config = json.loads((exported(tmp_path / "ours", tmp_path / "hf") / "config.json").read_text())
     dropouts = {name: value for name, value in config.items() if "drop" in name}
-    assert dropouts == ({"embd_pdrop": 0.25, "resid_pdrop": 0.25, "attn_pdrop": 0.0} if kind == "gpt2" else {"attention_dropout": 0.0})
+    assert dropouts == (
+        {"embd_pdrop": 0.25, "resid_pdrop": 0.25, "attn_pdrop": 0.0} if kind == "gpt2" else {"attention_dropout": 0.0}
+    )
 
 
 @pytest.mark.parametrize("case", ["qassmax", "ssmax with b", "window, layers", "cosine, log n"])
@@ -488,7 +559,10 @@ def test_code_of_its_own_computes_in_float64(case: str, tmp_path: Path):
 
 REFUSED = {
     "two maps": (ModelConfig(2, differential=True), "one map of weights a head"),
-    "threshold": (ModelConfig(2, normalizer=opt.Entmax15()), f"for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not entmax15"),
+    "threshold": (
+        ModelConfig(2, normalizer=opt.Entmax15()),
+        f"for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not entmax15",
+    ),
     "one in a list": (ModelConfig(2, normalizer=Layers([opt.Softmax(), opt.Forget()])), "not forget"),
     "n of the sample": (ModelConfig(2, normalizer=opt.SSMax(n="sample")), "normalizer.n = sample of ssmax is a length"),
     "two windows": (

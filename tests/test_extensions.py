@@ -40,7 +40,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_examples_keep_all_promises(mine: Path, kind: str):
     result = lm("check-extension", kind, NAMES[kind])
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in result.stdout.splitlines()] == [True] * len(KINDS[kind][1])
+    assert [line.startswith(f"{NAMES[kind]}: kept: ") for line in result.stdout.splitlines()] == [True] * len(
+        KINDS[kind][1]
+    )
 
 
 def checked_with(folder: Path, kind: str, before: str, after: str) -> subprocess.CompletedProcess:
@@ -67,9 +69,19 @@ BROKEN = {
         "        self.count = getattr(self, 'count', 0) + 1\n        for group in self.param_groups[self.count % 5 == 0 :]:",
         "goes on to the bit",
     ),
-    "question": ("task", "np.array([[length, length + 1]])", "np.array([[length + 1, length + 2]])", "the question [257, 258), not within"),
+    "question": (
+        "task",
+        "np.array([[length, length + 1]])",
+        "np.array([[length + 1, length + 2]])",
+        "the question [257, 258), not within",
+    ),
     "vocabulary": ("task", "tokens[0]\n", "self.vocab_size\n", "token 17, not in 0 to 16"),
-    "no question": ("task", "Example(tokens, last, first, needles=first)", "Example(tokens, *[last[:0]] * 3)", "0 questions"),
+    "no question": (
+        "task",
+        "Example(tokens, last, first, needles=first)",
+        "Example(tokens, *[last[:0]] * 3)",
+        "0 questions",
+    ),
     "state": (
         "optimizer",
         "self.state[parameter].setdefault",
@@ -77,7 +89,12 @@ BROKEN = {
         "goes on to the bit",
     ),
     "ascent": ("optimizer", ".sub_(", ".add_(", "lower the loss"),
-    "documents": ("source", "range(60))", "range(60)) + str(__import__('time').perf_counter())", "the second call gives other documents"),
+    "documents": (
+        "source",
+        "range(60))",
+        "range(60)) + str(__import__('time').perf_counter())",
+        "the second call gives other documents",
+    ),
     "identity": ("source", "return {}", "return {1: set()}", "stopped by TypeError"),
     "draw": (
         "task",
@@ -86,7 +103,12 @@ BROKEN = {
         "differs the second time",
     ),
     "evidence": ("task", "first, last = np.array([[0, 1]])", "first, last = np.array([[1, 2]])", "is not the answer"),
-    "noise": ("evaluation", ".std(-1)", ".std(-1) + __import__('torch').rand(1)", "the second time it gives other numbers"),
+    "noise": (
+        "evaluation",
+        ".std(-1)",
+        ".std(-1) + __import__('torch').rand(1)",
+        "the second time it gives other numbers",
+    ),
     "weights": (
         "evaluation",
         "return decoder.head(",
@@ -127,7 +149,9 @@ def test_code_that_can_not_be_used_is_said_so_once_with_the_cause(mine: Path, ca
     assert "hint" not in result.stdout
 
 
-def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(mine: Path, arguments: list[str], tmp_path: Path):
+def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(
+    mine: Path, arguments: list[str], tmp_path: Path
+):
     overrides = [
         "data.source={name: 'mine.source:Sums', count: 80}", "optim.optimizer={name: 'mine.optimizer:SignMomentum', beta: 0.8}",
         "data.tokenizer.vocab_size=300", "optim.lr=1e-3", "eval.others=[{name: 'mine.evaluation:Spread', position: 4}]",
@@ -171,25 +195,44 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(min
 
 
 def test_a_suite_and_an_error_name_the_block_of_an_evaluation_from_outside(mine: Path, arguments: list[str]):
-    code, imports = mine / "evaluation.py", "from lm.config.inference_config import InferenceSetting\nfrom lm.schema import key, sections"
+    code, imports = (
+        mine / "evaluation.py",
+        "from lm.config.inference_config import InferenceSetting\nfrom lm.schema import key, sections",
+    )
     keys = '    quick_suite = {"position": 3}\n    inference: list[InferenceSetting] = sections(InferenceSetting, "settings")\n'
-    code.write_text(code.read_text().replace("from lm.schema import key", imports).replace("    position:", f"{keys}    position:"))
+    code.write_text(
+        code.read_text().replace("from lm.schema import key", imports).replace("    position:", f"{keys}    position:")
+    )
     config = load_config([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', max_seconds: 60}}]"])
     (evaluation,) = parse(merge(to_plain(config), suite_changes("quick", config))).eval.others
     assert (evaluation.position, evaluation.max_seconds) == (3, 60)
     with pytest.raises(ConfigError, match=r"eval\.others\[0\]\.inference\[0\]\.normalizer\.clip = true"):
-        load_config([*arguments, f"eval.others=[{{name: '{NAMES['evaluation']}', inference: [{{normalizer: {{clip: true}}}}]}}]"])
+        load_config(
+            [
+                *arguments,
+                f"eval.others=[{{name: '{NAMES['evaluation']}', inference: [{{normalizer: {{clip: true}}}}]}}]",
+            ]
+        )
 
 
-def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Path, arguments: list[str], tmp_path: Path):
-    run = [*arguments, "name=first", "data.tasks=[{weight: 1, task: {name: 'mine.task:First', symbols: 8}}]", "eval.recall.sequences=8"]
+def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(
+    mine: Path, arguments: list[str], tmp_path: Path
+):
+    run = [
+        *arguments,
+        "name=first",
+        "data.tasks=[{weight: 1, task: {name: 'mine.task:First', symbols: 8}}]",
+        "eval.recall.sequences=8",
+    ]
     run.append("eval.long_context.length_factor=0")
     result = lm("train", *run)
     assert result.returncode == 0, result.stderr
     folder = load_config(run).run_folder
     assert "recall/" in (folder / "metrics.jsonl").read_text()
     (evaluation,) = (folder / "evaluations").glob("recall.step-*.json")
-    assert f'"{NAMES["task"]}"' in str(json.loads(evaluation.read_text())["code"]).replace("'", '"'), "another task is measured anew"
+    assert f'"{NAMES["task"]}"' in str(json.loads(evaluation.read_text())["code"]).replace("'", '"'), (
+        "another task is measured anew"
+    )
     forget("mine")
     (tmp_path / "imported").unlink()
     report = lm("report", str(folder))
@@ -202,9 +245,13 @@ def test_a_task_from_outside_makes_training_sequences_and_is_asked_for(mine: Pat
 
 def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
     installed(mine, "".join(f"[lm.{kind}s]\nshort = {name}\n" for kind, name in NAMES.items()))
-    rest = [argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")]
+    rest = [
+        argument for argument in arguments if not argument.endswith(".yaml") and not argument.startswith("data.source")
+    ]
     tasks = ["data.tasks=[{weight: 1, task: short}]", "eval.long_context.length_factor=0"]
-    config = load_config([*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"])
+    config = load_config(
+        [*rest, "optim.optimizer=short", "data.source=short", "eval.others=[short]", *tasks, "name=short"]
+    )
     assert {*config.plugin_names_by_key.values()} == set(NAMES.values())
     assert lm("check-extension", "source", "short").returncode == 0
     with pytest.raises(ConfigError, match="unknown name; did you mean 'short'"):
@@ -213,7 +260,9 @@ def test_an_entry_point_gives_a_bare_name(mine: Path, arguments: list[str]):
         load_config([*rest, "optim.optimizer=unlike", "name=short"])
 
 
-def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(mine: Path, arguments: list[str], capsys: pytest.CaptureFixture):
+def test_an_entry_point_with_a_built_in_name_is_said_to_be_another(
+    mine: Path, arguments: list[str], capsys: pytest.CaptureFixture
+):
     installed(mine, f"[lm.optimizers]\nadamw = {NAMES['optimizer']}\n")
     for _ in range(2):
         assert not load_config([*arguments, "optim.optimizer=adamw"]).plugin_names_by_key
@@ -256,17 +305,22 @@ class Last(Task):
 def test_a_task_in_text_is_checked_on_text(mine: Path):
     (mine / "last.py").write_text(IN_TEXT)
     result = lm("check-extension", "task", "mine.last:Last")
-    assert (result.returncode, result.stdout.count("kept: ")) == (0, len(KINDS["task"][1])), result.stdout + result.stderr
+    assert (result.returncode, result.stdout.count("kept: ")) == (0, len(KINDS["task"][1])), (
+        result.stdout + result.stderr
+    )
 
 
 def test_what_is_no_extension_is_not_checked():
     result = lm("check-extension", "source", "package")
-    message = "error: source = 'package': is lm's own, and promises nothing to others; name yours: package.module:Class\n"
+    message = (
+        "error: source = 'package': is lm's own, and promises nothing to others; name yours: package.module:Class\n"
+    )
     assert (result.returncode, result.stdout, result.stderr) == (2, "", message)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("5", "document 2 is int, not a text; check"), ('"\\ud800"', "document 2 holds a lone surrogate")]
+    ("given", "said"),
+    [("5", "document 2 is int, not a text; check"), ('"\\ud800"', "document 2 holds a lone surrogate")],
 )
 def test_a_document_that_is_no_text_is_one_line(mine: Path, arguments: list[str], given: str, said: str):
     code, loop = (mine / "source.py").read_text(), "        for number in range(self.count):"

@@ -53,7 +53,10 @@ def inputs(normalizer: Normalizer, heads: int = HEADS) -> tuple[Tensor, ...]:
 
 
 def reads_input(normalizer: Normalizer) -> bool:
-    return any(getattr(normalizer, name)(torch.zeros(1, 1, WIDTH).double()) is not None for name in ("query_features", "key_features"))
+    return any(
+        getattr(normalizer, name)(torch.zeros(1, 1, WIDTH).double()) is not None
+        for name in ("query_features", "key_features")
+    )
 
 
 def defined(normalizer: Normalizer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -68,7 +71,11 @@ def assert_same(actual: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
     grad = drawn(*expected.shape, seed=9).detach()
     for grad_a, grad_b in zip(
-        *(torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True) for out in (actual, expected)), strict=True
+        *(
+            torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
+            for out in (actual, expected)
+        ),
+        strict=True,
     ):
         torch.testing.assert_close(grad_a, grad_b, rtol=0, atol=1e-8)
 
@@ -98,13 +105,26 @@ def test_fewer_queries_than_keys_go_on_from_earlier_ones(options: opt.Options):
 
 
 SCALED = [
-    options for options in CASES if randomized(options).fused_inputs(*(drawn(1, HEADS, 4, SIZE, seed=0),) * 2, AttentionLayout.full(4))
+    options
+    for options in CASES
+    if randomized(options).fused_inputs(*(drawn(1, HEADS, 4, SIZE, seed=0),) * 2, AttentionLayout.full(4))
 ]
 
 
 def test_the_entries_with_scaled_queries_are_those_of_the_fused_kernel():
     names = {options.name for options in SCALED}
-    assert names == {"softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax"}
+    assert names == {
+        "softmax",
+        "ssmax",
+        "log_n",
+        "sqrt_log_n",
+        "llama4",
+        "yarn",
+        "infoscale",
+        "cosine",
+        "p_n",
+        "qassmax",
+    }
 
 
 @pytest.mark.parametrize("options", SCALED, ids=lambda options: options.label())
@@ -121,11 +141,17 @@ def test_plain_softmax_of_scaled_queries_is_the_definition(options: opt.Options)
 def test_initial_parameters_are_those_of_a_model(options: opt.Options):
     model = ModelConfig(1, n_head=HEADS, n_embd=HEADS * SIZE, normalizer=options)
     (normalizer,) = Decoder(model, 10, TRAIN_LENGTH).normalizers()
-    expected, first = dict(normalizer.named_parameters()), L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE)
+    expected, first = (
+        dict(normalizer.named_parameters()),
+        L.parameters(to_plain(options), HEADS, SIZE, TRAIN_LENGTH, HEADS * SIZE),
+    )
     assert first.keys() == expected.keys()
     for name, parameter in expected.items():
         if name.endswith("hidden.weight"):
-            assert (first[name].shape, first[name].std()) == (parameter.shape, pytest.approx(parameter.std().item(), rel=0.3))
+            assert (first[name].shape, first[name].std()) == (
+                parameter.shape,
+                pytest.approx(parameter.std().item(), rel=0.3),
+            )
         else:
             assert torch.equal(first[name], parameter)
 
@@ -147,12 +173,24 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
         (ValueError, r"ssmax has the parameters \['s'\], given are \[\]", lambda: L.attention("ssmax", q, k, v)),
         (ValueError, "must map names to tensors, .* not be NoneType", lambda: L.attention("ssmax", q, k, v, None)),
         (ConfigError, "train_length", lambda: L.attention("log_n", q, k, v)),
-        (ConfigError, "reads the layer's input", lambda: L.attention("forget", q, k, v, L.parameters("forget", HEADS, SIZE, 8))),
+        (
+            ConfigError,
+            "reads the layer's input",
+            lambda: L.attention("forget", q, k, v, L.parameters("forget", HEADS, SIZE, 8)),
+        ),
         (ConfigError, "relu2.*is no softmax of scaled queries", lambda: L.scaled("relu2", q, k)),
         (ValueError, "begin with a document", lambda: L.attention("softmax", q, k, v, positions=torch.arange(1, 9))),
         (ValueError, "not those of 8 queries", lambda: L.attention("softmax", q, k, v, positions=torch.arange(7))),
-        (ValueError, "8 queries are not the last of 7 tokens", lambda: L.attention("softmax", q, k[:, :, 1:], v[:, :, 1:])),
-        (ValueError, "cu_seqlens end at 9, not at the 16", lambda: L.attention("softmax", q, k, v, cu_seqlens=torch.tensor([0, 9]))),
+        (
+            ValueError,
+            "8 queries are not the last of 7 tokens",
+            lambda: L.attention("softmax", q, k[:, :, 1:], v[:, :, 1:]),
+        ),
+        (
+            ValueError,
+            "cu_seqlens end at 9, not at the 16",
+            lambda: L.attention("softmax", q, k, v, cu_seqlens=torch.tensor([0, 9])),
+        ),
         (ValueError, "4 heads of queries can't share 3", lambda: L.attention("softmax", q, k[:, :3], v[:, :3])),
         (ValueError, "not both", lambda: L.make_layout(q, k, torch.arange(8), torch.tensor([0, 8]))),
     ):
@@ -160,7 +198,9 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
             call()
 
 
-Q = drawn(4, HEADS, 10, SIZE, seed=0).detach()  # as many sequences as heads: a parameter could be taken for another axis's
+Q = drawn(
+    4, HEADS, 10, SIZE, seed=0
+).detach()  # as many sequences as heads: a parameter could be taken for another axis's
 S = torch.tensor([0.1, 0.5, 1.0, 2.0])
 FORGET = L.parameters("forget", HEADS, SIZE, 8, WIDTH)
 JUMPS, FALLS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4]), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 9, 4])
@@ -233,7 +273,9 @@ def test_a_call_leaves_the_callers_draws_as_they_are():
 
 def test_sums_that_are_not_divided_yet_are_within_fp16():
     q, k, v = (drawn(1, HEADS, 700, SIZE, seed=seed).detach().half() for seed in range(3))
-    out, expected = (L.attention("relu2", *(x.to(dtype) for x in (20 * q, k, v + 1))) for dtype in (torch.float16, torch.float64))
+    out, expected = (
+        L.attention("relu2", *(x.to(dtype) for x in (20 * q, k, v + 1))) for dtype in (torch.float16, torch.float64)
+    )
     assert 100 < expected.abs().max() < torch.finfo(torch.float16).max < 700 * expected.abs().max()
     assert out.dtype == torch.float16
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=1e-3 * float(expected.abs().max()))
@@ -244,10 +286,18 @@ def test_sums_that_are_not_divided_yet_are_within_fp16():
 def test_outputs_have_the_dtype_of_the_values_under_autocast_too(options: opt.Options, length: int):
     normalizer = randomized(options).float()
     q, x = drawn(1, HEADS, length, SIZE, seed=0).float(), drawn(1, length, WIDTH, seed=1).float()
-    layer_inputs = {"x": x} if any(getattr(normalizer, name)(x) is not None for name in ("query_features", "key_features")) else {}
+    layer_inputs = (
+        {"x": x} if any(getattr(normalizer, name)(x) is not None for name in ("query_features", "key_features")) else {}
+    )
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16):
             out = L.attention(
-                to_plain(options), q, q, q.to(dtype), dict(normalizer.named_parameters()), train_length=TRAIN_LENGTH, **layer_inputs
+                to_plain(options),
+                q,
+                q,
+                q.to(dtype),
+                dict(normalizer.named_parameters()),
+                train_length=TRAIN_LENGTH,
+                **layer_inputs,
             )
         assert out.dtype == dtype

@@ -48,8 +48,12 @@ class Finished:
         self.run, self.exported, self.config, self.store = folder / "a", folder / "exported", config, store
         self.checkpoint = self.run / "checkpoints" / "last.ckpt"
         readable = (".json", ".jsonl", ".yaml")
-        self.files = sorted(path for path in folder.rglob("*") if path.suffix in readable and path.parent.name != "cache")
-        self.before = {path: path.read_bytes() for path in (*self.files, self.checkpoint, self.exported / "model.safetensors")}
+        self.files = sorted(
+            path for path in folder.rglob("*") if path.suffix in readable and path.parent.name != "cache"
+        )
+        self.before = {
+            path: path.read_bytes() for path in (*self.files, self.checkpoint, self.exported / "model.safetensors")
+        }
         self.intact = self.models()
 
     def models(self) -> list[object]:
@@ -66,7 +70,9 @@ class Finished:
         checkpoint = load_checkpoint(self.checkpoint)
         check_resume(self.config, self.store, checkpoint, self.checkpoint)
         start = start_from_checkpoint(self.config, checkpoint)
-        moments = {f"{name}.{key}": value for name, state in start.optimizer_state.items() for key, value in state.items()}
+        moments = {
+            f"{name}.{key}": value for name, state in start.optimizer_state.items() for key, value in state.items()
+        }
         return start.decoder.state_dict() | moments, [start.step, start.phase, start.state]
 
     def reported(self) -> None:
@@ -105,7 +111,9 @@ def outcome(use: Callable[[], object]) -> tuple[str, object]:
         return str(error), None
 
 
-def equal(results: tuple[dict[str, torch.Tensor], list[object]], other_results: tuple[dict[str, torch.Tensor], list[object]]) -> bool:
+def equal(
+    results: tuple[dict[str, torch.Tensor], list[object]], other_results: tuple[dict[str, torch.Tensor], list[object]]
+) -> bool:
     return same(results[0], other_results[0]) and results[1] == other_results[1]
 
 
@@ -121,7 +129,13 @@ def finished(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFa
 
 def places(content: object, path: tuple = ()) -> Iterator[tuple]:
     """The places of all entries of nested maps, and of the first entry of each list."""
-    entries = content.items() if isinstance(content, dict) else list(enumerate(content))[:1] if isinstance(content, list) else ()
+    entries = (
+        content.items()
+        if isinstance(content, dict)
+        else list(enumerate(content))[:1]
+        if isinstance(content, list)
+        else ()
+    )
     for name, value in entries:
         yield (*path, name)
         yield from places(value, (*path, name))

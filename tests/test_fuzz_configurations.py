@@ -32,7 +32,27 @@ HOSTILE = [
     *({None: 1}, {1: 2}, {float("nan"): 1}, b"\xff", datetime.date(2020, 1, 1)),
 ]
 SNIPPETS = [
-    *("\t", "\0", "{", "}", "[", "]", ":", "- ", "#", "&a ", "*a", "<<: *a\n", "? ", "|\n", ">\n", "'", '"', "${", "\\"),
+    *(
+        "\t",
+        "\0",
+        "{",
+        "}",
+        "[",
+        "]",
+        ":",
+        "- ",
+        "#",
+        "&a ",
+        "*a",
+        "<<: *a\n",
+        "? ",
+        "|\n",
+        ">\n",
+        "'",
+        '"',
+        "${",
+        "\\",
+    ),
     *("!!python/name:os.system ", "!!binary ", "!!set ", "%YAML 9.9\n", "---\n", "...\n"),
     *("\ufeff", "\x85", "\u2028", "0x", ".nan", "1:30", "[" * 2000, "- " * 2000),
 ]
@@ -58,7 +78,9 @@ def of_type(hint: type, low: float | None, high: float | None) -> st.SearchStrat
         return small | st.integers(-(2**63) if low is None else int(low), 2**63 - 1 if high is None else int(high))
     if hint is float:
         return st.floats(low, high, allow_nan=False, allow_infinity=False)
-    words = st.sampled_from(["train", "visible", "a.txt", "1e4", "0x1f", "null", "~", "1_0", "é", "- a", "a: b", "2020-01-01"])
+    words = st.sampled_from(
+        ["train", "visible", "a.txt", "1e4", "0x1f", "null", "~", "1_0", "é", "- a", "a: b", "2020-01-01"]
+    )
     return {bool: st.booleans(), str: words | st.text(max_size=8), types.NoneType: st.none()}[hint]
 
 
@@ -71,8 +93,12 @@ def of_key(spec: Field) -> st.SearchStrategy:
     """Values of a field of the schema: a block, a list of them, or what its type says."""
     many = spec.metadata.get("many")
     if (table := spec.metadata.get("table")) is not None:
-        names = st.sampled_from(sorted(table)) if table else of_type(str, None, None)  # empty: of what comes from outside
-        block_of_name = names.flatmap(lambda name: of_block(table.get(name, Nothing)).map(lambda keys: {"name": name, **keys}))
+        names = (
+            st.sampled_from(sorted(table)) if table else of_type(str, None, None)
+        )  # empty: of what comes from outside
+        block_of_name = names.flatmap(
+            lambda name: of_block(table.get(name, Nothing)).map(lambda keys: {"name": name, **keys})
+        )
         if many is dict:
             return st.dictionaries(of_type(str, None, None), block_of_name, max_size=2)
         return st.lists(block_of_name, max_size=2) if many else block_of_name | names
@@ -93,12 +119,16 @@ def of_block(schema: type, most: int = 3) -> st.SearchStrategy:
     specs = {spec.name: spec for spec in fields(schema)}
     if not specs:
         return st.just({})
-    pair = st.sampled_from(sorted(specs)).flatmap(lambda name: st.tuples(st.just(name), of_key(specs[name]) | st.sampled_from(HOSTILE)))
+    pair = st.sampled_from(sorted(specs)).flatmap(
+        lambda name: st.tuples(st.just(name), of_key(specs[name]) | st.sampled_from(HOSTILE))
+    )
     return st.lists(pair, max_size=most).map(dict)
 
 
 KEYS = [path.replace("[]", "") for path, *_ in reference(Config) if "[" not in path.replace("[]", "")]
-OVERRIDES = st.tuples(st.sampled_from(KEYS) | st.text(max_size=8), st.sampled_from(HOSTILE).map(repr) | st.text(max_size=12)).map("=".join)
+OVERRIDES = st.tuples(
+    st.sampled_from(KEYS) | st.text(max_size=8), st.sampled_from(HOSTILE).map(repr) | st.text(max_size=12)
+).map("=".join)
 
 
 @st.composite
@@ -127,7 +157,9 @@ def loaded(folder: Path, text: str, *overrides: str) -> Config | None:
         assert all(line.strip() and len(line) < 2000 for line in lines)
         return None
     assert config.micro_batch > 0
-    assert config.trainer.max_steps is None or len(config.phase_ends) == len(config.plan)  # None: known with the vocabulary
+    assert config.trainer.max_steps is None or len(config.phase_ends) == len(
+        config.plan
+    )  # None: known with the vocabulary
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config([str(path)]) == config
     assert parse(to_plain(config)) == config
@@ -147,11 +179,17 @@ FEW = st.lists(OVERRIDES, max_size=3).map(lambda overrides: [override for overri
     ],
     ids=["several blocks and overrides", "a mutilated text", "one block"],
 )
-def test_a_configuration_is_valid_and_comes_back_or_is_an_error_that_names_what_is_wrong(texts, overrides, valid, examples, tmp_path):
+def test_a_configuration_is_valid_and_comes_back_or_is_an_error_that_names_what_is_wrong(
+    texts, overrides, valid, examples, tmp_path
+):
     successes = []
 
     @settings(
-        max_examples=examples, deadline=SECONDS * 1000, derandomize=examples < 100, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        deadline=SECONDS * 1000,
+        derandomize=examples < 100,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
     @given(texts, overrides)
     def draw(text: str, overrides: list[str]) -> None:

@@ -29,7 +29,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Store]:
     folder, rng = tmp_path_factory.mktemp("fuzz"), random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(60)]
     texts = [" ".join(rng.choices(words, k=40)) for _ in range(40)]
-    data = files_config(write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270), prepare_workers=1)
+    data = files_config(
+        write_texts(folder / "texts", texts), folder, tokenizer=TrainedTokenizer(270), prepare_workers=1
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
         return data, prepare(data)
@@ -128,7 +130,9 @@ def fuzz(examples: int):
     chosen_settings = settings(
         max_examples=examples, deadline=5000, derandomize=True, suppress_health_check=list(HealthCheck), database=None
     )
-    return lambda test: chosen_settings(given(kind=st.sampled_from((*KINDS, "manifest")), seed=st.integers(0, 2**32))(test))
+    return lambda test: chosen_settings(
+        given(kind=st.sampled_from((*KINDS, "manifest")), seed=st.integers(0, 2**32))(test)
+    )
 
 
 def prepared_stores(whole: tuple[DataConfig, Store], kind: str, seed: int) -> None:

@@ -18,7 +18,9 @@ from lm.training.train import train
 
 
 def test_generation_is_greedy_at_temperature_zero_and_follows_its_seed_otherwise():
-    model = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=SSMax()), 50, seq_len=16, seed=3).eval().double()
+    model = (
+        Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, normalizer=SSMax()), 50, seq_len=16, seed=3).eval().double()
+    )
     greedy = list(generate(model, [1, 2, 3], 12, Sampling(temperature=0)))
     expected = [1, 2, 3]
     for _ in range(12):
@@ -26,7 +28,10 @@ def test_generation_is_greedy_at_temperature_zero_and_follows_its_seed_otherwise
     assert greedy == expected[3:]
     runs = [list(generate(model, [1, 2, 3], 12, Sampling(seed=seed))) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
-    assert all(list(generate(model, [1, 2, 3], 12, sampling)) == greedy for sampling in (Sampling(top_k=1), Sampling(top_p=1e-9)))
+    assert all(
+        list(generate(model, [1, 2, 3], 12, sampling)) == greedy
+        for sampling in (Sampling(top_k=1), Sampling(top_p=1e-9))
+    )
 
 
 def test_draws_stay_within_top_k_and_top_p():
@@ -47,7 +52,9 @@ def test_a_temperature_divides_the_logits(temperature: float):
     """Drawn as often as p^(1 / temperature) says, over their sum."""
     p, generator = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.Generator().manual_seed(0)
     expected = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
-    counts = torch.bincount(torch.tensor([sample(p.log(), Sampling(temperature), generator) for _ in range(4000)]), minlength=4)
+    counts = torch.bincount(
+        torch.tensor([sample(p.log(), Sampling(temperature), generator) for _ in range(4000)]), minlength=4
+    )
     assert (counts / 4000).tolist() == pytest.approx(expected.tolist(), abs=0.03)
 
 
@@ -75,7 +82,9 @@ def test_lm_generate_writes_text_as_it_comes(tiny):
 def test_a_prompt_that_the_model_has_no_token_for_is_refused(monkeypatch):
     model = SimpleNamespace(tokenizer_and_start=lambda: (symbol_tokenizer([MQAR()]), 0))
     monkeypatch.setattr("lm.evaluation.generation.load", lambda *arguments: model)
-    with pytest.raises(ConfigError, match="--prompt = 'hello': the model has no token for it; its tokens are such as `0 1 2`"):
+    with pytest.raises(
+        ConfigError, match="--prompt = 'hello': the model has no token for it; its tokens are such as `0 1 2`"
+    ):
         list(generate_text(Path(), "last", "1 hello 2", 3, Sampling()))
 
 

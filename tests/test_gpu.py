@@ -60,8 +60,14 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
     expected, actual = weights @ slow[2], normalizer(*fast, on_gpu)
     close(actual, expected, "forward")
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    cases = [([*leaves, *module.parameters()], out) for leaves, module, out in ((slow, exact, expected), (fast, normalizer, actual))]
-    grads = [torch.autograd.grad(out, leaves, grad.to(out), allow_unused=True, materialize_grads=True) for leaves, out in cases]
+    cases = [
+        ([*leaves, *module.parameters()], out)
+        for leaves, module, out in ((slow, exact, expected), (fast, normalizer, actual))
+    ]
+    grads = [
+        torch.autograd.grad(out, leaves, grad.to(out), allow_unused=True, materialize_grads=True)
+        for leaves, out in cases
+    ]
     for number, (a, b) in enumerate(zip(*grads[::-1], strict=True)):
         close(a, b, f"gradient {number}")
     with torch.no_grad():
@@ -70,8 +76,12 @@ def test_the_gpu_gives_the_definition_forward_backward_packed_and_decoding(optio
             exact.weights(*slow[:2], AttentionLayout.from_document_lengths(sizes)) @ slow[2],
             "packed",
         )
-        _, state = normalizer.decode(*(x[:, :, :100] for x in fast), AttentionLayout.continuing(0, 100, length, "cuda"), None)
-        later, _ = normalizer.decode(*(x[:, :, 100:] for x in fast), AttentionLayout.continuing(100, 30, length, "cuda"), state)
+        _, state = normalizer.decode(
+            *(x[:, :, :100] for x in fast), AttentionLayout.continuing(0, 100, length, "cuda"), None
+        )
+        later, _ = normalizer.decode(
+            *(x[:, :, 100:] for x in fast), AttentionLayout.continuing(100, 30, length, "cuda"), state
+        )
         close(later, expected[:, :, 100:], "decode")
 
 
@@ -94,11 +104,19 @@ def test_the_triton_kernel_is_the_definition_forward_and_backward(
     inputs_of_kernel = kernel_inputs(length, size, width, dtype, batch=3)
     exact = results(dense, f, *(x.double() for x in inputs_of_kernel), over_sum)
     on_gpu = [x.cuda() for x in inputs_of_kernel]
-    outputs, repeated, plain = (results(route, f, *on_gpu, over_sum) for route in (elementwise_attention, elementwise_attention, dense))
+    outputs, repeated, plain = (
+        results(route, f, *on_gpu, over_sum) for route in (elementwise_attention, elementwise_attention, dense)
+    )
     for a, b, c, d in zip(outputs, repeated, plain, exact, strict=True):
         assert torch.equal(a, b)
-        allowed = 1e-5 * max(1.0, d.abs().max()) if dtype == torch.float32 else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
-        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * over_sum * max(1.0, d.abs().max())  # small sums are divided by
+        allowed = (
+            1e-5 * max(1.0, d.abs().max())
+            if dtype == torch.float32
+            else 2 * (c.cpu() - d).abs().max() + 2**-7 * d.abs().max()
+        )
+        assert (a.cpu() - d).abs().max() <= allowed + 2e-4 * over_sum * max(
+            1.0, d.abs().max()
+        )  # small sums are divided by
 
 
 def test_the_gpu_gives_the_cpus_loss_and_gradients():
@@ -161,7 +179,9 @@ def test_one_process_of_ddp_over_nccl_learns_as_no_ddp_does(tiny, monkeypatch: p
     assert losses(ddp.run_folder) == pytest.approx(losses(plain.run_folder), abs=1e-3)
 
 
-@pytest.mark.parametrize("options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"])
+@pytest.mark.parametrize(
+    "options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"]
+)
 def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
     """CUDA's own count of what makes the host wait."""
     messages, counts = [], []
@@ -179,7 +199,9 @@ def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(TrainModule, "on_train_batch_start", started)
     monkeypatch.setattr(StopOnSignal, "on_train_batch_end", ended)
     monkeypatch.setattr(
-        warnings, "showwarning", lambda message, *_: messages.append(str(message)) if "synchroniz" in str(message) else None
+        warnings,
+        "showwarning",
+        lambda message, *_: messages.append(str(message)) if "synchroniz" in str(message) else None,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("always")

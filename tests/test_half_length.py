@@ -30,7 +30,11 @@ def made(gap: float, slope: float = 0.0, spread: float = 0.0, questions: int = 5
     noise = np.random.default_rng(0).standard_normal((questions, LENGTH - 1))
     n = np.full(questions, float(LENGTH))
     return Retrieval(
-        np.full(questions, needle + gap), needle + spread * noise, np.ones((questions, LENGTH - 1), bool), n, np.full(questions, slope)
+        np.full(questions, needle + gap),
+        needle + spread * noise,
+        np.ones((questions, LENGTH - 1), bool),
+        n,
+        np.full(questions, slope),
     )
 
 
@@ -51,10 +55,15 @@ def test_the_spread_of_filler_counts_as_the_mean_of_its_exponentials():
 
 def test_a_scale_that_grows_with_ln_n_never_loses_a_needle_that_is_far_enough_above():
     slope = 1 / math.log(LENGTH)
-    for gap, is_endless in ((1.1 * math.log(LENGTH), True), (0.9 * math.log(LENGTH), False)):  # s z* = 1 is the SSMax paper's threshold
+    for gap, is_endless in (
+        (1.1 * math.log(LENGTH), True),
+        (0.9 * math.log(LENGTH), False),
+    ):  # s z* = 1 is the SSMax paper's threshold
         length = predicted(made(gap, slope), 0.4)
         assert math.isinf(length) == is_endless
-    assert made(8.0, slope).weight(960.0) == pytest.approx(1 / (1 + 1023 * math.exp(-8 * math.log(1024) / math.log(64))), rel=1e-9)
+    assert made(8.0, slope).weight(960.0) == pytest.approx(
+        1 / (1 + 1023 * math.exp(-8 * math.log(1024) / math.log(64))), rel=1e-9
+    )
 
 
 def test_the_weight_grown_is_that_of_more_keys_of_the_same_scores():
@@ -64,11 +73,15 @@ def test_the_weight_grown_is_that_of_more_keys_of_the_same_scores():
     assert retrieval.weight(n_more) == pytest.approx(1 / (1 + 4 * odds.sum(1)))
 
 
-@pytest.mark.parametrize("slope", [0.0, -1 / math.log(4.0), -2.0])  # at four times the length a scale of 1, of 0, and below
+@pytest.mark.parametrize(
+    "slope", [0.0, -1 / math.log(4.0), -2.0]
+)  # at four times the length a scale of 1, of 0, and below
 def test_keys_that_are_not_visible_count_for_nothing(slope: float):
     retrieval = made(5.0, slope, spread=0.7)
     filler = np.pad(retrieval.other_scores, ((0, 0), (0, 7)), constant_values=-np.inf)
-    padded = Retrieval(retrieval.needle, filler, np.pad(retrieval.is_filler, ((0, 0), (0, 7))), retrieval.n, retrieval.slope)
+    padded = Retrieval(
+        retrieval.needle, filler, np.pad(retrieval.is_filler, ((0, 0), (0, 7))), retrieval.n, retrieval.slope
+    )
     assert padded.weight(3.0 * LENGTH) == pytest.approx(retrieval.weight(3.0 * LENGTH))
 
 
@@ -86,7 +99,11 @@ def symbols(tiny, position: str = "none", task: str = "{name: mqar, pairs: 4, qu
 def test_the_weight_at_twice_the_length_is_predicted_from_the_training_length(tiny):
     config, decoder = symbols(tiny)
     (curve,) = retrieval_series(decoder, config, DiagnosticsConfig())
-    assert (curve.metric, curve.axis.values[:3], len(curve.means)) == ("predicted weight on the key asked for", (32, 64, 128), 17)
+    assert (curve.metric, curve.axis.values[:3], len(curve.means)) == (
+        "predicted weight on the key asked for",
+        (32, 64, 128),
+        17,
+    )
     longer = retrieving_head(decoder, [example(TASK, 0, index, 64, "test") for index in range(64)], FILLER)
     assert curve.what == f"layer {longer.layer}, head {longer.head}" == f"layer 1, head {longer.head}"
     assert curve.means[1] == pytest.approx(np.median(longer.scores.weight(0)), rel=0.15)

@@ -41,8 +41,19 @@ from lm.runs.loading import LoadedModel, export  # noqa: E402
 from lm.training.train import train  # noqa: E402
 
 CPU = Device(torch.device("cpu"), bf16=False)
-NORMALIZERS = [opt.Softmax(), opt.SSMax(), opt.SSMax(n="sample"), opt.LogN(n="sample"), opt.Relu2(), opt.Relu2(n="sample")]
-CHOICES = [("the cat sat", [" on", " under", " over the"]), ("it is", [" a", " b", " cd", " a b"]), ("", ["what", "no"])] * 2
+NORMALIZERS = [
+    opt.Softmax(),
+    opt.SSMax(),
+    opt.SSMax(n="sample"),
+    opt.LogN(n="sample"),
+    opt.Relu2(),
+    opt.Relu2(n="sample"),
+]
+CHOICES = [
+    ("the cat sat", [" on", " under", " over the"]),
+    ("it is", [" a", " b", " cd", " a b"]),
+    ("", ["what", "no"]),
+] * 2
 TEXTS = ["a dab of a fad. " * 12, "bad", "a cab ", "ab cd " * 5]
 
 
@@ -95,7 +106,10 @@ def test_rows_are_batched_by_length_and_equal_ones_are_computed_once(tiny, monke
     monkeypatch.setattr(
         model.decoder,
         "forward",
-        lambda tokens, *arguments, **options: (shapes.append(tuple(tokens.shape)), forward(tokens, *arguments, **options))[1],
+        lambda tokens, *arguments, **options: (
+            shapes.append(tuple(tokens.shape)),
+            forward(tokens, *arguments, **options),
+        )[1],
     )
     rows = [([1, 2, 3, 4], 2), ([1, 2, 3, 5], 1), ([1, 2, 9, 4], 1), ([4, 5, 6, 7], 1), ([3, 4], 1), ([3, 5], 1)]
     scores = model.score(rows)
@@ -130,7 +144,9 @@ def test_tokens_of_context_and_continuation_spell_both(tiny):
 
 def test_an_empty_context_is_the_start_of_a_document(tiny):
     model = made(tiny)
-    whole, first, second = model.loglikelihood(ask("loglikelihood", ("", "a bad cab"), ("", "a bad"), ("a bad", " cab")))
+    whole, first, second = model.loglikelihood(
+        ask("loglikelihood", ("", "a bad cab"), ("", "a bad"), ("a bad", " cab"))
+    )
     assert whole[0] == pytest.approx(first[0] + second[0], abs=1e-5)
     assert whole[0] == pytest.approx(
         log_p(model, [model.prefix_token_id, *model.tok_encode("a bad cab")], len(model.tok_encode("a bad cab")))[0]
@@ -171,7 +187,11 @@ def test_text_is_written_as_lm_generate_does_up_to_the_first_stop(tiny):
     model = made(tiny)
     ids = [model.prefix_token_id, *model.tok_encode("a bad")]
     text = model.tokenizer.decode(ids + list(generate(model.decoder, ids, 12, Sampling(temperature=0))))[len("a bad") :]
-    limits = [{"max_gen_toks": 12}, {"max_new_tokens": 12, "until": text[5]}, {"max_gen_toks": 12, "until": [text[7:9], text[3:5]]}]
+    limits = [
+        {"max_gen_toks": 12},
+        {"max_new_tokens": 12, "until": text[5]},
+        {"max_gen_toks": 12, "until": [text[7:9], text[3:5]]},
+    ]
     texts = model.generate_until(ask("generate_until", *(("a bad", options) for options in limits)))
     assert text.startswith(texts[0])
     assert len(texts[0]) >= len(text) - 1  # the last character may be a part of one
@@ -214,7 +234,10 @@ def test_texts_written_together_are_those_written_alone(tiny, normalizer):
     for index, ((context, options), text) in enumerate(zip(requests, texts, strict=True)):
         assert text == alone(model, context, options, index), (context, options)
     assert len(set(texts)) > len(contexts)
-    assert any(len(short) < len(whole) and whole.startswith(short) for whole, short in zip(texts[::4], texts[1::4], strict=True))
+    assert any(
+        len(short) < len(whole) and whole.startswith(short)
+        for whole, short in zip(texts[::4], texts[1::4], strict=True)
+    )
 
 
 def test_a_top_k_of_0_keeps_all_tokens_as_elsewhere(tiny):
@@ -227,7 +250,12 @@ def alone(model: HarnessLM, context: str, options: dict, seed: int = 0) -> str:
     """The definition: one text by `generate`, cut before the first stop."""
     ids = [model.prefix_token_id, *model.tok_encode(context)]
     sampling = bool(options.get("do_sample"))
-    tokens = generate(model.decoder, ids, options["max_gen_toks"], Sampling(1.0 if sampling else 0.0, options.get("top_k"), None, seed))
+    tokens = generate(
+        model.decoder,
+        ids,
+        options["max_gen_toks"],
+        Sampling(1.0 if sampling else 0.0, options.get("top_k"), None, seed),
+    )
     text = "".join(list(text_pieces(model.tokenizer, ids, model.end_ids, tokens))[1:])
     return text[: min([text.index(stop) for stop in options.get("until", ()) if stop in text], default=len(text))]
 
@@ -240,12 +268,21 @@ def test_contexts_of_one_length_are_continued_together_and_those_that_have_ended
     monkeypatch.setattr(
         model.decoder,
         "forward",
-        lambda tokens, *arguments, **options: (shapes.append(tuple(tokens.shape)), forward(tokens, *arguments, **options))[1],
+        lambda tokens, *arguments, **options: (
+            shapes.append(tuple(tokens.shape)),
+            forward(tokens, *arguments, **options),
+        )[1],
     )
     length = len(model.tok_encode(context)) + 1
     arguments = {"max_gen_toks": 8, "until": stop}
     texts = model.generate_until(
-        ask("generate_until", (context, arguments), ("a bad cab", arguments), (context, {"max_gen_toks": 8}), (context, arguments))
+        ask(
+            "generate_until",
+            (context, arguments),
+            ("a bad cab", arguments),
+            (context, {"max_gen_toks": 8}),
+            (context, arguments),
+        )
     )
     assert texts[0] == texts[3] == texts[2][: texts[2].index(stop)]
     of_three = [shape for shape in shapes if shape[0] == 3]
@@ -266,9 +303,17 @@ def test_no_more_tokens_are_held_together_than_of_evaluations(tiny, monkeypatch)
 
 def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
     model = made(tiny)
-    greedy, sampled = {"max_gen_toks": 8, "do_sample": False, "temperature": 2.0}, {"max_gen_toks": 8, "do_sample": True}
+    greedy, sampled = (
+        {"max_gen_toks": 8, "do_sample": False, "temperature": 2.0},
+        {"max_gen_toks": 8, "do_sample": True},
+    )
     requests = ask(
-        "generate_until", ("a", greedy), ("a", {"max_gen_toks": 8}), ("a", sampled), ("a", sampled), ("a", {**sampled, "top_k": 1})
+        "generate_until",
+        ("a", greedy),
+        ("a", {"max_gen_toks": 8}),
+        ("a", sampled),
+        ("a", sampled),
+        ("a", {**sampled, "top_k": 1}),
     )
     first, second = (model.generate_until(requests) for _ in range(2))
     assert first == second
@@ -281,10 +326,14 @@ def test_draws_follow_from_the_request_and_greedy_wins_without_do_sample(tiny):
 def test_context_and_new_tokens_share_max_length(tiny, monkeypatch):
     model, lengths = made(tiny, max_length=16), []
     monkeypatch.setattr(
-        model, "_generate", lambda texts: lengths.extend((len(text.ids), text.max_new_tokens) for text in texts) or [""] * len(texts)
+        model,
+        "_generate",
+        lambda texts: lengths.extend((len(text.ids), text.max_new_tokens) for text in texts) or [""] * len(texts),
     )
     long = "a bad cab " * 20
-    model.generate_until(ask("generate_until", ("a", {}), (long, {}), (long, {"max_gen_toks": 4}), ("a", {"max_gen_toks": 4})))
+    model.generate_until(
+        ask("generate_until", ("a", {}), (long, {}), (long, {"max_gen_toks": 4}), ("a", {"max_gen_toks": 4}))
+    )
     assert lengths == [(2, 14), (8, 8), (12, 4), (2, 4)]
     assert (dict(model.n_cut), dict(model.n_shortened)) == ({"task": 2}, {"task": 2})
 
@@ -305,7 +354,9 @@ def test_a_length_the_model_cannot_take_is_refused(tiny):
 
 
 DOCUMENTS = {
-    "choice": [{"text": text, "choices": choices[:2], "answer": index % 2} for index, (text, choices) in enumerate(CHOICES)],
+    "choice": [
+        {"text": text, "choices": choices[:2], "answer": index % 2} for index, (text, choices) in enumerate(CHOICES)
+    ],
     "rolling": [{"text": text} for text in TEXTS],
     "write": [{"text": "a bad", "answer": "?"}, {"text": "the", "answer": "?"}],
 }
@@ -345,7 +396,11 @@ def include(tmp_path: Path, monkeypatch) -> Path:
     for name, documents in DOCUMENTS.items():
         lines = [json.dumps(document) + "\n" for document in documents]
         (folder / f"{name}.jsonl").write_text("".join(lines))
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}, "test_split": "test"}
+        source = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
+            "test_split": "test",
+        }
         task = {"task": f"our_{name}", **source, "fewshot_split": "test", **TASKS[name], "metadata": {"version": 3}}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return folder
@@ -357,7 +412,8 @@ def scored(
     """The metrics of tasks by `task/metric`, as `lm eval` measures them."""
     override = f"eval.downstream={{tasks: [{', '.join(tasks)}], include_path: {include}{extra and ', '}{extra}}}"
     evaluations = [
-        result.evaluation for result in evaluate_runs([source, *files], overrides=[override, "trainer.accelerator=cpu"], **options)
+        result.evaluation
+        for result in evaluate_runs([source, *files], overrides=[override, "trainer.accelerator=cpu"], **options)
     ]
     return {
         f"{curve.what}/{curve.metric}": float(curve.means[0])
@@ -373,9 +429,14 @@ def test_scores_are_those_of_our_own_functions(tiny, include, monkeypatch):
     source = lm.load(config.run_folder)
     model = HarnessLM(source, device=CPU)
     texts = model.generate_until(
-        ask("generate_until", *((document["text"], {"max_gen_toks": 6, "until": "\n"}) for document in DOCUMENTS["write"]))
+        ask(
+            "generate_until",
+            *((document["text"], {"max_gen_toks": 6, "until": "\n"}) for document in DOCUMENTS["write"]),
+        )
     )
-    (include / "write.jsonl").write_text("".join(json.dumps({"text": d["text"], "answer": texts[0]}) + "\n" for d in DOCUMENTS["write"]))
+    (include / "write.jsonl").write_text(
+        "".join(json.dumps({"text": d["text"], "answer": texts[0]}) + "\n" for d in DOCUMENTS["write"])
+    )
 
     result = scored(config.run_folder, include, ["our_choice", "our_rolling", "our_write"])
     right = 0
@@ -432,7 +493,9 @@ def test_an_export_for_transformers_has_our_scores_by_the_name_hf(tiny, include,
     arguments = f"pretrained={out},trust_remote_code=True,device=cpu,dtype=float32"
     # The harness puts the token that starts a document before a text by itself where it scores all of it.
     for task, metric, extra in (("our_choice", "acc", ""), ("our_rolling", "byte_perplexity", ",add_bos_token=False")):
-        results = lm_eval.simple_evaluate(model="hf", model_args=arguments + extra, tasks=[task], task_manager=manager, log_samples=False)
+        results = lm_eval.simple_evaluate(
+            model="hf", model_args=arguments + extra, tasks=[task], task_manager=manager, log_samples=False
+        )
         assert results["results"][task][f"{metric},none"] == pytest.approx(our_scores[f"{task}/{metric}"], rel=1e-4)
 
 
@@ -441,7 +504,10 @@ def test_an_unknown_task_is_refused_with_the_nearest(tiny, include):
     train(config)
     override = f"eval.downstream={{tasks: [our_choise], include_path: {include}}}"
     wrong = command("eval", str(config.run_folder), override)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: eval.downstream.tasks = 'our_choise': no such task; did you mean our_choice?\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "error: eval.downstream.tasks = 'our_choise': no such task; did you mean our_choice?\n",
+    )
 
 
 def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(tiny, include):
@@ -455,7 +521,11 @@ def test_tasks_are_an_evaluation_whose_metrics_have_a_value_for_each_document(ti
     assert {name: logged[f"downstream/{name}"] for name in scores} == pytest.approx(scores)
     curves = {curve.what: curve for curve in series(config.run_folder, "downstream", 8)}
     (sample,) = curves["our_choice"].samples
-    assert (sample.values.shape, curves["our_choice"].unit, curves["our_choice"].better) == ((6, 1), "fraction", "higher")
+    assert (sample.values.shape, curves["our_choice"].unit, curves["our_choice"].better) == (
+        (6, 1),
+        "fraction",
+        "higher",
+    )
     assert not curves["our_rolling"].samples  # no mean over documents
     outcome = Outcome(config.run_folder, 8, "downstream/our_choice/acc")
     assert outcome.values("downstream/our_choice/acc").mean == pytest.approx(logged["downstream/our_choice/acc"])
@@ -507,11 +577,21 @@ def test_metadata_reaches_the_tasks_and_the_record(tiny, include):
 def test_a_group_stands_for_its_tasks(tiny, include, monkeypatch):
     config = tiny("name=grouped")
     train(config)
-    group = {"group": "ours", "task": ["our_choice", "our_write"], "aggregate_metric_list": [{"metric": "acc"}], "metadata": {"version": 1}}
+    group = {
+        "group": "ours",
+        "task": ["our_choice", "our_write"],
+        "aggregate_metric_list": [{"metric": "acc"}],
+        "metadata": {"version": 1},
+    }
     (include / "ours.yaml").write_text(yaml.safe_dump(group))
-    manager = TaskManager(include_path=str(include), include_defaults=False)  # without the harness's own tasks, to save time
+    manager = TaskManager(
+        include_path=str(include), include_defaults=False
+    )  # without the harness's own tasks, to save time
     monkeypatch.setattr("lm.evaluation.harness._find_tasks", lambda config: (config.tasks, manager))
-    assert {name.partition("/")[0] for name in scored(config.run_folder, include, ["ours"])} == {"our_choice", "our_write"}
+    assert {name.partition("/")[0] for name in scored(config.run_folder, include, ["ours"])} == {
+        "our_choice",
+        "our_write",
+    }
 
 
 def test_an_export_scores_as_its_run(tiny, include, tmp_path):
@@ -519,7 +599,9 @@ def test_an_export_scores_as_its_run(tiny, include, tmp_path):
     train(config)
     exported, text = export(config.run_folder, "last", tmp_path / "exported"), tmp_path / "text.yaml"
     text.write_text(to_yaml(config))
-    assert scored(exported, include, ["our_rolling"], files=(text,)) == scored(config.run_folder, include, ["our_rolling"])
+    assert scored(exported, include, ["our_rolling"], files=(text,)) == scored(
+        config.run_folder, include, ["our_rolling"]
+    )
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):

@@ -52,10 +52,14 @@ def test_a_preset_has_the_size_in_its_name_and_reads_twenty_tokens_a_parameter(p
 def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Path):
     rate = parse_yaml(recipe.read_bytes(), recipe.name)["optim"].get("lr")
     for shape in (path for path in MODELS if "gau" not in path.stem):
-        shape_config, first, last = (load_config(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape]))
+        shape_config, first, last = (
+            load_config(list(map(str, files))) for files in ([shape], [shape, recipe], [recipe, shape])
+        )
         assert (first.optim.lr, last.optim.lr) == (rate or shape_config.optim.lr, shape_config.optim.lr)
         assert last.trainer.tokens_per_parameter == 20
-        assert all(getattr(last.model, name) == getattr(shape_config.model, name) for name in SIZES), "what a recipe says of them stays"
+        assert all(getattr(last.model, name) == getattr(shape_config.model, name) for name in SIZES), (
+            "what a recipe says of them stays"
+        )
         if recipe.stem == "modern" and not shape_config.model.tied:
             assert counted(first, 4096)["total"] == pytest.approx(counted(shape_config, 4096)["total"], rel=0.02)
 
@@ -63,8 +67,16 @@ def test_a_recipe_goes_with_every_shape_and_the_later_of_both_counts(recipe: Pat
 @pytest.mark.slow
 def test_the_modern_recipe_trains_the_smallest_shape(arguments: list[str], corpus: Path):
     shape, recipe = (ROOT / "configs" / name for name in ("models/1m.yaml", "recipes/modern.yaml"))
-    tiny_data = [f"data.source={{name: files, paths: [{corpus}]}}", *arguments[2:], "data.tokenizer.vocab_size=400", "data.seq_len=64"]
-    steps = ["optim={batch_tokens: 512, warmup_steps: 5}", "eval={every: 20, sequences: 8, long_context: {length_factor: 0}}"]
+    tiny_data = [
+        f"data.source={{name: files, paths: [{corpus}]}}",
+        *arguments[2:],
+        "data.tokenizer.vocab_size=400",
+        "data.seq_len=64",
+    ]
+    steps = [
+        "optim={batch_tokens: 512, warmup_steps: 5}",
+        "eval={every: 20, sequences: 8, long_context: {length_factor: 0}}",
+    ]
     machine = [
         "trainer={accelerator: cpu, precision: 32, threads: 1, compile: false, max_steps: 20}",
         "log={wandb: disabled, progress: none}",
@@ -104,9 +116,13 @@ def test_of_steps_and_tokens_a_parameter_the_later_counts(tiny, tmp_path: Path):
     assert tiny(FEW, "trainer.max_steps=3").trainer.tokens_per_parameter is None
     file = tmp_path / "both.yaml"
     file.write_text("trainer: {max_steps: 3, tokens_per_parameter: 20}\n")
-    with pytest.raises(ConfigError, match=r"trainer\.tokens_per_parameter = 20\.0: trainer\.max_steps = 3 is given, too; drop one"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.tokens_per_parameter = 20\.0: trainer\.max_steps = 3 is given, too; drop one"
+    ):
         load_config([str(file)])
-    with pytest.raises(ConfigError, match=r"trainer\.max_steps = null: is not given; set it, or trainer\.tokens_per_parameter"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.max_steps = null: is not given; set it, or trainer\.tokens_per_parameter"
+    ):
         load_config([str(file), "trainer.max_steps=null", "trainer.tokens_per_parameter=null"])
 
 
@@ -135,20 +151,30 @@ def experiment(folder: Path, **changes: object) -> Path:
 def test_arms_of_a_size_train_as_long_as_its_baseline(arguments: list[str], tmp_path: Path):
     sizes = {"short": {FEW.split("=")[0]: 0.05}, "long": {FEW.split("=")[0]: 0.1}, "given": {"trainer.max_steps": 5}}
     settings = read_experiment(experiment(tmp_path, sizes=sizes), arguments[1:])
-    steps = {size: [settings.config(size, arm, 1, None, {"name": "x"}).trainer.max_steps for arm in settings.arms] for size in sizes}
+    steps = {
+        size: [settings.config(size, arm, 1, None, {"name": "x"}).trainer.max_steps for arm in settings.arms]
+        for size in sizes
+    }
     assert steps == {"short": [12, 12], "long": [23, 23], "given": [5, 5]}
-    assert [cost.tokens for cost in costs(Procedure(settings)).values()] == [256 * n_steps for size in sizes for n_steps in steps[size]]
+    assert [cost.tokens for cost in costs(Procedure(settings)).values()] == [
+        256 * n_steps for size in sizes for n_steps in steps[size]
+    ]
 
 
 def test_an_arm_has_no_tokens_a_parameter_of_its_own(arguments: list[str], tmp_path: Path):
     path = experiment(tmp_path, arms={"a": {}, "b": {"trainer.tokens_per_parameter": 1}})
-    with pytest.raises(ConfigError, match=r"arms\.b\.trainer\.tokens_per_parameter = 1: the arms of a size train equally long; give it in"):
+    with pytest.raises(
+        ConfigError,
+        match=r"arms\.b\.trainer\.tokens_per_parameter = 1: the arms of a size train equally long; give it in",
+    ):
         read_experiment(path, arguments[1:])
 
 
 def test_tokens_a_parameter_need_a_vocabulary_that_is_known(arguments: list[str], tmp_path: Path):
     tokenizer = "data.tokenizer={name: file, path: nowhere.json}"
-    with pytest.raises(DataError, match=r"trainer\.tokens_per_parameter = 0\.05: needs the vocabulary, which is not known .*lm prepare"):
+    with pytest.raises(
+        DataError, match=r"trainer\.tokens_per_parameter = 0\.05: needs the vocabulary, which is not known .*lm prepare"
+    ):
         read_experiment(experiment(tmp_path), [*arguments[1:], FEW, tokenizer])
 
 

@@ -43,7 +43,9 @@ LARGEST = 600  # lines of a module
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "lm").rglob("*.py"))}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "lm").rglob("*.py"))
+    }
 
 
 MODULES = modules()
@@ -117,7 +119,10 @@ def test_names_are_imported_from_modules_that_define_them():
         names = {node.id for node in nodes(path) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         names |= {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         names |= {
-            alias.asname or alias.name for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+            alias.asname or alias.name
+            for node in nodes(path)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
         }
         defined[name.removesuffix(".__init__")] = names
     undefined = [
@@ -135,12 +140,16 @@ def test_rooms_import_the_ones_before_them_only():
     inner = [name for name in MODULES if room(name) not in ("__init__", "__main__")]
     assert {room(name) for name in inner} == set(ROOMS)
     order = {name: place for place, name in enumerate(ROOMS)}
-    back = [f"{name} imports {other}" for name in inner for other in graph()[name] if order[room(other)] > order[room(name)]]
+    back = [
+        f"{name} imports {other}" for name in inner for other in graph()[name] if order[room(other)] > order[room(name)]
+    ]
     assert not back
 
 
 def test_training_prints_its_last_evaluation_and_knows_nothing_else_of_reports():
-    modules_of_reports = {other for name in MODULES for other in graph()[name] if (room(name), room(other)) == ("training", "report")}
+    modules_of_reports = {
+        other for name in MODULES for other in graph()[name] if (room(name), room(other)) == ("training", "report")
+    }
     assert modules_of_reports <= {"lm.report.evaluation_tables"}
 
 
@@ -170,16 +179,24 @@ NAMED = {*ROOMS} - {"functional"}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings_begin_with_what_they_are_of(name: str):
-    documented = [node for node in nodes(MODULES[name]) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    documented = [
+        node for node in nodes(MODULES[name]) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
     assert not [
-        text for node in documented if (text := ast.get_docstring(node) or "").split(" ")[0] in ("Of", "As", "That", "Those", "What")
+        text
+        for node in documented
+        if (text := ast.get_docstring(node) or "").split(" ")[0] in ("Of", "As", "That", "Those", "What")
     ]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room(name) in NAMED])
 def test_local_names_are_nouns(name: str):
-    assigned = {node.id for node in nodes(MODULES[name]) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    assert not {"one", "found", "made", "left"} & (assigned | {node.arg for node in nodes(MODULES[name]) if isinstance(node, ast.arg)})
+    assigned = {
+        node.id for node in nodes(MODULES[name]) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assert not {"one", "found", "made", "left"} & (
+        assigned | {node.arg for node in nodes(MODULES[name]) if isinstance(node, ast.arg)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,21 +214,27 @@ def test_a_mechanism_stands_in_one_place(what: str, most: int):
 
 def test_files_are_read_and_written_in_one_encoding_whatever_the_locale():
     texts = {name: path.read_text() for name, path in MODULES.items()}
-    assert not [name for name, text in texts.items() if re.search(r"\.read_text\(\)|\.write_text\((?!.*encoding=)", text)]
+    assert not [
+        name for name, text in texts.items() if re.search(r"\.read_text\(\)|\.write_text\((?!.*encoding=)", text)
+    ]
 
 
 def test_no_public_name_of_experiments_and_reports_stands_in_two_modules():
     names = Counter()
     for name in (name for name in MODULES if room(name) in ("experiments", "report", "statistics")):
         names.update(
-            node.name for node in tree(MODULES[name]).body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
+            node.name
+            for node in tree(MODULES[name]).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
         )
     assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("name", [name for name, path in MODULES.items() if path.name == "__init__.py"])
 def test_packages_pass_nothing_on(name: str):
-    assert name in ("lm.__init__", "lm.huggingface.__init__") or not graph()[name]  # these two are read by users of Python
+    assert (
+        name in ("lm.__init__", "lm.huggingface.__init__") or not graph()[name]
+    )  # these two are read by users of Python
 
 
 HEAVY = ("torch", "lightning", "wandb", "datasets", "transformers", "matplotlib.pyplot")

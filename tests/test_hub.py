@@ -96,14 +96,20 @@ def test_without_a_network_the_hub_is_one_line(tmp_path: Path):
 
 def test_a_pinned_commit_is_identified_without_a_network():
     source = Hub(dataset="someone/something", revision="0123456789" * 4)
-    assert source_identity(source, Path("data")) != source_identity(dataclasses.replace(source, revision="1123456789" * 4), Path("data"))
+    assert source_identity(source, Path("data")) != source_identity(
+        dataclasses.replace(source, revision="1123456789" * 4), Path("data")
+    )
 
 
 # ---------------------------------------------------------------- streams
 
 
 def prepared(hub: Hub, tmp_path: Path, **changes) -> Store:
-    return prepare(dataclasses.replace(DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"), prepare_workers=1), **changes))
+    return prepare(
+        dataclasses.replace(
+            DataConfig(hub, TrainedTokenizer(300), root=str(tmp_path / "stores"), prepare_workers=1), **changes
+        )
+    )
 
 
 def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -116,7 +122,9 @@ def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "other text"])
-def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str):
+def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+):
     from lm.data import build
 
     def train(*arguments):
@@ -150,7 +158,9 @@ def with_validation(hub: Hub) -> Hub:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_validation_split_is_held_out_whole_and_is_no_training_text(with_validation: Hub, tmp_path: Path, streaming: bool):
+def test_a_validation_split_is_held_out_whole_and_is_no_training_text(
+    with_validation: Hub, tmp_path: Path, streaming: bool
+):
     store = prepared(dataclasses.replace(with_validation, streaming=streaming, max_documents=30), tmp_path)
     texts = stored_texts(store)
     assert texts[store.train.n_documents :] == ["held out 1", "held out 2", "held out 3", "held out 3", TEXTS[7]]
@@ -158,7 +168,9 @@ def test_a_validation_split_is_held_out_whole_and_is_no_training_text(with_valid
     assert "val_fraction" not in summary(store)
 
 
-def test_without_deduplication_a_training_split_loses_the_text_of_the_validation_split_alone(with_validation: Hub, tmp_path: Path):
+def test_without_deduplication_a_training_split_loses_the_text_of_the_validation_split_alone(
+    with_validation: Hub, tmp_path: Path
+):
     store = prepared(with_validation, tmp_path, deduplicate=False)
     assert stored_texts(store)[: store.train.n_documents] == [text for text in TEXTS if text != TEXTS[7]]
     assert store.val.n_documents == 5
@@ -172,7 +184,10 @@ def test_a_mixture_holds_out_documents_of_the_sources_without_a_validation_split
     store = prepared(mixture, tmp_path)
     assert store.val.sources[0].n_documents == 5
     assert 1 <= store.val.sources[1].n_documents < 20
-    assert [source.n_documents for source in store.train.sources] == [len(TEXTS) - 1, 40 - store.val.sources[1].n_documents]
+    assert [source.n_documents for source in store.train.sources] == [
+        len(TEXTS) - 1,
+        40 - store.val.sources[1].n_documents,
+    ]
 
 
 def test_the_validation_split_must_be_another_one():
@@ -195,7 +210,9 @@ def test_a_saved_dataset_reads_like_any_other(hub: Hub, tmp_path: Path):
     source = Hub(dataset=str(tmp_path / "splits"), split="test")
     assert list(documents(source)) == TEXTS[:3]
     assert "it was saved with the splits train, test" in one_line_error(dataclasses.replace(source, split="dev"))
-    assert source_identity(source, tmp_path) != source_identity(Hub(dataset=str(tmp_path / "one"), split="test"), tmp_path)
+    assert source_identity(source, tmp_path) != source_identity(
+        Hub(dataset=str(tmp_path / "one"), split="test"), tmp_path
+    )
 
 
 def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -206,7 +223,10 @@ def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytes
     for folder in ("dataset", "saved"):
         source = Hub(dataset=f"~/{folder}")
         assert list(documents(source)) == TEXTS
-        assert source_identity(source, tmp_path)["files"] == source_identity(Hub(dataset=str(tmp_path / folder)), tmp_path)["files"]
+        assert (
+            source_identity(source, tmp_path)["files"]
+            == source_identity(Hub(dataset=str(tmp_path / folder)), tmp_path)["files"]
+        )
     assert "~/nowhere': no such folder" in one_line_error(Hub(dataset="~/nowhere"))
 
 
@@ -214,7 +234,8 @@ def test_a_tilde_is_the_home_folder(hub: Hub, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("stated", "expected"), [("mit", "mit"), ("[cc-by-4.0, other]", "cc-by-4.0, other"), (None, "not stated by the dataset")]
+    ("stated", "expected"),
+    [("mit", "mit"), ("[cc-by-4.0, other]", "cc-by-4.0, other"), (None, "not stated by the dataset")],
 )
 def test_the_licence_is_that_of_the_dataset_card(hub: Hub, tmp_path: Path, stated: str | None, expected: str):
     head = f"---\nlicense: {stated}\n---\n" if stated else ""

@@ -64,7 +64,8 @@ def test_every_start_says_what_it_used(tiny, tmp_path):
     assert {key: environment[key] for key in keys} == {key: second[key] for key in keys}
     assert record.start_setting(environment, "precision") == "32, from step 4 bf16-mixed"
     assert (
-        "its starts differ: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8" in read_run(tmp_path / "runs" / "a").missing
+        "its starts differ: precision 32, from step 4 bf16-mixed; max_steps 4, from step 4 8"
+        in read_run(tmp_path / "runs" / "a").missing
     )
 
 
@@ -77,7 +78,8 @@ def test_what_was_dropped_by_going_back_does_not_count():
 
 def test_runs_are_pooled_by_what_was_used_not_by_what_was_asked_for(tmp_path):
     pair = [
-        build_run(tmp_path, f"asked-{precision}", seed=seed, trainer={"precision": precision}) for seed, precision in ((1, "auto"), (2, 32))
+        build_run(tmp_path, f"asked-{precision}", seed=seed, trainer={"precision": precision})
+        for seed, precision in ((1, "auto"), (2, 32))
     ]
     assert arms(*pair) == [["asked-auto", "asked-32"]]
     other = rewrite(build_run(tmp_path, "bf16", seed=3, trainer={"precision": "auto"}), starts=[start(0, "bf16-mixed")])
@@ -97,7 +99,9 @@ def test_unlike_histories_are_not_compared_as_like(tmp_path):
     assert checks["precision"].agrees is False
     assert checks["what each start of a run used"].agrees is False
     assert checks["what each start of a run used"].value == "resumed: precision 32, from step 100 bf16-mixed"
-    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in comparison_notes(comparison), "nothing is missing"
+    assert "resumed: its starts differ: precision 32, from step 100 bf16-mixed" in comparison_notes(comparison), (
+        "nothing is missing"
+    )
 
 
 def test_a_pattern_of_normalizers_is_shown_by_names_and_options(tmp_path):
@@ -117,7 +121,10 @@ def test_a_run_that_was_made_longer_is_another_arm_than_one_of_that_length(tmp_p
 @pytest.mark.parametrize("what", ["git_commit", "device", "threads", "world_size", "versions"])
 def test_starts_that_differ_in_anything_are_said(tmp_path, what):
     values = [{"torch": "2.13"}, {"torch": "2.14"}] if what == "versions" else ["2.13", "2.14"]
-    folder = rewrite(build_run(tmp_path, "a"), starts=[start(step, **{what: value}) for step, value in zip((0, 50), values, strict=True)])
+    folder = rewrite(
+        build_run(tmp_path, "a"),
+        starts=[start(step, **{what: value}) for step, value in zip((0, 50), values, strict=True)],
+    )
     name = "versions.torch" if what == "versions" else what
     assert f"its starts differ: {name} 2.13, from step 50 2.14" in read_run(folder).missing
 
@@ -128,11 +135,29 @@ def test_starts_that_differ_in_anything_are_said(tmp_path, what):
 def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
     runs, overrides = tmp_path / "runs", ["eval.swap_lengths=[1]"]
     for seed in (1, 2):
-        assert train(tiny(f"name=base-{seed}", f"seed={seed}", "trainer.max_steps=2", "experiment.name=e", "experiment.arm=base")) == 0
+        assert (
+            train(
+                tiny(
+                    f"name=base-{seed}",
+                    f"seed={seed}",
+                    "trainer.max_steps=2",
+                    "experiment.name=e",
+                    "experiment.arm=base",
+                )
+            )
+            == 0
+        )
         swap_run(runs / f"base-{seed}", "last", "ssmax", None, runs / f"swapped-{seed}", overrides)
-        assert read_config(runs / f"swapped-{seed}").experiment == ExperimentConfig(), "a swap by hand is no run of the experiment"
+        assert read_config(runs / f"swapped-{seed}").experiment == ExperimentConfig(), (
+            "a swap by hand is no run of the experiment"
+        )
         for name, normalizer, source in (("soft", "softmax", "base"), ("scalable", "ssmax", "swapped")):
-            options = f"init_from={runs}/{source}-{seed}", f"model.normalizer={normalizer}", "trainer.max_steps=2", f"seed={seed}"
+            options = (
+                f"init_from={runs}/{source}-{seed}",
+                f"model.normalizer={normalizer}",
+                "trainer.max_steps=2",
+                f"seed={seed}",
+            )
             assert train(tiny(f"name={name}-{seed}", *options)) == 0
     folders = [runs / f"{name}-{seed}" for name in ("soft", "scalable") for seed in (1, 2)]
     assert arms(*folders) == [["soft-1", "soft-2"], ["scalable-1", "scalable-2"]]
@@ -140,7 +165,9 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeyp
     sources = [read_json(folder / "environment.json")["started_from"] for folder in folders]
     assert [source["seeds"] for source in sources] == [[1], [2], [1], [2]]
     assert len({source["arm"] for source in sources}) == 2
-    assert sources[0]["arm"] == record.arm(to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json"))
+    assert sources[0]["arm"] == record.arm(
+        to_plain(read_config(runs / "base-1")), read_json(runs / "base-1" / "environment.json")
+    )
     assert train(tiny("name=third", f"init_from={folders[0]}", "trainer.max_steps=2")) == 0
     third = record.read_run(runs / "third")
     assert third.tokens_before == 2 * third.tokens_seen, "those that the weights it started from had started with, too"
@@ -152,7 +179,8 @@ def test_runs_from_weights_of_one_arm_are_paired_by_seed(tiny, tmp_path, monkeyp
 def test_a_swap_from_other_weights_or_with_other_first_values_is_another_arm():
     config = {"seed": 1, "model": {"normalizer": {"name": "ssmax"}}}
     histories = [
-        {"swap": {"normalizer": "softmax", "init": init, "arm": label}} for init, label in (("match", "a"), ("fit", "a"), ("match", "b"))
+        {"swap": {"normalizer": "softmax", "init": init, "arm": label}}
+        for init, label in (("match", "a"), ("fit", "a"), ("match", "b"))
     ]
     assert len({record.arm(config, environment) for environment in histories}) == 3
     assert record.arm(config, histories[0]) == record.arm(config | {"seed": 2, "name": "other"}, histories[0])
@@ -168,7 +196,10 @@ def test_runs_of_one_seed_and_several_of_their_data_are_told_apart_as_seeds():
 def started_from(root: Path, name: str, seed: int, source: int, arm: str = "abc") -> Path:
     """A run that began from the weights of a run with seed `source`."""
     folder = build_run(root, name, seed=seed, init_from=f"runs/{arm}-{source}")
-    return rewrite(folder, started_from={"path": "p", "step": 2, "tokens": 9, "normalizer": "softmax", "arm": arm, "seeds": [source]})
+    return rewrite(
+        folder,
+        started_from={"path": "p", "step": 2, "tokens": 9, "normalizer": "softmax", "arm": arm, "seeds": [source]},
+    )
 
 
 def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
@@ -190,7 +221,11 @@ def test_seeds_are_those_of_the_weights_and_of_what_followed(tmp_path):
 
 def test_what_the_starts_do_not_record_is_missing(tmp_path):
     folder = build_run(tmp_path, "partly", init_from="runs/somewhere")
-    rewrite(folder, starts=[{"step": 0, "time": "t"}, {"step": 50, "time": "t"}], started_from={"path": "p", "step": 1, "tokens": 2})
+    rewrite(
+        folder,
+        starts=[{"step": 0, "time": "t"}, {"step": 50, "time": "t"}],
+        started_from={"path": "p", "step": 1, "tokens": 2},
+    )
     run = read_run(folder)
     assert sum("does not say" in lack for lack in run.missing) == 2
     assert (run.setting("precision"), run.arm_definition["init_from"]) == (None, "runs/somewhere")
@@ -201,7 +236,9 @@ def test_what_the_starts_do_not_record_is_missing(tmp_path):
     assert any("does not say what each start used" in problem for problem in read_run(run_folder).missing)
 
 
-@pytest.mark.parametrize("wrong", [{"starts": "x"}, {"starts": []}, {"starts": [1]}, {"started_from": "x"}, {"started_from": {"arm": "a"}}])
+@pytest.mark.parametrize(
+    "wrong", [{"starts": "x"}, {"starts": []}, {"starts": [1]}, {"started_from": "x"}, {"started_from": {"arm": "a"}}]
+)
 def test_an_environment_that_can_not_be_read_is_an_error_of_one_line(tmp_path, wrong):
     folder = rewrite(build_run(tmp_path, "a", init_from="runs/b"), **wrong)
     with pytest.raises(RunError, match=r"environment.json: ") as error:

@@ -35,7 +35,14 @@ LLAMA_SIZES = {
     "vocab_size": V, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 700, "rms_norm_eps": 1e-3, "attention_dropout": 0.3,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 3e4, "factor": 3.0, "original_max_position_embeddings": 200, "beta_fast": 20.0, "beta_slow": 2.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 3e4,
+    "factor": 3.0,
+    "original_max_position_embeddings": 200,
+    "beta_fast": 20.0,
+    "beta_slow": 2.0,
+}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = {
@@ -78,7 +85,8 @@ def save(folder: Path, kind: str, fields: dict, **options: object) -> PreTrained
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(
-                torch.randn(parameter.shape) * (0.12 if parameter.dim() > 1 else 0.2) + (parameter.dim() == 1 and "norm" in name)
+                torch.randn(parameter.shape) * (0.12 if parameter.dim() > 1 else 0.2)
+                + (parameter.dim() == 1 and "norm" in name)
             )
     model.save_pretrained(folder, **options)
     return model
@@ -104,8 +112,12 @@ def test_logits_and_cached_generation_are_those_of_transformers(case: str, tmp_p
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model.decoder.logits(tokens), original(tokens).logits, rtol=0, atol=1e-4)
     prompt = tokens[:1, :150]
-    continuation = original.generate(prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0)
-    assert list(generate(model.decoder, prompt[0].tolist(), 20, Sampling(temperature=0))) == continuation[0, 150:].tolist()
+    continuation = original.generate(
+        prompt, max_new_tokens=20, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0
+    )
+    assert (
+        list(generate(model.decoder, prompt[0].tolist(), 20, Sampling(temperature=0))) == continuation[0, 150:].tolist()
+    )
     assert model.spec.seq_len == original.config.max_position_embeddings
     assert (model.tokenizer, model.origin["architecture"]) == (None, CASES[case][0])
 
@@ -121,14 +133,18 @@ def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path
     assert default.keys() - names == set()
     names_read = fields._used - REQUIRED_VALUES.keys() - {"architectures", "head_dim"}
     fixed = {"hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "n_ctx", "add_cross_attention"}
-    at_default = {name for name in names_read & default.keys() - fixed if name not in values or values[name] == default[name]}
+    at_default = {
+        name for name in names_read & default.keys() - fixed if name not in values or values[name] == default[name]
+    }
     assert at_default - {"layer_types"} == set()
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_absent_field_has_the_default_of_transformers(kind: str, tmp_path: Path):
     description = ARCHITECTURES[kind].read(Fields({}, tmp_path))
-    full_description = ARCHITECTURES[kind].read(Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path))
+    full_description = ARCHITECTURES[kind].read(
+        Fields({**MODELS[kind][1]().to_dict(), "architectures": None}, tmp_path)
+    )
     assert function_options(description.model) == function_options(full_description.model)
     assert (description.vocab_size, description.seq_len) == (full_description.vocab_size, full_description.seq_len)
 
@@ -154,8 +170,14 @@ def test_shards_and_older_names_are_read(tmp_path: Path):
 
 def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path):
     save(tmp_path / "hf", *OTHERS["gpt2 as released"])
-    weights = {name.removeprefix("transformer."): value for name, value in load_file(tmp_path / "hf" / "model.safetensors").items()}
-    weights |= {f"h.{n}.attn.bias": torch.ones(1, 1, 600, 600, dtype=kind).tril() for n, kind in enumerate((torch.float32, torch.bool))}
+    weights = {
+        name.removeprefix("transformer."): value
+        for name, value in load_file(tmp_path / "hf" / "model.safetensors").items()
+    }
+    weights |= {
+        f"h.{n}.attn.bias": torch.ones(1, 1, 600, 600, dtype=kind).tril()
+        for n, kind in enumerate((torch.float32, torch.bool))
+    }
     first = imported(tmp_path / "hf", tmp_path / "one")
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -164,7 +186,10 @@ def test_files_of_the_released_gpt2_have_no_prefix_and_hold_masks(tmp_path: Path
     second = imported(tmp_path / "hf", tmp_path / "two")
     assert all(torch.equal(a, second.decoder.state_dict()[name]) for name, a in first.decoder.state_dict().items())
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "three"), "--length", "300")
-    assert (result.returncode, result.stderr) == (2, f"error: --length = 300: {tmp_path / 'hf'} has learned positions for 600; drop it\n")
+    assert (result.returncode, result.stderr) == (
+        2,
+        f"error: --length = 300: {tmp_path / 'hf'} has learned positions for 600; drop it\n",
+    )
 
 
 def test_a_length_that_no_data_has_is_refused(tmp_path: Path):
@@ -187,7 +212,10 @@ def test_windows_without_a_size_are_those_of_transformers(kinds: list[str] | Non
     if kinds is None:
         config = Qwen2Config(**fields, sliding_window=None)
         assert config.layer_types == ["full_attention"] * 2
-        assert ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path)).model.normalizer.name == "softmax"
+        assert (
+            ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path)).model.normalizer.name
+            == "softmax"
+        )
     else:
         with pytest.raises(RunError, match="sliding_window = null: layer_types lists sliding_attention"):
             ARCHITECTURES["qwen2"].read(Fields(fields | {"sliding_window": None}, tmp_path))
@@ -212,7 +240,9 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     other = Tokenizer.from_file(str(tmp_path / "other.json"))
     other.add_tokens([f"word{n}" for n in range(30)])
     other.save(str(tmp_path / "other.json"))
-    result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "other.json"))
+    result = lm(
+        "import", str(tmp_path / "hf"), "-o", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "other.json")
+    )
     expected = f"error: {tmp_path / 'other.json'}: the tokenizer has ids up to 319, the model's vocab_size is 300: of another model?\n"
     assert (result.returncode, result.stderr) == (1, expected)
 
@@ -227,7 +257,12 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     ],
 )
 def test_text_ends_at_the_tokens_that_the_model_ends_it_with(
-    file: str, settings: dict, end_tokens: list[str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str,
+    settings: dict,
+    end_tokens: list[str],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     save(tmp_path / "hf", *OTHERS["smollm2"])
     with_ends = Tokenizer.from_str(tokenizer.to_str())
@@ -250,13 +285,15 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
     (tmp_path / "hf" / "merges.txt").write_text("".join(f"{first} {second}\n" for first, second in model["merges"]))
     tokens = {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token")}
     settings = tmp_path / "hf" / "tokenizer_config.json"
-    settings.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens}))  # makes a tokenizer of 3 tokens of them
+    settings.write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens})
+    )  # makes a tokenizer of 3 tokens of them
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"))
-    reason = (
-        r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in tokenizer_config\.json the right one\?\n"
-    )
+    reason = r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in tokenizer_config\.json the right one\?\n"
     assert result.returncode == 1
-    assert re.fullmatch(rf"error: {tmp_path / 'hf'}: its tokenizer can't be converted: {reason}", result.stderr), result.stderr
+    assert re.fullmatch(rf"error: {tmp_path / 'hf'}: its tokenizer can't be converted: {reason}", result.stderr), (
+        result.stderr
+    )
     settings.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}))
     converted = imported(tmp_path / "hf", tmp_path / "out")
     assert converted.tokenizer.encode("the lazy dog").ids == tokenizer.encode("the lazy dog").ids
@@ -265,7 +302,10 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
 def test_a_package_that_a_tokenizer_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "tokenizer.model").write_bytes(b"")
     monkeypatch.setattr("lm.data.tokenizer.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"has no tokenizer\.json; transformers converts its tokenizer: pip install 'sentencepiece>=0\.2'"):
+    with pytest.raises(
+        DataError,
+        match=r"has no tokenizer\.json; transformers converts its tokenizer: pip install 'sentencepiece>=0\.2'",
+    ):
         find_tokenizer_json(tmp_path)
 
 
@@ -274,7 +314,9 @@ def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "empty"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.startswith(f"error: {tmp_path / 'empty'}: no tokenizer there: neither tokenizer.json nor vocab.json, ")
+    assert result.stderr.startswith(
+        f"error: {tmp_path / 'empty'}: no tokenizer there: neither tokenizer.json nor vocab.json, "
+    )
     for options, reason in (
         (("--end-of-text", "x"), f"--end-of-text = 'x': {tmp_path / 'hf'} has no tokenizer; name one with --tokenizer"),
         (("--revision", "main"), f"--revision = 'main': {tmp_path / 'hf'} is on this machine, not on the hub; drop it"),
@@ -431,7 +473,12 @@ def test_what_is_no_model_is_said(source: str, tmp_path: Path):
 @pytest.mark.slow
 def test_an_import_holds_a_few_tensors_not_the_model(tmp_path: Path):
     """At most 1.5 times the weights in fp32, here of 100 MB, more than the process had before."""
-    fields = OTHERS["smollm2"][1] | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 4000}
+    fields = OTHERS["smollm2"][1] | {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "vocab_size": 4000,
+    }
     save(tmp_path / "hf", "llama", fields)
     code = f"""
 import re, pathlib, lm.runs.loading

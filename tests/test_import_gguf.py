@@ -28,7 +28,9 @@ CASES = {name: (OTHERS[name][0], OTHERS[name][1] | SIZES) for name in ("smollm2"
 CASES["qwen3"][1]["head_dim"] = 128  # transformers reads no other from GGUF
 
 
-def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object], divisors: list[float] | None = None) -> Path:
+def write(
+    path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object], divisors: list[float] | None = None
+) -> Path:
     """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32; divisors: of RoPE's frequencies.
 
     metadata: more of it; None: what is left out.
@@ -43,15 +45,26 @@ def write(path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, obj
     for name, value in metadata.items():
         if value is None:
             continue
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         add[type(value)](name, value)
-    layer, names_of_model = {long: short for short, long in LAYER_TENSORS.items()}, {long: short for short, long in NON_LAYER.items()}
+    layer, names_of_model = (
+        {long: short for short, long in LAYER_TENSORS.items()},
+        {long: short for short, long in NON_LAYER.items()},
+    )
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
         short_name = f"blk.{match[1]}.{layer[match[2]]}.{match[3]}" if match else names_of_model[name]
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(match and match[2].split(".")[-1])
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(
+            match and match[2].split(".")[-1]
+        )
         if kind == "llama" and heads:
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         array = value.contiguous().numpy()
@@ -79,7 +92,9 @@ def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path:
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
     tokens = torch.randint(V, (2, 512), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model.decoder.logits(tokens), reference(tokens).logits, rtol=0, atol=1e-4)
-    assert (model.decoder.logits(tokens) - original(tokens).logits).abs().max() < 0.1  # of the original but for eight bits in a matrix
+    assert (
+        model.decoder.logits(tokens) - original(tokens).logits
+    ).abs().max() < 0.1  # of the original but for eight bits in a matrix
     assert model.origin["tensor_types"]["Q8_0"] == 3
     assert model.spec.model.norm_eps == fields["rms_norm_eps"]
 
@@ -116,7 +131,9 @@ def converted(rope: dict[str, float], size: int) -> list[float]:
         wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / size)
         periods = rope["original_max_position_embeddings"] / wavelength
         share = (periods - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
-        divisors.append(1 / ((1 - share) / rope["factor"] + share) if 0 <= share <= 1 else 1.0 if share > 1 else rope["factor"])
+        divisors.append(
+            1 / ((1 - share) / rope["factor"] + share) if 0 <= share <= 1 else 1.0 if share > 1 else rope["factor"]
+        )
     return divisors
 
 
@@ -126,7 +143,12 @@ OTHERWISE = "rope_freqs.weight: rescales RoPE in another way than Llama 3.1 to 3
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({}, ""), ({"factor": 8.0}, ""), ({"low_freq_factor": 1.5}, OTHERWISE), ({"original_max_position_embeddings": 4096}, OTHERWISE)],
+    [
+        ({}, ""),
+        ({"factor": 8.0}, ""),
+        ({"low_freq_factor": 1.5}, OTHERWISE),
+        ({"original_max_position_embeddings": 4096}, OTHERWISE),
+    ],
 )
 def test_the_rescaled_rope_of_llama3_is_known_by_its_divisors(changes: dict[str, float], reason: str, tmp_path: Path):
     rope = {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3 | changes
@@ -143,12 +165,24 @@ def test_the_rescaled_rope_of_llama3_is_known_by_its_divisors(changes: dict[str,
 
 
 MALFORMED = {
-    "another architecture": ({"general.architecture": "mamba"}, "general.architecture = 'mamba': only llama, qwen2, qwen3 are read"),
+    "another architecture": (
+        {"general.architecture": "mamba"},
+        "general.architecture = 'mamba': only llama, qwen2, qwen3 are read",
+    ),
     "unknown metadata": ({"llama.logit_scale": 2.0}, "llama.logit_scale = 2.0: metadata that is not known here"),
-    "attention to both sides": ({"llama.attention.causal": False}, "llama.attention.causal = False: metadata that is not known here"),
-    "part of a head": ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8: is not the size of a head, 16"),
+    "attention to both sides": (
+        {"llama.attention.causal": False},
+        "llama.attention.causal = False: metadata that is not known here",
+    ),
+    "part of a head": (
+        {"llama.rope.dimension_count": 8},
+        "llama.rope.dimension_count = 8: is not the size of a head, 16",
+    ),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope_type = 'longrope': its frequencies depend on the length"),
-    "tokenizer": ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5', pre = None: not a tokenizer that is read from GGUF"),
+    "tokenizer": (
+        {"tokenizer.ggml.model": "t5"},
+        "tokenizer.ggml.model = 't5', pre = None: not a tokenizer that is read from GGUF",
+    ),
     "a token twice": (
         {
             "tokenizer.ggml.model": "gpt2",
@@ -164,8 +198,14 @@ MALFORMED = {
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": 5},
         "its tokenizer has no tokenizer.ggml.token_type",
     ),
-    "two ways to cut": ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": ["qwen2"]}, "pre = ['qwen2']: not a tokenizer that is read"),
-    "no tokens": ({"tokenizer.ggml.model": "llama"}, "its tokenizer has no tokenizer.ggml.tokens; name its tokenizer.json with --tok"),
+    "two ways to cut": (
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": ["qwen2"]},
+        "pre = ['qwen2']: not a tokenizer that is read",
+    ),
+    "no tokens": (
+        {"tokenizer.ggml.model": "llama"},
+        "its tokenizer has no tokenizer.ggml.tokens; name its tokenizer.json with --tok",
+    ),
 }
 
 
@@ -174,7 +214,12 @@ def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
     file = tmp_path / "model.gguf"
     metadata, reason = MALFORMED.get(case, ({}, "model.gguf: "))
     kind = metadata.get("general.architecture", "llama")
-    write(file, save(tmp_path / "hf", *CASES["smollm2"]), kind, {name: value for name, value in metadata.items() if name[:7] != "general"})
+    write(
+        file,
+        save(tmp_path / "hf", *CASES["smollm2"]),
+        kind,
+        {name: value for name, value in metadata.items() if name[:7] != "general"},
+    )
     content = file.read_bytes()
     if case == "cut short":
         file.write_bytes(content[:-1000])
@@ -184,7 +229,9 @@ def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
         file.write_bytes(content[:8] + (2**50).to_bytes(8, "little") + content[16:])  # tensors in the file
     elif case == "lying offsets":
         name = b"output_norm.weight"
-        offset = content.index(name) + len(name) + 4 + 8 + 4  # after the number of dimensions, the one dimension and the type
+        offset = (
+            content.index(name) + len(name) + 4 + 8 + 4
+        )  # after the number of dimensions, the one dimension and the type
         file.write_bytes(content[:offset] + (3).to_bytes(8, "little") + content[offset + 8 :])
         reason = "damaged: "
     result = lm("import", str(file), "-o", str(tmp_path / "out"))
@@ -204,11 +251,19 @@ def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(pre: str, tmp_path:
     steps = {
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    }.get(pre, [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    }.get(
+        pre,
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ],
+    )
     original = Tokenizer(models.BPE())
     original.pre_tokenizer, original.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=V, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=V, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     original.train_from_iterator([TEXT * 20], trainer)
     content = json.loads(original.to_str())["model"]
     tokens = sorted(content["vocab"], key=content["vocab"].get)
@@ -221,7 +276,9 @@ def test_the_tokenizer_of_a_file_is_the_one_it_was_made_from(pre: str, tmp_path:
         "tokenizer.ggml.bos_token_id": 0,
     }
     kind, fields = CASES["smollm2"]
-    tokenizer = imported(write(tmp_path / "m.gguf", save(tmp_path / "hf", kind, fields), kind, metadata), tmp_path / "out").tokenizer
+    tokenizer = imported(
+        write(tmp_path / "m.gguf", save(tmp_path / "hf", kind, fields), kind, metadata), tmp_path / "out"
+    ).tokenizer
     original.encode_special_tokens = True
     for text in (TEXT, f"{TEXT}<|endoftext|>", "  9"):
         assert tokenizer.encode(text).ids == original.encode(text).ids
@@ -261,7 +318,12 @@ def test_a_sentencepiece_tokenizer_is_the_one_it_was_made_from(prefix: bool | No
     for text in (TEXT, f"{TEXT}</s>", "  9", ""):
         assert source_read.tokenizer.encode(text).ids == original.encode(text).ids
         assert source_read.tokenizer.decode(source_read.tokenizer.encode(text).ids) == text
-    assert [tokens[index] for index in source_read.tokenizer.encode("🦜").ids[-4:]] == ["<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
+    assert [tokens[index] for index in source_read.tokenizer.encode("🦜").ids[-4:]] == [
+        "<0xF0>",
+        "<0x9F>",
+        "<0xA6>",
+        "<0x9C>",
+    ]
     assert (source_read.spec.end_of_text, source_read.spec.end_tokens) == ("<s>", ["</s>"])
 
 
@@ -287,7 +349,11 @@ def smollm2() -> Path:
 def exact_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Logits (T, V) of a Llama for tokens (T,), by its definition in fp64 throughout."""
     config, weights = model.config, {name: value.double() for name, value in model.state_dict().items()}
-    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    heads, groups, size = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.hidden_size // config.num_attention_heads,
+    )
     frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2).double() / size)
     angles = torch.arange(len(tokens)).double()[:, None] * frequencies
     turns = torch.polar(torch.ones_like(angles), angles)
@@ -309,12 +375,18 @@ def exact_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         y = norm(x, f"{prefix}.input_layernorm")
-        q, k, v = (split(product(y, f"{prefix}.self_attn.{name}"), count) for name, count in (("q", heads), ("k", groups), ("v", groups)))
+        q, k, v = (
+            split(product(y, f"{prefix}.self_attn.{name}"), count)
+            for name, count in (("q", heads), ("k", groups), ("v", groups))
+        )
         scores = turned(q) @ turned(k).transpose(1, 2) / size**0.5
         out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
         x = x + product(out.transpose(0, 1).flatten(1), f"{prefix}.self_attn.o")
         y = norm(x, f"{prefix}.post_attention_layernorm")
-        x = x + product(torch.nn.functional.silu(product(y, f"{prefix}.mlp.gate")) * product(y, f"{prefix}.mlp.up"), f"{prefix}.mlp.down")
+        x = x + product(
+            torch.nn.functional.silu(product(y, f"{prefix}.mlp.gate")) * product(y, f"{prefix}.mlp.up"),
+            f"{prefix}.mlp.down",
+        )
     return norm(x, "model.norm") @ weights["model.embed_tokens.weight"].t()
 
 
@@ -327,10 +399,16 @@ def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path,
     reference = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     ids = model.tokenizer.encode((ROOT / "LICENSE").read_text()).ids[:512]  # a text that stays as it is
     tokens = torch.tensor([ids])
-    exact, logits_of_lm, logits_of_hf = exact_logits(reference, tokens[0]), model.decoder.logits(tokens), reference(tokens).logits
+    exact, logits_of_lm, logits_of_hf = (
+        exact_logits(reference, tokens[0]),
+        model.decoder.logits(tokens),
+        reference(tokens).logits,
+    )
     errors = [(logits[0] - exact).abs().max() for logits in (logits_of_lm, logits_of_hf)]
     assert max(errors) < 3e-4
-    tokens_of_hf = reference.generate(tokens[:, :60], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens_of_hf = reference.generate(
+        tokens[:, :60], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert list(generate(model.decoder, ids[:60], 30, Sampling(temperature=0))) == tokens_of_hf[0, 60:].tolist()
     cos, sin = (torch.cat((x, x), -1)[None] for x in rope_rotation(torch.arange(512), 64, model.spec.model.position))
     reference.model.rotary_emb.forward = lambda x, position_ids: (cos.to(x.dtype), sin.to(x.dtype))

@@ -47,7 +47,9 @@ def trained(ingredient: str, **changes: object) -> Decoder:
     decoder = model(**INGREDIENTS[ingredient], **changes)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.add_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
     return decoder
 
 
@@ -59,7 +61,9 @@ def tokens(count: int = 1) -> Tensor:
 def test_all_other_parameters_start_as_without_it(ingredient: str):
     changes = {"n_kv_head": 2} if "value_residual" in ingredient else {}
     plain, other = dict(model(**changes).named_parameters()), dict(model(**INGREDIENTS[ingredient]).named_parameters())
-    changed_names = {name for name, parameter in other.items() if name not in plain or not torch.equal(parameter, plain[name])}
+    changed_names = {
+        name for name, parameter in other.items() if name not in plain or not torch.equal(parameter, plain[name])
+    }
     expected = {
         "out_init": {name for name in plain if name.endswith(".out.weight")},
         "embedding_norm, rms": {"embedding_norm.weight"},
@@ -70,7 +74,9 @@ def test_all_other_parameters_start_as_without_it(ingredient: str):
             *(f"value_embedding.{layer}.weight" for layer in (0, 1)),
             *(f"blocks.{layer}.attention.value_mix" for layer in (0, 1)),
         },
-        "differential": {f"blocks.{layer}.attention.difference.{name}" for layer in (0, 1) for name in ("lambdas", "norm.weight")},
+        "differential": {
+            f"blocks.{layer}.attention.difference.{name}" for layer in (0, 1) for name in ("lambdas", "norm.weight")
+        },
         "output_gate, head": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
         "output_gate, element": {f"blocks.{layer}.attention.gate.weight" for layer in (0, 1)},
     }
@@ -84,8 +90,12 @@ def test_it_changes_the_function_and_one_token_at_a_time_gives_the_same(ingredie
     with torch.no_grad():
         logits = decoder.logits(tokens())[0]
         plain = model(**({"n_kv_head": 2} if "value_residual" in ingredient else {}))
-        plain.load_state_dict({name: value for name, value in decoder.state_dict().items() if name in plain.state_dict()})
-        assert torch.allclose(logits, plain.logits(tokens())[0]) == (ingredient == "out_init")  # which is of the start alone
+        plain.load_state_dict(
+            {name: value for name, value in decoder.state_dict().items() if name in plain.state_dict()}
+        )
+        assert torch.allclose(logits, plain.logits(tokens())[0]) == (
+            ingredient == "out_init"
+        )  # which is of the start alone
         cache = DecodingCache(T)
         steps = [decoder.head(decoder(token, cache=cache))[0] for token in tokens().split(1, 1)]
     assert torch.allclose(torch.cat(steps), logits, atol=1e-5)
@@ -104,7 +114,8 @@ def test_it_is_kept_by_swaps_and_model_folders(ingredient: str, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ingredient", [name for name in INGREDIENTS if not name.startswith(("value_residual", "output_gate", "differential"))]
+    "ingredient",
+    [name for name in INGREDIENTS if not name.startswith(("value_residual", "output_gate", "differential"))],
 )
 def test_a_gated_attention_unit_has_it_too(ingredient: str):
     options = {"block": ModelConfig.__dataclass_fields__["block"].metadata["table"]["gau"](key_size=16), "n_head": 1}
@@ -144,7 +155,9 @@ def test_values_are_mixed_with_those_of_the_first_layer_or_of_the_tokens(kind: s
     with torch.no_grad():
         inputs = [block.inputs for block in attention_blocks(decoder, batch, with_inputs=True, block=T)]
         for layer, (layer_inputs, block) in enumerate(zip(inputs, decoder.blocks, strict=True)):
-            expected = values = (layer_inputs.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]).view(2, T, 2, 12)
+            expected = values = (
+                layer_inputs.x @ block.attention.qkv.weight[-24:].t() + block.attention.qkv.bias[-24:]
+            ).view(2, T, 2, 12)
             if kind == "embedding" or layer:
                 other = decoder.value_embedding[layer](batch.tokens).view(2, T, 2, 12) if kind == "embedding" else first
                 mix = block.attention.value_mix
@@ -160,11 +173,16 @@ def test_a_model_starts_with_the_mean_of_both_values(kind: str):
     with torch.no_grad():
         inputs = [block.inputs for block in attention_blocks(decoder, batch, with_inputs=True, block=T)]
         layer_values = [
-            layer_inputs.x @ block.attention.qkv.weight[-C:].t() for layer_inputs, block in zip(inputs, decoder.blocks, strict=True)
+            layer_inputs.x @ block.attention.qkv.weight[-C:].t()
+            for layer_inputs, block in zip(inputs, decoder.blocks, strict=True)
         ]
-        first_values = [table(batch.tokens) for table in decoder.value_embedding] if kind == "embedding" else [layer_values[0]] * 2
+        first_values = (
+            [table(batch.tokens) for table in decoder.value_embedding] if kind == "embedding" else [layer_values[0]] * 2
+        )
         for layer_inputs, value, first_value in zip(inputs, layer_values, first_values, strict=True):
-            torch.testing.assert_close(layer_inputs.v.transpose(1, 2).flatten(2), (value + first_value) / 2, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                layer_inputs.v.transpose(1, 2).flatten(2), (value + first_value) / 2, atol=1e-6, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize("kind", ["head", "element"])
@@ -201,22 +219,30 @@ def test_differential_attention_subtracts_the_map_of_the_second_halves(normalize
             factor = math.exp(float(a @ b)) - math.exp(float(c @ d)) + first
             assert chunk.inputs.q.shape == (2, 8, T, 6)
             for head in range(4):
-                places = [4 * (head // 2) + 2 * half + head % 2 for half in (0, 1)]  # by group of heads, half, and head of the group
+                places = [
+                    4 * (head // 2) + 2 * half + head % 2 for half in (0, 1)
+                ]  # by group of heads, half, and head of the group
                 maps = [chunk.weights[:, place] @ chunk.inputs.v[:, places[0]] for place in places]
                 assert torch.equal(*(chunk.inputs.v[:, place] for place in places))
                 x = maps[0] - factor * maps[1]
                 expected = (1 - first) * difference.norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-                torch.testing.assert_close(outputs[layer][..., 12 * head : 12 * head + 12], expected, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    outputs[layer][..., 12 * head : 12 * head + 12], expected, atol=1e-5, rtol=1e-4
+                )
 
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_each_map_of_grouped_differential_attention_reads_its_half_of_the_keys(half: int):
     decoder, outputs = trained("differential", n_kv_head=2), []
     attention = decoder.blocks[0].attention
-    attention.out.register_forward_pre_hook(lambda module, arguments: outputs.append(arguments[0].unflatten(-1, (4, 12))))
+    attention.out.register_forward_pre_hook(
+        lambda module, arguments: outputs.append(arguments[0].unflatten(-1, (4, 12)))
+    )
     with torch.no_grad():
         decoder(tokens())
-        attention.qkv.weight[48 + 6 * half : 54 + 6 * half].normal_(generator=torch.Generator().manual_seed(0))  # of the first head of keys
+        attention.qkv.weight[48 + 6 * half : 54 + 6 * half].normal_(
+            generator=torch.Generator().manual_seed(0)
+        )  # of the first head of keys
         decoder(tokens())
     assert (outputs[0] != outputs[1]).flatten(0, 1).any(0).any(-1).tolist() == [True, True, False, False]
 
@@ -225,8 +251,12 @@ def test_differential_attention_starts_with_drawn_vectors_that_no_optimizer_take
     decoder, plain = model(differential=True), model()
     vectors = torch.cat([block.attention.difference.lambdas for block in decoder.blocks])
     assert float(vectors.detach().std()) == pytest.approx(0.1, rel=0.3)
-    assert torch.equal(vectors, torch.cat([block.attention.difference.lambdas for block in model(differential=True).blocks]))
-    groups = {group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(decoder, OptimConfig())}
+    assert torch.equal(
+        vectors, torch.cat([block.attention.difference.lambdas for block in model(differential=True).blocks])
+    )
+    groups = {
+        group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(decoder, OptimConfig())
+    }
     assert "blocks.0.attention.difference.lambdas" in groups["vectors"]
     assert flops_per_token(decoder) - flops_per_token(plain) == 3 * 2 * T * C  # twice the products with values
     assert len(model(differential=True, normalizer=SSMax()).normalizers()[0].s) == 8
@@ -245,7 +275,9 @@ def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_produc
     assert count_parameters(embedding)["total"] == count_parameters(plain)["total"] + 2 + 2 * V * 24
     assert flops_per_token(embedding) == flops_per_token(plain)
     assert flops_per_token(first) == flops_per_token(plain) + 6 * C * 24
-    groups = {group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(embedding, OptimConfig())}
+    groups = {
+        group["name"]: [name for name, _ in group["params"]] for group in parameter_groups(embedding, OptimConfig())
+    }
     assert groups["embedding"] == ["embedding.weight", "value_embedding.0.weight", "value_embedding.1.weight"]
     assert "blocks.0.attention.value_mix" in groups["vectors"]
     spread = [float(table.weight.detach().std()) for table in embedding.value_embedding]
@@ -255,14 +287,26 @@ def test_embeddings_of_values_are_parameters_of_the_embedding_and_cost_no_produc
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["model.n_layer=1", "model.value_residual=first_layer"], r"model\.value_residual = 'first_layer': has no other layer to act in"),
+        (
+            ["model.n_layer=1", "model.value_residual=first_layer"],
+            r"model\.value_residual = 'first_layer': has no other layer to act in",
+        ),
         (
             ["model.block=gau", "model.n_head=1", "model.value_residual=embedding"],
             "a gated attention unit has no values but its own; drop it",
         ),
-        (["model.block=gau", "model.n_head=1", "model.differential=true"], "a gated attention unit has one map; drop it"),
-        (["model.head_size=7", "model.position=none", "model.differential=true"], "heads of odd size 7, which two maps can't share"),
-        (["model.block=gau", "model.n_head=1", "model.output_gate=head"], "a gated attention unit has a gate of its own; drop it"),
+        (
+            ["model.block=gau", "model.n_head=1", "model.differential=true"],
+            "a gated attention unit has one map; drop it",
+        ),
+        (
+            ["model.head_size=7", "model.position=none", "model.differential=true"],
+            "heads of odd size 7, which two maps can't share",
+        ),
+        (
+            ["model.block=gau", "model.n_head=1", "model.output_gate=head"],
+            "a gated attention unit has a gate of its own; drop it",
+        ),
         (["model.logit_softcap=0"], r"model\.logit_softcap = 0: must be > 0"),
         (["optim.z_loss=0"], r"optim\.z_loss = 0: must be > 0"),
     ],
@@ -272,11 +316,21 @@ def test_what_has_no_effect_is_refused(tiny, options: list[str], expected: str):
         tiny(*options)
 
 
-ALL = ["model.out_init=zero", "model.embedding_norm=rms", "model.logit_softcap=15", "optim.z_loss=1e-4", "optim.optimizer=muon"]
+ALL = [
+    "model.out_init=zero",
+    "model.embedding_norm=rms",
+    "model.logit_softcap=15",
+    "optim.z_loss=1e-4",
+    "optim.optimizer=muon",
+]
 SETTINGS = {
     "compiled": ["trainer.compile=true"],
     "bf16": ["trainer.precision=bf16-mixed"],
-    "isolated documents, dropout, micro-batches": ["data.documents=isolate", "model.dropout=0.1", "trainer.micro_batch=2"],
+    "isolated documents, dropout, micro-batches": [
+        "data.documents=isolate",
+        "model.dropout=0.1",
+        "trainer.micro_batch=2",
+    ],
 }
 
 
@@ -297,12 +351,20 @@ def test_two_ranks_train_as_one_with_all_of_them(arguments: list[str], tmp_path,
     options = [*(override for override in ALL if "muon" not in override), f"model.value_residual={kind}"]
     for name, devices in (("one", 1), ("two", 2)):
         result = lm(
-            "train", *arguments, *options, f"model.value_residual={kind}", f"name={name}", f"trainer.devices={devices}", process=True
+            "train",
+            *arguments,
+            *options,
+            f"model.value_residual={kind}",
+            f"name={name}",
+            f"trainer.devices={devices}",
+            process=True,
         )
         assert result.returncode == 0, result.stderr
     one_rank, two_ranks = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     for name in ("train/loss", "train/z_loss", "val/loss"):
-        assert [value for _, value in curve(one_rank, name)] == pytest.approx([value for _, value in curve(two_ranks, name)], abs=1e-4)
+        assert [value for _, value in curve(one_rank, name)] == pytest.approx(
+            [value for _, value in curve(two_ranks, name)], abs=1e-4
+        )
 
 
 def test_logits_are_capped_in_fp32_whatever_autocast_says():
@@ -318,7 +380,9 @@ def test_logits_are_capped_in_fp32_whatever_autocast_says():
 def test_a_run_logs_its_z_loss_apart_from_the_loss(tiny):
     """And the z-loss is the same however a step is split into micro-batches."""
     options = {"plain": [], "z": ["optim.z_loss=1e-3"], "split": ["optim.z_loss=1e-3", "trainer.micro_batch=2"]}
-    plain, z, split = (tiny(f"name={name}", *overrides, "model.logit_softcap=20") for name, overrides in options.items())
+    plain, z, split = (
+        tiny(f"name={name}", *overrides, "model.logit_softcap=20") for name, overrides in options.items()
+    )
     for config in (plain, z, split):
         assert train(config) == 0
     plain, z, split = (config.run_folder for config in (plain, z, split))
@@ -327,4 +391,6 @@ def test_a_run_logs_its_z_loss_apart_from_the_loss(tiny):
     assert not curve(plain, "train/z_loss")
     (_, first), *_ = curve(z, "train/z_loss")
     assert first == pytest.approx(1e-3 * math.log(400) ** 2, rel=0.05)  # all 400 logits are near 0 at first
-    assert [value for _, value in curve(split, "train/z_loss")] == pytest.approx([value for _, value in curve(z, "train/z_loss")], rel=1e-3)
+    assert [value for _, value in curve(split, "train/z_loss")] == pytest.approx(
+        [value for _, value in curve(z, "train/z_loss")], rel=1e-3
+    )

@@ -84,7 +84,9 @@ def test_loss_and_gradients_of_a_llama_are_those_of_our_decoder(kind: str, start
     expected.backward()
     parameters = dict(model.named_parameters())
     for name, parameter in decoder.named_parameters():
-        torch.testing.assert_close(torch.cat([parameters[part].grad for part in names[name]]), parameter.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([parameters[part].grad for part in names[name]]), parameter.grad, rtol=1e-3, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +127,9 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     first = dict(model.named_parameters())[f"model.layers.1.self_attn.{NORMALIZER_ATTRIBUTE}.s"]
     model.save_pretrained(tmp_path / "learned")
     reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
-    with pytest.raises(ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_normalizer_parameters"):
+    with pytest.raises(
+        ValueError, match=r"lm_ssmax has learned parameters: call lm.huggingface.add_normalizer_parameters"
+    ):
         reloaded(tokens())
     lm.huggingface.add_normalizer_parameters(reloaded)
     with pytest.raises(ValueError, match="has these parameters already"):
@@ -136,10 +140,14 @@ def test_what_is_learned_is_saved_and_read_again_by_the_same_lines(tmp_path: Pat
     rest = {name: value for name, value in weights.items() if "layers.1.self_attn.lm_normalizer" not in name}
     save_file(rest, tmp_path / "learned" / "model.safetensors", {"format": "pt"})
     damaged = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_ssmax")
-    with pytest.raises(ValueError, match=r"and it has no tensor model\.layers\.1\.self_attn\.lm_normalizer\.s of shape"):
+    with pytest.raises(
+        ValueError, match=r"and it has no tensor model\.layers\.1\.self_attn\.lm_normalizer\.s of shape"
+    ):
         lm.huggingface.add_normalizer_parameters(damaged)
     other = LlamaForCausalLM.from_pretrained(tmp_path / "learned", attn_implementation="lm_log_n")
-    with pytest.raises(ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"):
+    with pytest.raises(
+        ValueError, match=r"was saved with \{'name': 'ssmax'\}, attn_implementation lm_log_n is \{'name': 'log_n'\}"
+    ):
         lm.huggingface.add_normalizer_parameters(other)
 
 
@@ -150,7 +158,9 @@ def test_what_was_learned_is_read_from_the_hub_as_from_a_folder(tmp_path: Path, 
     reloaded.config._name_or_path, reloaded.config._commit_hash = "me/learned", "abc"
     calls = []
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, revision, **options: calls.append((name, revision)) or tmp_path / "learned"
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, revision, **options: calls.append((name, revision)) or tmp_path / "learned",
     )
     lm.huggingface.add_normalizer_parameters(reloaded)
     assert calls == [("me/learned", "abc")]
@@ -173,7 +183,9 @@ def test_padding_on_the_right_is_no_part_of_a_document(tmp_path: Path):
 
 def test_a_models_own_scale_of_scores_is_kept_and_applied_in_fp32():
     lm.huggingface.register()
-    q, k, v = (torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(n)).mul(4).bfloat16() for n in range(3)
+    )
     module = SimpleNamespace(config=LlamaConfig(**SMALL))
     out, _ = ALL_ATTENTION_FUNCTIONS["lm_log_n"](module, q, k, v, None, scaling=0.7)
     wide = q.float() * 0.7 * 16**0.5, k.float(), v.float()
@@ -188,9 +200,15 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": V}
     encoder = transformers.BertConfig(**sizes, intermediate_size=64, attention_probs_dropout_prob=0.0)
     for model, message in (
-        (Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n"), "do not compute sliding_window of Qwen2Attention"),
+        (
+            Qwen2ForCausalLM._from_config(sliding, attn_implementation="lm_log_n"),
+            "do not compute sliding_window of Qwen2Attention",
+        ),
         (LlamaForCausalLM._from_config(dropped, attn_implementation="lm_log_n"), "set attention_dropout"),
-        (transformers.BertModel._from_config(encoder, attn_implementation="lm_log_n"), "are causal, BertSelfAttention is not"),
+        (
+            transformers.BertModel._from_config(encoder, attn_implementation="lm_log_n"),
+            "are causal, BertSelfAttention is not",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             model.train()(tokens())
@@ -206,14 +224,22 @@ def test_what_can_not_be_computed_is_refused(tmp_path: Path):
         lm.huggingface.add_normalizer_parameters(LlamaForCausalLM(LlamaConfig(**SMALL)))
     with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):
         lm.huggingface.add_normalizer_parameters(
-            transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_ssmax")
+            transformers.BloomForCausalLM._from_config(
+                transformers.BloomConfig(**sizes), attn_implementation="lm_ssmax"
+            )
         )
-    alone = transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**sizes), attn_implementation="lm_log_n")
-    with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):  # and no mask, if it got none
+    alone = transformers.BloomForCausalLM._from_config(
+        transformers.BloomConfig(**sizes), attn_implementation="lm_log_n"
+    )
+    with pytest.raises(
+        ValueError, match="BloomForCausalLM computes attention by itself"
+    ):  # and no mask, if it got none
         alone(tokens())
     padded = torch.arange(T).expand(2, -1) >= torch.tensor([[0], [9]])
     angles = llama(tmp_path, "lm_qassmax", "random").eval()
-    with pytest.raises(ValueError, match="qassmax depends on positions: position_ids must count from each sequence's first token"):
+    with pytest.raises(
+        ValueError, match="qassmax depends on positions: position_ids must count from each sequence's first token"
+    ):
         angles(tokens(), attention_mask=padded.long())
     angles(tokens(), attention_mask=padded.long(), position_ids=padded.long().cumsum(-1).sub(1).clamp(min=0))
     with pytest.raises(ConfigError, match="did you mean 'ssmax'"):

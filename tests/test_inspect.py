@@ -20,7 +20,13 @@ def test_a_store_is_checked_and_described(data: DataConfig):
     store = prepare(data)
     result = lm("data", "inspect", str(store.path), "--samples", "3")
     assert result.returncode == 0, result.stderr
-    for figure in (store.fingerprint, f"{store.train.n_tokens:,}", f"{store.val.n_documents:,}", "not stated", "left out     blank 0"):
+    for figure in (
+        store.fingerprint,
+        f"{store.train.n_tokens:,}",
+        f"{store.val.n_documents:,}",
+        "not stated",
+        "left out     blank 0",
+    ):
         assert figure in result.stdout
     assert result.stdout.count("training document") == 3
 

@@ -39,7 +39,9 @@ def test_the_degrees_of_freedom_are_bell_and_mccaffreys():
     half = student.ppf(0.975, np.trace(gram) ** 2 / (gram**2).sum()) * np.linalg.norm(form @ values)
     interval = over_documents(values, weights)
     low, high = interval.low, interval.high
-    assert ((high - low) / 2, (high + low) / 2, interval.mean) == pytest.approx((half, part @ values, part @ values), rel=1e-9)
+    assert ((high - low) / 2, (high + low) / 2, interval.mean) == pytest.approx(
+        (half, part @ values, part @ values), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("heavy", [False, True])
@@ -69,7 +71,9 @@ def test_labels_weights_in_another_unit_and_units_without_weight_change_nothing(
     a, weights, labels = rng.normal(size=40), rng.integers(1, 9, 40).astype(float), np.arange(40) // 4
     interval = over_documents(a, weights, labels)
     padded = over_documents(np.append(a, 9.0), np.append(3 * weights, 0.0), np.append(labels * 3 + 5, 999))
-    assert (padded.mean, padded.low, padded.high) == pytest.approx((interval.mean, interval.low, interval.high), rel=1e-12)
+    assert (padded.mean, padded.low, padded.high) == pytest.approx(
+        (interval.mean, interval.low, interval.high), rel=1e-12
+    )
     assert over_documents(a, weights, np.arange(40) + 7) == over_documents(a, weights) != interval
 
 
@@ -116,7 +120,10 @@ def test_an_interval_over_seeds_and_documents_holds_the_mean_over_both():
 def test_the_spread_over_seeds_is_that_of_their_weighted_means():
     rng = np.random.default_rng(0)
     values, weights = rng.normal(size=(5, 20)), rng.integers(1, 30, 20).astype(float)
-    estimate, by_seed = over_seeds_and_documents(values, weights, np.arange(20)), over_seeds(np.average(values, axis=1, weights=weights))
+    estimate, by_seed = (
+        over_seeds_and_documents(values, weights, np.arange(20)),
+        over_seeds(np.average(values, axis=1, weights=weights)),
+    )
     assert estimate.floors[0].interval().as_list() == pytest.approx(by_seed.interval().as_list())
 
 
@@ -140,7 +147,9 @@ def test_intervals_of_fractions_are_those_of_statsmodels(ours: Callable[[int, in
     for right, trials in ((k, n) for n in (1, 7, 40) for k in range(n + 1)):
         interval = ours(right, trials)
         assert interval.mean == right / trials
-        assert (interval.low, interval.high) == pytest.approx(proportion.proportion_confint(right, trials, method=method), abs=1e-9)
+        assert (interval.low, interval.high) == pytest.approx(
+            proportion.proportion_confint(right, trials, method=method), abs=1e-9
+        )
     assert np.isnan(ours(0, 0).low)
 
 
@@ -155,7 +164,9 @@ def test_wilson_holds_the_share_and_stays_within_0_and_1(trials: int, share: flo
 def fraction_interval(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Interval:
     """The interval of a series of a fraction."""
     sample, mean = Sample("questions", values[:, None], weights, groups), np.average(values, weights=weights)
-    return interval_of(Series("probe", "accuracy", "fraction", "higher", 64, np.array([mean]), samples=(sample,), interval="wilson"), 0)
+    return interval_of(
+        Series("probe", "accuracy", "fraction", "higher", 64, np.array([mean]), samples=(sample,), interval="wilson"), 0
+    )
 
 
 def test_the_interval_of_a_series_is_over_the_documents_and_weights_of_its_sample():
@@ -183,14 +194,18 @@ def test_all_right_or_all_wrong_are_as_many_trials_as_sequences(fraction: int, a
 
 
 @given(data=st.data(), sequences=st.integers(1, 20), size=st.integers(1, 8))
-def test_questions_of_a_sequence_are_worth_between_one_trial_and_their_number(data: st.DataObject, sequences: int, size: int):
+def test_questions_of_a_sequence_are_worth_between_one_trial_and_their_number(
+    data: st.DataObject, sequences: int, size: int
+):
     counts = np.array(data.draw(st.lists(st.integers(1, size), min_size=sequences, max_size=sequences)))
     right = np.array([data.draw(st.integers(0, most)) for most in counts])
     trials = effective_trials(right, counts)
     assert 0 < trials <= counts.sum()
     if (counts == counts[0]).all():
         assert trials >= sequences * (1 - 1e-9)
-    interval, mirrored = (fraction_interval(successes / counts, counts, np.arange(sequences)) for successes in (right, counts - right))
+    interval, mirrored = (
+        fraction_interval(successes / counts, counts, np.arange(sequences)) for successes in (right, counts - right)
+    )
     assert 0 <= interval.low <= interval.mean <= interval.high <= 1
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((interval.low, interval.high), abs=1e-9)
 

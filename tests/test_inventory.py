@@ -10,7 +10,9 @@ REMEDY = "If it is meant, write it down, and say why in the commit: python tests
 @pytest.mark.parametrize("part", PARTS)
 def test_what_a_user_sees_is_as_it_was(part: str):
     lines = differences(PARTS[part](), frozen(part))
-    assert not lines, "\n".join([f"{part}: {len(lines)} lines of tests/inventory.yaml differ (- was, + is):", *lines, REMEDY])
+    assert not lines, "\n".join(
+        [f"{part}: {len(lines)} lines of tests/inventory.yaml differ (- was, + is):", *lines, REMEDY]
+    )
 
 
 def test_nothing_is_written_down_that_is_not_compared():
@@ -26,7 +28,9 @@ def test_what_differs_is_named():
         "-a > y: 3",
         "+b: integer",
     ]
-    assert differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}), "the order of commands, options and parameters is seen, too"
+    assert differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}), (
+        "the order of commands, options and parameters is seen, too"
+    )
 
 
 def test_types_are_of_all_values_in_a_place():

@@ -45,7 +45,9 @@ def test_the_spectral_norm_is_the_largest_singular_value_of_every_normalizer(nam
         return normalizer.normalize(values, layout)
 
     norms = spectral_norm(normalize, scores, layout.visible(), seeded(1), steps=100)
-    dense = torch.autograd.functional.jacobian(lambda values: normalize(values).sum((0, 1, 2)), scores)  # (S', 1, H, T, S)
+    dense = torch.autograd.functional.jacobian(
+        lambda values: normalize(values).sum((0, 1, 2)), scores
+    )  # (S', 1, H, T, S)
     expected = torch.linalg.matrix_norm(dense.permute(1, 2, 3, 0, 4), 2)
     assert torch.allclose(norms, expected, rtol=2e-2)
     assert bool((norms <= expected * (1 + 1e-9)).all())
@@ -68,7 +70,9 @@ def test_of_softmax_it_is_below_half_the_inverse_temperature_in_2000_cases_and_r
 def test_finite_differences_stay_below_their_ceiling_in_2000_cases_and_reach_it():
     worst = 0.0
     for number in range(20):
-        temperature, step = (float(10 ** (4 * torch.rand((), generator=seeded(seed)) - 3)) for seed in (number, 100 + number))
+        temperature, step = (
+            float(10 ** (4 * torch.rand((), generator=seeded(seed)) - 3)) for seed in (number, 100 + number)
+        )
         scores = scores_with_ties(100, 40, number) * 0.5
         direction = directions(torch.tensor(True), scores.shape, seeded(number))
         direction[0] = 0.0

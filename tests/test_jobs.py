@@ -37,7 +37,13 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def overrides(arguments: list[str]) -> list[str]:
     """Runs of seconds, with a checkpoint often."""
-    return [*arguments[1:], "trainer.max_steps=60", "trainer.checkpoint_every=5", "eval.every=60", "optim.batch_tokens=512"]
+    return [
+        *arguments[1:],
+        "trainer.max_steps=60",
+        "trainer.checkpoint_every=5",
+        "eval.every=60",
+        "optim.batch_tokens=512",
+    ]
 
 
 def with_one_run_left(file: Path, overrides: list[str]) -> Procedure:
@@ -63,7 +69,9 @@ def test_a_run_killed_between_its_first_checkpoint_and_the_link_to_it_goes_on(ti
     first.touch()
     assert starting_checkpoint(config) == first
     (checkpoints / "step-000008.ckpt").touch()
-    with pytest.raises(RunError, match=r"last\.ckpt: missing, but the run has other checkpoints; go on .*step-000008\.ckpt"):
+    with pytest.raises(
+        RunError, match=r"last\.ckpt: missing, but the run has other checkpoints; go on .*step-000008\.ckpt"
+    ):
         starting_checkpoint(config)
 
 
@@ -86,7 +94,9 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
         with pytest.raises(RunError, match=rf"killed by {number.name}.*; the same command goes on with them"):
             launching(procedure, launch).train_all()
     for _ in range(2):
-        with pytest.raises(RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"):
+        with pytest.raises(
+            RunError, match=rf"killed by {number.name}.*, twice in a row at the same place\); --retry tries them again"
+        ):
             launching(procedure, crash).train_all()
     assert len(numbers) == 3, "it is left alone from then on"
     assert "twice" in read_failure(procedure.experiment.folder, run).reason
@@ -136,7 +146,9 @@ def test_a_stopped_experiment_saves_its_runs(file, overrides):
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    with pytest.raises(Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on") as error:
+    with pytest.raises(
+        Stopped, match=r"stopped by SIGTERM: runs that saved and ended: 1; the same command goes on"
+    ) as error:
         ExperimentTrainer(procedure, Slots(1)).train_all()
     stopper.join()
     assert error.value.exit_code == 128 + signal.SIGTERM
@@ -183,7 +195,9 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     folder = killed.experiment.folder
 
     def work() -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-c", WORK, str(file), *own_overrides], cwd=ROOT, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [sys.executable, "-c", WORK, str(file), *own_overrides], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
 
     def moment(process: subprocess.Popen) -> tuple[Path, int] | None:
         """A run and its process at a random moment from its start to its end; None if the work has ended before it."""
@@ -192,7 +206,12 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
             run, child = rng.choice(sorted(at_work(folder).items()) or [(None, 0)])
             step = rng.randint(0, 60)  # 0: while it starts; 60: while it measures and saves
             if run:
-                wait_until(lambda run=run, child=child, step=step: logged_steps(run) >= step or at_work(folder).get(run) != child, tmp_path)
+                wait_until(
+                    lambda run=run, child=child, step=step: (
+                        logged_steps(run) >= step or at_work(folder).get(run) != child
+                    ),
+                    tmp_path,
+                )
                 if at_work(folder).get(run) == child:
                     return run, child
         return None
@@ -200,7 +219,9 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     def starts() -> dict[Path, list[int]]:
         """The steps at which each run has been started."""
         files = {run: run / "environment.json" for run in (run.config.run_folder for run in killed.known_runs())}
-        return {run: [start["step"] for start in read_json(path)["starts"]] for run, path in files.items() if path.exists()}
+        return {
+            run: [start["step"] for start in read_json(path)["starts"]] for run, path in files.items() if path.exists()
+        }
 
     for _ in range(3):
         process = work()
@@ -212,8 +233,12 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
             process.kill()
             kills["experiment"] += 1
         process.wait()
-        ended_folders = [run.config.run_folder for run in Procedure(killed.experiment).known_runs() if run.outcome.ended]
-        first_starts |= {run: steps for run, steps in starts().items() if run in ended_folders and run not in first_starts}
+        ended_folders = [
+            run.config.run_folder for run in Procedure(killed.experiment).known_runs() if run.outcome.ended
+        ]
+        first_starts |= {
+            run: steps for run, steps in starts().items() if run in ended_folders and run not in first_starts
+        }
     process = work()
     wait_until(lambda: process.poll() is not None, tmp_path)
     assert process.returncode == 0
@@ -223,7 +248,9 @@ def test_killed_at_random_the_same_work_ends_with_the_same_numbers(file, overrid
     assert all(at_the_end[run] == steps for run, steps in first_starts.items()), "what has ended is not started again"
     assert all(steps == sorted(steps) for steps in at_the_end.values()), "each start goes on"
     assert [run.outcome.state for run in Procedure(killed.experiment).known_runs()] == ["finished"] * 4
-    for killed_run, undisturbed_run in zip(Procedure(killed.experiment).known_runs(), undisturbed.known_runs(), strict=True):
+    for killed_run, undisturbed_run in zip(
+        Procedure(killed.experiment).known_runs(), undisturbed.known_runs(), strict=True
+    ):
         assert metrics_but_times(killed_run.config.run_folder) == metrics_but_times(undisturbed_run.config.run_folder)
         assert same(weights(killed_run.config.run_folder), weights(undisturbed_run.config.run_folder))
     assert summary_entries(Procedure(killed.experiment)) == summary_entries(Procedure(undisturbed.experiment))

@@ -14,7 +14,11 @@ from lm.schema import Plain, reference, to_plain
 
 jsonschema = pytest.importorskip("jsonschema")
 
-FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "arms" not in parse_yaml(path.read_bytes(), path.name)]
+FILES = [
+    path
+    for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    if "arms" not in parse_yaml(path.read_bytes(), path.name)
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +77,15 @@ def test_what_loading_takes_is_valid(validator, plain: dict[str, Plain]):
 
 
 def test_what_is_interpolated_and_normalizers_from_outside_are_valid(validator):
-    content = {"seed": "${oc.env:SEED}", "base": ["a.yaml"], "model": {"normalizer": {"name": "package.module:Class", "own": 1}}}
-    content |= {"data": {"lengths": {"name": "mixed", "weights": {32: "${seed}"}}}, "eval": {"swap_lengths": [1, "${seed}"]}}
+    content = {
+        "seed": "${oc.env:SEED}",
+        "base": ["a.yaml"],
+        "model": {"normalizer": {"name": "package.module:Class", "own": 1}},
+    }
+    content |= {
+        "data": {"lengths": {"name": "mixed", "weights": {32: "${seed}"}}},
+        "eval": {"swap_lengths": [1, "${seed}"]},
+    }
     assert [error.message for error in validator.iter_errors(content)] == []
 
 

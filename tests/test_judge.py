@@ -31,12 +31,23 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize(
-    "shown", [committed for committed in recompute.SHOWN if committed.name in QUESTIONS], ids=lambda committed: committed.name
+    "shown",
+    [committed for committed in recompute.SHOWN if committed.name in QUESTIONS],
+    ids=lambda committed: committed.name,
 )
 def test_committed_results_give_their_committed_verdicts(shown):
     options, lengths = QUESTIONS[shown.name]
     condition = f"setting == 'as trained' and x in {lengths}"
-    question = ["--metric", f"{shown.task} accuracy", "--better", "higher", "--matters", f"{shown.matters:g}", "--where", condition]
+    question = [
+        "--metric",
+        f"{shown.task} accuracy",
+        "--better",
+        "higher",
+        "--matters",
+        f"{shown.matters:g}",
+        "--where",
+        condition,
+    ]
     words = ["judge", str(ROOT / "results" / shown.name / "seeds.csv"), *options, *question, "--json"]
     lines = json.loads(command(*words).stdout)["arms"]
     line_of = {(line["size"], line["arm"]): line for line in lines if "verdict" in line}
@@ -44,14 +55,22 @@ def test_committed_results_give_their_committed_verdicts(shown):
     for (arm, row, length), verdict in shown.verdicts.items():
         by_size = shown.rows == "size"
         line = line_of["" if shown.tuned else f"steps-{row}" if by_size else f"rate {row}, x {length}", arm]
-        assert (line["verdict"], line["reason"], line["p"]) == (verdict.kind, verdict.reason, verdict.p if verdict.seeds else None)
+        assert (line["verdict"], line["reason"], line["p"]) == (
+            verdict.kind,
+            verdict.reason,
+            verdict.p if verdict.seeds else None,
+        )
         assert line["words"] == verdict.words
         assert line["difference"] == [value if np.isfinite(value) else None for value in verdict.interval.as_list()]
         assert by_size or line["rate"] == (row if shown.tuned else None)
 
 
 RUNS = pd.DataFrame(
-    [{"arm": arm, "seed": seed, "value": 4 - 0.1 * (arm == "b") + 0.001 * seed * (arm == "b")} for arm in "ab" for seed in (1, 2, 3)]
+    [
+        {"arm": arm, "seed": seed, "value": 4 - 0.1 * (arm == "b") + 0.001 * seed * (arm == "b")}
+        for arm in "ab"
+        for seed in (1, 2, 3)
+    ]
 )
 
 
@@ -60,9 +79,15 @@ UNITS = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for 
 
 def grid(part: bool) -> pd.DataFrame:
     """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those that report."""
-    rates = [RUNS.assign(rate=rate, value=RUNS["value"] + worse) for rate, worse in ((1e-3, 0.2), (2e-3, 0.0), (4e-3, 0.3))]
+    rates = [
+        RUNS.assign(rate=rate, value=RUNS["value"] + worse) for rate, worse in ((1e-3, 0.2), (2e-3, 0.0), (4e-3, 0.3))
+    ]
     table = pd.concat(rates)
-    return pd.concat([table.assign(part="selects"), table.assign(part="reports", value=table["value"] + 1)]) if part else table
+    return (
+        pd.concat([table.assign(part="selects"), table.assign(part="reports", value=table["value"] + 1)])
+        if part
+        else table
+    )
 
 
 def test_a_table_is_judged_as_an_experiment_is():
@@ -87,20 +112,28 @@ def test_each_arm_may_have_a_rate_of_its_own_or_none():
     ):
         table_judged = lm.judge(table)
         assert table_judged["verdict"].tolist()[1:] == ["better"]
-        assert table_judged["difference low"].tolist() == pytest.approx(lm.judge(RUNS)["difference low"].tolist(), nan_ok=True)
+        assert table_judged["difference low"].tolist() == pytest.approx(
+            lm.judge(RUNS)["difference low"].tolist(), nan_ok=True
+        )
 
 
 def test_names_may_be_numbers_or_texts_of_any_column():
-    numbers = RUNS.assign(arm=RUNS["arm"].map({"a": 0, "b": 1}), seed=RUNS["seed"].map({1: 1, 2: "x", 3: 3}), size=["s"] * 6)
+    numbers = RUNS.assign(
+        arm=RUNS["arm"].map({"a": 0, "b": 1}), seed=RUNS["seed"].map({1: 1, 2: "x", 3: 3}), size=["s"] * 6
+    )
     assert lm.judge(numbers, baseline="0", by="size")["arm"].tolist() == [0, 1]
-    units = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * k) for k, unit in enumerate([*range(9), "last"])])
+    units = pd.concat(
+        [RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * k) for k, unit in enumerate([*range(9), "last"])]
+    )
     grouped = units.assign(group=["g" if unit in (1, 2) else None for unit in units["unit"]])
     assert lm.judge(grouped)["verdict"].tolist()[1:] == ["better"]
 
 
 def test_columns_may_have_any_dtype():
     expected = lm.judge(RUNS)["words"].tolist()
-    categories = RUNS.assign(state=pd.Categorical([None] * 5 + ["finished"])).astype({"arm": "category", "seed": "category"})
+    categories = RUNS.assign(state=pd.Categorical([None] * 5 + ["finished"])).astype(
+        {"arm": "category", "seed": "category"}
+    )
     for table in (RUNS.assign(metric=3), RUNS.convert_dtypes(), categories):
         assert lm.judge(table)["words"].tolist() == expected
 
@@ -132,7 +165,9 @@ def test_rates_are_chosen_by_whole_tuning_runs_whatever_the_index():
         lm.judge(pd.concat([tuning.assign(state=tuning["state"].mask(at_best, "unfinished")), finals]))
     with pytest.raises(RunError, match=r"b at 0\.002 has no run of seed 2, others have"):
         lm.judge(pd.concat([tuning[~at_best], finals]))
-    with pytest.raises(RunError, match=r"no line of c reports, only lines that choose rates"):  # the family would be smaller
+    with pytest.raises(
+        RunError, match=r"no line of c reports, only lines that choose rates"
+    ):  # the family would be smaller
         lm.judge(pd.concat([table, tuning[tuning["arm"] == "b"].assign(arm="c")]))
 
 
@@ -149,7 +184,10 @@ def test_units_are_averaged_and_paired_over():
     assert shuffled.pipe(lm.judge)["mean"].tolist() == pytest.approx([4.45, 4.352])
     columns = ["difference", "difference low", "over_seeds_and_documents", "over_seeds_and_documents low"]
     assert lm.judge(shuffled)[columns].iloc[1].tolist() == pytest.approx(lm.judge(units)[columns].iloc[1].tolist())
-    for other in (units[(units["unit"] != 3) | (units["arm"] != "a")], pd.concat([units[units["arm"] == "a"], RUNS[RUNS["arm"] == "b"]])):
+    for other in (
+        units[(units["unit"] != 3) | (units["arm"] != "a")],
+        pd.concat([units[units["arm"] == "a"], RUNS[RUNS["arm"] == "b"]]),
+    ):
         with pytest.raises(RunError, match="same units"):
             lm.judge(other)
 
@@ -172,19 +210,43 @@ def test_units_are_averaged_and_paired_over():
             {},
             "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged in a column state",
         ),
-        (RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)), {}, "2 lines have no seed, the first of arm a, seed nan"),
+        (
+            RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)),
+            {},
+            "2 lines have no seed, the first of arm a, seed nan",
+        ),
         (RUNS.assign(rate=["1e-3", "high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
         (RUNS.assign(weight=[0, "1"] * 3), {}, "3 lines have no weight above 0, the first of arm a, seed 1"),
         (pd.concat([RUNS, RUNS[["value"]]], axis=1), {}, "two columns are named value"),
         (RUNS.assign(metric=["loss", "error"] * 3), {}, "name the metric; there is loss, error"),
         (RUNS.assign(metric="loss"), {"metric": "error"}, "no metric error; there is loss"),
         (grid(False), {}, "a has 3 rates and no line that selects one: add a column part, or judge apart by rate"),
-        (grid(True).query("arm == 'a' or rate != 0.001"), {}, "arms are tuned over different rates: a 0.001, 0.002, 0.004; b 0.002, 0.004"),
+        (
+            grid(True).query("arm == 'a' or rate != 0.001"),
+            {},
+            "arms are tuned over different rates: a 0.001, 0.002, 0.004; b 0.002, 0.004",
+        ),
         (grid(True).query("part == 'reports' or seed == 1"), {}, "a has 1 seed at 0.001; tuning takes 2"),
-        (RUNS.assign(rate=["0.1 / 2", "0.1"] * 3), {}, "rates are of one tuned key in some lines, and of several in others"),
-        (RUNS.assign(rate=["0.1 / 2", "0.1 / high"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
-        (RUNS.assign(rate=["0.1 / any", "high / 2"] * 3), {}, "3 lines have no finite rate, the first of arm a, seed 2"),
-        (grid(True).query("part == 'selects' or rate == 0.001"), {}, "a: 0.002 is the best rate, but no line at it reports"),
+        (
+            RUNS.assign(rate=["0.1 / 2", "0.1"] * 3),
+            {},
+            "rates are of one tuned key in some lines, and of several in others",
+        ),
+        (
+            RUNS.assign(rate=["0.1 / 2", "0.1 / high"] * 3),
+            {},
+            "3 lines have no finite rate, the first of arm a, seed 2",
+        ),
+        (
+            RUNS.assign(rate=["0.1 / any", "high / 2"] * 3),
+            {},
+            "3 lines have no finite rate, the first of arm a, seed 2",
+        ),
+        (
+            grid(True).query("part == 'selects' or rate == 0.001"),
+            {},
+            "a: 0.002 is the best rate, but no line at it reports",
+        ),
         (RUNS.assign(part="all"), {}, "part all; it is selects or reports"),
         (RUNS.assign(part="selects"), {}, "no line reports"),
         (UNITS.assign(weight=[None] + [1.0] * 29), {}, "a line has no weight above 0, the first of arm a, seed 1"),
@@ -196,8 +258,16 @@ def test_units_are_averaged_and_paired_over():
         (RUNS, {"by": "seed"}, "runs can't be judged apart by seed"),
         (RUNS, {"by": ["arm"]}, "runs can't be judged apart by arm"),
         (RUNS, {"metric": "loss"}, "has no column metric, of which loss could be chosen"),
-        (RUNS.rename(columns={"arm": "Arm", "seed": " seed"}), {}, "there is Arm,  seed, value; rename 'Arm' to arm, ' seed' to seed"),
-        (RUNS.assign(better=["lower", "higher"] * 3), {}, "better is higher, lower; of one metric it is lower or higher in all lines"),
+        (
+            RUNS.rename(columns={"arm": "Arm", "seed": " seed"}),
+            {},
+            "there is Arm,  seed, value; rename 'Arm' to arm, ' seed' to seed",
+        ),
+        (
+            RUNS.assign(better=["lower", "higher"] * 3),
+            {},
+            "better is higher, lower; of one metric it is lower or higher in all lines",
+        ),
         (RUNS.assign(state="bogus"), {}, "state bogus; it is finished, unfinished or diverged"),
         (RUNS.assign(value=[True, False] * 3), {}, "values are true and false; write numbers"),
         (
@@ -245,7 +315,9 @@ def test_a_table_with_other_separators_is_refused_with_their_name(mark, word, tm
 
 def test_the_command_says_which_seeds_a_mean_is_over_and_each_cause_once(tmp_path):
     third = RUNS[RUNS["arm"] == "b"].assign(arm="c")
-    pd.concat([RUNS, third.assign(state=["diverged", "finished", "finished"])]).to_csv(tmp_path / "runs.csv", index=False)
+    pd.concat([RUNS, third.assign(state=["diverged", "finished", "finished"])]).to_csv(
+        tmp_path / "runs.csv", index=False
+    )
     out = command("judge", str(tmp_path / "runs.csv")).stdout
     assert "common" in out
     assert "c: unstable: 1 final run diverged: c seed 1: diverged" in out
@@ -271,8 +343,14 @@ BOUNDS = ("", "__MIN", "__MAX")  # of each column that wandb exports
 
 
 def test_the_example_of_the_page_judges_an_export_of_wandb(tmp_path, monkeypatch):
-    code = next(block for block in blocks((ROOT / "docs" / "experiments.md").read_text(), "python") if "lm.judge" in block)
-    values = {f"{arm}-seed{seed} - eval/loss{bound}": [5.0, value] for arm, seed, value in RUNS.itertuples(index=False) for bound in BOUNDS}
+    code = next(
+        block for block in blocks((ROOT / "docs" / "experiments.md").read_text(), "python") if "lm.judge" in block
+    )
+    values = {
+        f"{arm}-seed{seed} - eval/loss{bound}": [5.0, value]
+        for arm, seed, value in RUNS.itertuples(index=False)
+        for bound in BOUNDS
+    }
     monkeypatch.chdir(tmp_path)
     pd.DataFrame({"Step": [100, 200], **values}).to_csv("wandb_export.csv", index=False)
     exec(code, names := {})

@@ -119,7 +119,9 @@ def test_a_rank_that_is_no_number_is_refused(environment, name: str, value: str)
         pytest.param(1, {"MASTER_PORT": "65536"}, "MASTER_PORT = '65536': must be a whole number", id="no port"),
     ],
 )  # fmt: skip
-def test_processes_that_do_not_fit_together_are_refused(environment, devices: int, variables: dict[str, str], words: str):
+def test_processes_that_do_not_fit_together_are_refused(
+    environment, devices: int, variables: dict[str, str], words: str
+):
     environment(**variables)
     with pytest.raises(ConfigError, match=f"^{words}"):
         process(devices)
@@ -162,7 +164,9 @@ def test_a_process_whose_parent_is_gone_before_it_begins_is_refused(environment)
 
 
 def test_a_batch_script_of_several_tasks_trains_alone_and_says_so(tiny, environment, capsys: pytest.CaptureFixture):
-    environment(SLURM_JOB_NAME="batch", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7")  # Lightning would wait for three others
+    environment(
+        SLURM_JOB_NAME="batch", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7"
+    )  # Lightning would wait for three others
     assert train(tiny("name=batch", "trainer.max_steps=2", "eval.long_context.length_factor=0")) == 0
     assert (
         "note: SLURM allocated 4 tasks, srun did not start this process: trains with trainer.devices = 1; for all"

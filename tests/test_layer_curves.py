@@ -18,14 +18,37 @@ from lm.runs.record import read_run
 
 def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step_counts():
     lines = [
-        {"step": 2, "tokens": 20, "train/loss": 1.0, "largest_score/layer0/head0": 9.0, "largest_score/layer0/head1": 9.0},
-        {"step": 1, "tokens": 10, "largest_score/layer0/head0": 1.0, "largest_score/layer0/head1": 2.0, "train/grad_norm/layer10": None},
-        {"step": 2, "tokens": 20, "largest_score/layer0/head0": 3.0, "largest_score/layer0/head1": None, "train/grad_norm/layer10": 4.0},
+        {
+            "step": 2,
+            "tokens": 20,
+            "train/loss": 1.0,
+            "largest_score/layer0/head0": 9.0,
+            "largest_score/layer0/head1": 9.0,
+        },
+        {
+            "step": 1,
+            "tokens": 10,
+            "largest_score/layer0/head0": 1.0,
+            "largest_score/layer0/head1": 2.0,
+            "train/grad_norm/layer10": None,
+        },
+        {
+            "step": 2,
+            "tokens": 20,
+            "largest_score/layer0/head0": 3.0,
+            "largest_score/layer0/head1": None,
+            "train/grad_norm/layer10": 4.0,
+        },
         {"step": 2, "tokens": 20, "val/loss": 1.0},
         {"step": 1, "tokens": 10, "normalizer/base.out.bias/layer3/rms": 0.5, "train/grad_norm/layer2": 7.0},
     ]
     curves = layer_curves(lines)
-    assert [*curves] == [("largest_score", 0), ("normalizer/base.out.bias", 3), ("train/grad_norm", 2), ("train/grad_norm", 10)]
+    assert [*curves] == [
+        ("largest_score", 0),
+        ("normalizer/base.out.bias", 3),
+        ("train/grad_norm", 2),
+        ("train/grad_norm", 10),
+    ]
     scores = curves["largest_score", 0]
     assert [*scores] == ["head0", "head1"]
     assert [head.tokens.tolist() for head in scores.values()] == [[10, 20], [10, 20]]
@@ -36,10 +59,17 @@ def test_quantities_are_told_apart_by_layer_and_head_and_the_last_line_of_a_step
 
 def test_quantities_are_ordered_by_name_and_number():
     names = [
-        f"{name}/layer0/head0" for name in ("logit_scale/slope", "logit_scale/n256", "logit_scale/n16", "normalizer/s", "logit_scale/n2")
+        f"{name}/layer0/head0"
+        for name in ("logit_scale/slope", "logit_scale/n256", "logit_scale/n16", "normalizer/s", "logit_scale/n2")
     ]
     curves = layer_curves([{"step": 1, "tokens": 10, **dict.fromkeys(names, 1.0)}])
-    assert [name for name, _ in curves] == ["logit_scale/n2", "logit_scale/n16", "logit_scale/n256", "logit_scale/slope", "normalizer/s"]
+    assert [name for name, _ in curves] == [
+        "logit_scale/n2",
+        "logit_scale/n16",
+        "logit_scale/n256",
+        "logit_scale/slope",
+        "normalizer/s",
+    ]
 
 
 def test_quantities_have_titles():

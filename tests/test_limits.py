@@ -41,7 +41,9 @@ QUERIES = list(range(31, LENGTH, 8))
 
 def decoder(normalizer: Options, block: str = "attention") -> Decoder:
     shape = {"n_head": 1, "block": GAUBlock(key_size=8)} if block == "gau" else {"n_head": HEADS}
-    return Decoder(ModelConfig(n_layer=LAYERS, n_embd=24, normalizer=normalizer, init_std=0.5, **shape), VOCAB, 64).eval()
+    return Decoder(
+        ModelConfig(n_layer=LAYERS, n_embd=24, normalizer=normalizer, init_std=0.5, **shape), VOCAB, 64
+    ).eval()
 
 
 def batch(index: int = 0) -> Batch:
@@ -58,7 +60,9 @@ def rows_of(normalizer: Options, queries: list[int] = QUERIES, block: str = "att
     ]
 
 
-def measured(normalizer: Options, sequences: int = 2, block: str = "attention", **options: object) -> tuple[MeasuredValues, list]:
+def measured(
+    normalizer: Options, sequences: int = 2, block: str = "attention", **options: object
+) -> tuple[MeasuredValues, list]:
     """Values of some sequences, and what is derived of them."""
     statistics, model = (
         limit_statistics(LimitsConfig(**{"temperatures": [0.1, 10.0], "directions": 2} | options), query_stride=1),
@@ -73,7 +77,9 @@ def measured(normalizer: Options, sequences: int = 2, block: str = "attention", 
 def random_rows(number: int) -> AttentionRows:
     """100 rows of softmax of several temperatures, Gaussian scores of several widths."""
     first, generator = rows_of(opt.Softmax(), [LENGTH - 1])[0], torch.Generator().manual_seed(number)
-    scores = torch.randn(1, 100, LENGTH, generator=generator) * 10 ** (2 * torch.rand(1, 100, 1, generator=generator) - 1)
+    scores = torch.randn(1, 100, LENGTH, generator=generator) * 10 ** (
+        2 * torch.rand(1, 100, 1, generator=generator) - 1
+    )
     visible = torch.rand(100, LENGTH, generator=generator) < torch.rand(100, 1, generator=generator)
     visible[:, 0] = True
     return replace(first, scores=scores, weights=scores.masked_fill(~visible, -math.inf).softmax(-1), visible=visible)
@@ -84,7 +90,8 @@ def test_lemma_1_holds_in_2000_random_rows():
     for number in range(20):
         rows = random_rows(number)
         largest, smallest, bound = (
-            function(rows) for function in (lemmas.log_of_n_times_largest, lemmas.log_of_n_times_smallest, lemmas.log_c2)
+            function(rows)
+            for function in (lemmas.log_of_n_times_largest, lemmas.log_of_n_times_smallest, lemmas.log_c2)
         )
         assert bool((largest <= bound + 1e-5).all() and (smallest >= -bound - 1e-5).all())
         assert bool((largest >= -1e-5).all() and (smallest <= 1e-5).all())
@@ -116,7 +123,12 @@ def test_lemma_1_applies_to_positive_functions_that_know_no_length(name: str):
 
 @pytest.mark.parametrize(
     ("options", "applies"),
-    [(opt.Cosine(log_n=True), False), (opt.Softmax(temperature=0.5), True), (opt.SSMax(n="fixed:64"), True), (opt.SSMax(), False)],
+    [
+        (opt.Cosine(log_n=True), False),
+        (opt.Softmax(temperature=0.5), True),
+        (opt.SSMax(n="fixed:64"), True),
+        (opt.SSMax(), False),
+    ],
 )
 def test_options_decide_whether_lemma_1_applies(options: Options, applies: bool):
     assert lemmas.lemma_1_applies(rows_of(options, [LENGTH - 1])[0]) == applies
@@ -190,7 +202,9 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
                     if count == 5:
                         top.append(rest.sum().item())
                     else:
-                        ratios.append([(nearest <= rest.min() * factor).double().mean().item() for factor in (1 - 1e-6, 1 + 1e-6)])
+                        ratios.append(
+                            [(nearest <= rest.min() * factor).double().mean().item() for factor in (1 - 1e-6, 1 + 1e-6)]
+                        )
             if top:
                 assert distances[octave, 0, counts.index(5), rows.layer, head] == pytest.approx(np.mean(top), rel=1e-4)
                 least, most = np.mean(ratios, axis=0)
@@ -198,7 +212,10 @@ def test_sums_are_those_of_plain_loops(options: Options, block: str, asked: dict
 
 
 def test_what_is_measured_does_not_depend_on_how_many_queries_fit_in_memory(monkeypatch: pytest.MonkeyPatch):
-    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[0.1], directions=2), query_stride=3)
+    model, statistics = (
+        decoder(opt.Softmax()),
+        limit_statistics(LimitsConfig(temperatures=[0.1], directions=2), query_stride=3),
+    )
     measures = Measures((statistics,), LAYERS, model.normalizers()[0].layer.n_head, QUERIES, LENGTH)
     expected = measures.vectors(model, batch())[0]
     monkeypatch.setattr("lm.model.attention_stream.BLOCK_WEIGHTS", 5 * 3 * LENGTH)  # five queries at a time
@@ -221,7 +238,9 @@ def test_what_is_derived_follows_from_the_sums():
     values, derived = measured(opt.Softmax(), sample_size=LAYERS * HEADS)
     curves, counts = {(curve.name, curve.label): curve for curve in derived}, many_key_counts(LENGTH)
     p = query_means(values.sums["separability"].sum(0))[-1][0].mean(-1)  # (N, layers)
-    assert curves["keys that at least one head separates", "1 - (1 - p)^H"].values == pytest.approx((1 - (1 - p) ** HEADS).mean(-1))
+    assert curves["keys that at least one head separates", "1 - (1 - p)^H"].values == pytest.approx(
+        (1 - (1 - p) ** HEADS).mean(-1)
+    )
     total, rows = totals_and_counts(values.sums["distances"].sum(0))  # (octaves, quantities, N, layers, H)
     with np.errstate(invalid="ignore"):
         by_head = (total / rows).reshape(*total.shape[:3], -1)
@@ -234,7 +253,9 @@ def test_what_is_derived_follows_from_the_sums():
                 fractions = curves["critical N / visible keys", f"{label}, level {level:g}"].values
                 assert fractions[octave] == pytest.approx(critical_count(p, counts, level) / n, nan_ok=True)
         if number in TESTED_EXPECTATIONS:  # in the last octave
-            assert curves["D of the largest weights", f"to {label}, {LAYERS * HEADS} values"].values == pytest.approx(statistic)
+            assert curves["D of the largest weights", f"to {label}, {LAYERS * HEADS} values"].values == pytest.approx(
+                statistic
+            )
 
 
 def test_samples_deal_the_sequences_into_as_many_groups_as_the_size_takes():
@@ -244,7 +265,9 @@ def test_samples_deal_the_sequences_into_as_many_groups_as_the_size_takes():
     assert head_mean_samples(sums, rows, 2).ravel() == pytest.approx([12 / 10, 16 / 10])
 
 
-@pytest.mark.parametrize(("p", "expected"), [((0.001, 0.04, 0.2, 0.03), 3), ((0.5, 0.001), 1), ((0.01, 0.02), math.nan)])
+@pytest.mark.parametrize(
+    ("p", "expected"), [((0.001, 0.04, 0.2, 0.03), 3), ((0.5, 0.001), 1), ((0.01, 0.02), math.nan)]
+)
 def test_the_critical_number_is_the_first_at_which_no_difference_is_shown(p: tuple[float, ...], expected: float):
     assert critical_count(np.array(p), range(1, len(p) + 1), 0.05) == pytest.approx(expected, nan_ok=True)
 
@@ -300,7 +323,10 @@ def test_rows_without_weight_and_with_negative_weights_give_numbers_or_nan(name:
 
 @torch.no_grad()
 def test_scores_that_are_not_finite_leave_the_others_alone():
-    model, statistics = decoder(opt.Softmax()), limit_statistics(LimitsConfig(temperatures=[1.0], directions=1), query_stride=1)
+    model, statistics = (
+        decoder(opt.Softmax()),
+        limit_statistics(LimitsConfig(temperatures=[1.0], directions=1), query_stride=1),
+    )
     measures = Measures((statistics,), LAYERS, HEADS, QUERIES, LENGTH)
     before = measures.values(measures.vectors(model, batch())[0].numpy()[None], 64)
     model.blocks[1].attention.qkv.weight[0] = math.nan  # of the last layer's first head
@@ -316,10 +342,23 @@ def test_scores_that_are_not_finite_leave_the_others_alone():
 def test_lines_of_one_name_are_drawn_in_a_panel_for_each_model():
     axis, labels = Axis("keys N", "", "for N =", (1.0, 2.0)), Shown("Attention: d~", "sequences", "2 of 8 tokens")
     curves = [
-        Series("diagnostics", "d~", "", "none", 8, np.array([1.0, np.nan]), what=label, setting=setting, axis=axis, shown=labels)
+        Series(
+            "diagnostics",
+            "d~",
+            "",
+            "none",
+            8,
+            np.array([1.0, np.nan]),
+            what=label,
+            setting=setting,
+            axis=axis,
+            shown=labels,
+        )
         for setting in ("as trained", "untrained weights")
         for label in ("largest weights", "random keys, drawn")
     ]
     assert diagnostics_picture(curves).png.startswith(b"\x89PNG")
     assert diagnostics_picture([curve for curve in curves if curve.shown is None]) is None
-    assert diagnostics_picture([replace(curve, means=np.full(2, np.nan)) for curve in curves]) is None  # none of its lines is defined
+    assert (
+        diagnostics_picture([replace(curve, means=np.full(2, np.nan)) for curve in curves]) is None
+    )  # none of its lines is defined

@@ -34,9 +34,18 @@ def work(tmp_path: Path):
 
     def make(progress: str = "auto", **changes: object) -> ExperimentTrainer:
         path = tmp_path / "trial.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False))
+        path.write_text(
+            yaml.safe_dump(
+                {key: value for key, value in (FILE | changes).items() if value is not None}, sort_keys=False
+            )
+        )
         jobs = ExperimentTrainer(
-            Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"])), Slots(2)
+            Procedure(
+                read_experiment(
+                    path, ["data.source.paths=[.]", f"runs={tmp_path / 'runs'}", f"log.progress={progress}"]
+                )
+            ),
+            Slots(2),
         )
         jobs.known_runs = jobs.procedure.known_runs()
         return jobs
@@ -170,7 +179,11 @@ def test_a_loss_stays_in_the_table_when_the_end_of_the_log_has_none_any_more(wor
     table = LiveTable(jobs, {})
     logged(run.config.run_folder, {"step": 1, "val/loss": 6.0})
     assert (table.run_lines()[0].step, table.run_lines()[0].loss) == (1, 6.0)
-    logged(run.config.run_folder, {"step": 1, "val/loss": 6.0}, *({"step": step, "train/loss": 5.0} for step in range(2, 3000)))
+    logged(
+        run.config.run_folder,
+        {"step": 1, "val/loss": 6.0},
+        *({"step": step, "train/loss": 5.0} for step in range(2, 3000)),
+    )
     assert "val/loss" not in last_logged(run.config.run_folder / "metrics.jsonl")
     assert (table.run_lines()[0].step, table.run_lines()[0].loss) == (2999, 6.0)
 
@@ -183,7 +196,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("output", "progress", "shown"), [(Terminal, "auto", True), (Terminal, "lines", False), (io.StringIO, "auto", False)]
+    ("output", "progress", "shown"),
+    [(Terminal, "auto", True), (Terminal, "lines", False), (io.StringIO, "auto", False)],
 )
 def test_the_table_is_for_terminals_and_leaves_them_as_they_were(work, monkeypatch, output, progress, shown):
     jobs, out = work(progress, tune=None), output()

@@ -24,9 +24,12 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "processes", "threads"), [("", 1, 6), ("", 4, 1), ("4", 1, 4), ("4", 2, 3), ("1", 1, 1), ("4,2", 1, 4), ("0", 1, 1)]
+    ("given", "processes", "threads"),
+    [("", 1, 6), ("", 4, 1), ("4", 1, 4), ("4", 2, 3), ("1", 1, 1), ("4,2", 1, 4), ("0", 1, 1)],
 )
-def test_threads_are_a_share_of_the_cores_and_no_more_than_the_user_says(given: str, processes: int, threads: int, monkeypatch):
+def test_threads_are_a_share_of_the_cores_and_no_more_than_the_user_says(
+    given: str, processes: int, threads: int, monkeypatch
+):
     monkeypatch.setattr("lm.machine.usable_cores", lambda: 6)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert threads_per_process(processes) == threads
@@ -36,7 +39,9 @@ def test_the_peak_of_memory_is_the_process_s_own():
     """In a process that has not yet had more, and that a larger one forks."""
     block = bytearray(b"x" * 2**27)
     code = "from lm.machine import peak_process_bytes as peak; print(peak()); held = b'x' * 2**26; print(peak())"
-    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=int)
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=int
+    )
     del block
     before, after = map(int, child.stdout.split())
     assert 2**22 < before < 2**26, "not that of the process that forked it"
@@ -65,12 +70,19 @@ def test_a_child_is_stopped_when_its_parent_is_killed_before_or_after_it_begins(
     assert process.wait() == -signal.SIGKILL
     assert not alive(process.pid)
     orphan = subprocess.run(
-        [sys.executable, "-m", "lm", "normalizers"], env={**child_environment(), "LM_PARENT": "1"}, cwd=ROOT, check=False
+        [sys.executable, "-m", "lm", "normalizers"],
+        env={**child_environment(), "LM_PARENT": "1"},
+        cwd=ROOT,
+        check=False,
     )
     assert orphan.returncode == 128 + signal.SIGTERM
-    print_environment = "from lm.machine import stop_with_parent; stop_with_parent(); import os; print('LM_PARENT' in os.environ)"
+    print_environment = (
+        "from lm.machine import stop_with_parent; stop_with_parent(); import os; print('LM_PARENT' in os.environ)"
+    )
     command = [sys.executable, "-c", print_environment]
-    assert subprocess.run(command, env=child_environment(), cwd=ROOT, capture_output=True, check=True).stdout == b"False\n"
+    assert (
+        subprocess.run(command, env=child_environment(), cwd=ROOT, capture_output=True, check=True).stdout == b"False\n"
+    )
 
 
 def test_no_child_runs_python_between_fork_and_exec():
@@ -82,7 +94,9 @@ def test_no_child_runs_python_between_fork_and_exec():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 @pytest.mark.parametrize(("setting", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_memory_that_a_step_frees_is_not_fetched_anew_by_the_next_unless_the_user_says_so(setting: dict[str, str], kept: bool):
+def test_memory_that_a_step_frees_is_not_fetched_anew_by_the_next_unless_the_user_says_so(
+    setting: dict[str, str], kept: bool
+):
     code = """
 import resource
 from lm.machine import keep_freed_memory
@@ -93,8 +107,12 @@ for _ in range(12):
     del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | setting
-    faults = int(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))
+    } | setting
+    faults = int(
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    )
     assert (faults < 200) == kept  # of 8,192 pages
 
 

@@ -20,7 +20,9 @@ def numpy_allocation() -> None:
 
 
 def gpu_allocation() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which ...")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which ..."
+    )
 
 
 ALLOCATIONS = {cpu_allocation: "1152921504606846976 bytes", numpy_allocation: "1.00 EiB", gpu_allocation: "20.00 MiB"}
@@ -32,7 +34,9 @@ def run_out(monkeypatch: pytest.MonkeyPatch, allocation=cpu_allocation) -> None:
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS, ids=lambda function: function.__name__)
-def test_training_says_what_to_lower_and_leaves_no_run_folder(arguments: list[str], tmp_path: Path, monkeypatch, allocation):
+def test_training_says_what_to_lower_and_leaves_no_run_folder(
+    arguments: list[str], tmp_path: Path, monkeypatch, allocation
+):
     run_out(monkeypatch, allocation)
     result = lm("train", *arguments, "name=big")
     remedy = "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size"
@@ -42,7 +46,9 @@ def test_training_says_what_to_lower_and_leaves_no_run_folder(arguments: list[st
     assert not (tmp_path / "runs" / "big").exists()
 
 
-def test_commands_on_a_trained_model_say_what_to_lower(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commands_on_a_trained_model_say_what_to_lower(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run, out = str(tmp_path / "runs" / "small"), str(tmp_path / "out")
     assert lm("train", *arguments, "name=small", "trainer.max_steps=2").returncode == 0
     run_out(monkeypatch)
@@ -53,11 +59,16 @@ def test_commands_on_a_trained_model_say_what_to_lower(arguments: list[str], tmp
     }
     for command, remedy in commands.items():
         result = lm(*command)
-        assert (result.returncode, result.stderr) == (1, f"error: out of memory (asked for 1152921504606846976 bytes): {remedy}\n"), command
+        assert (result.returncode, result.stderr) == (
+            1,
+            f"error: out of memory (asked for 1152921504606846976 bytes): {remedy}\n",
+        ), command
     assert not Path(out).exists()
 
 
-def test_weights_too_large_to_load_are_not_called_damaged(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_too_large_to_load_are_not_called_damaged(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert lm("train", *arguments, "name=small", "trainer.max_steps=2").returncode == 0
     monkeypatch.setattr(Decoder, "load_state_dict", lambda *_: cpu_allocation())
     result = lm("export", str(tmp_path / "runs" / "small"), "-o", str(tmp_path / "out"))
@@ -65,4 +76,6 @@ def test_weights_too_large_to_load_are_not_called_damaged(arguments: list[str], 
 
 
 def test_other_errors_are_not_taken_for_it():
-    assert not any(out_of_memory(error) for error in (RuntimeError("shapes differ"), ValueError("memory"), OSError(12, "no")))
+    assert not any(
+        out_of_memory(error) for error in (RuntimeError("shapes differ"), ValueError("memory"), OSError(12, "no"))
+    )

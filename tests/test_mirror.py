@@ -48,7 +48,9 @@ def records(folder: Path) -> list[Record]:
 def history(entries: list[Record]) -> list[dict[str, object]]:
     """The lines that were logged."""
     lines = [entry.history for entry in entries if entry.HasField("history")]
-    return [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in line.item} for line in lines]
+    return [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in line.item} for line in lines
+    ]
 
 
 @pytest.fixture
@@ -86,7 +88,9 @@ def test_an_empty_wandb_mode_is_none_and_an_unknown_one_is_refused(monkeypatch: 
     assert server.starts[0]["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     for mode in ("auto", "online", "offline"):
-        with pytest.raises(ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"):
+        with pytest.raises(
+            ConfigError, match=r"^WANDB_MODE = 'sometimes': must be online or offline or disabled; .* unset it$"
+        ):
             train(tiny("name=unknown", f"log.wandb={mode}"))
     assert not tiny("name=unknown").run_folder.exists()
     assert wandb_mode(LogConfig(wandb="disabled")) == "disabled"
@@ -119,7 +123,9 @@ def test_a_process_of_wandb_that_does_not_start_is_one_line(tiny, mode: str, mon
     end = threading.Event()
     monkeypatch.setattr(wandb, "setup", lambda settings: end.wait())
     monkeypatch.setattr("lm.training.mirror.WANDB_SECONDS", 0.1)
-    with pytest.raises(RunError, match=r"^wandb: its process has not started within 0\.1 s; to train without it: log\.wandb=disabled$"):
+    with pytest.raises(
+        RunError, match=r"^wandb: its process has not started within 0\.1 s; to train without it: log\.wandb=disabled$"
+    ):
         train(tiny("name=never", f"log.wandb={mode}"))
     end.set()
 
@@ -135,7 +141,9 @@ def test_a_process_of_wandb_that_does_not_end_holds_up_no_run(tiny, monkeypatch:
         end.set()
 
 
-def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_server_that_vanishes_while_training_ends_no_run_late(
+    tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     """Without a limit wandb retries for days."""
     runs, start = [], wandb.init
 
@@ -145,7 +153,9 @@ def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatc
         raise TimeoutError
 
     def init(**options: object) -> wandb.Run:
-        run = start(**options | {"mode": "offline"})  # a server that is there at the start only takes part in nothing else
+        run = start(
+            **options | {"mode": "offline"}
+        )  # a server that is there at the start only takes part in nothing else
         runs.append(run)
         monkeypatch.setattr(type(run), "finish", lost)
         return run
@@ -164,7 +174,9 @@ def test_a_server_that_vanishes_while_training_ends_no_run_late(tiny, monkeypatc
 
 
 @pytest.mark.parametrize("moment", ["log", "finish"])
-def test_a_log_that_fails_elsewhere_ends_no_run(tiny, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_log_that_fails_elsewhere_ends_no_run(
+    tiny, moment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     def fail(*_: object) -> None:
         raise ConnectionResetError("Connection lost")
 
@@ -194,7 +206,13 @@ def placed(tiny, monkeypatch: pytest.MonkeyPatch) -> Config:
     place = "experiment={name: trial, arm: scalable, size: small, stage: final, rate: 0.002}"
     dynamics = "log.dynamics=[logit_scale, largest_score, gradient_norm]"
     return tiny(
-        "name=mirrored", "log.wandb=offline", place, dynamics, "seed=3", "model.normalizer=ssmax", "eval.long_context.length_factor=2"
+        "name=mirrored",
+        "log.wandb=offline",
+        place,
+        dynamics,
+        "seed=3",
+        "model.normalizer=ssmax",
+        "eval.long_context.length_factor=2",
     )
 
 
@@ -206,19 +224,31 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert (run.run_group, run.job_type, run.run_id) == ("trial/small", "final", environment["wandb_id"])
     assert sorted(run.tags) == ["arm scalable", "rate 0.002", "seed 3", "size small"]
     config = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in run.config.update}
-    assert config["experiment"] == {"name": "trial", "arm": "scalable", "size": "small", "stage": "final", "rate": 0.002}
+    assert config["experiment"] == {
+        "name": "trial",
+        "arm": "scalable",
+        "size": "small",
+        "stage": "final",
+        "rate": 0.002,
+    }
     assert config["seed"] == 3
     for name in ("data_fingerprint", "parameters"):
         assert config[name] == environment[name]
 
-    axes = {entry.metric.name or entry.metric.glob_name: entry.metric.step_metric for entry in entries if entry.HasField("metric")}
+    axes = {
+        entry.metric.name or entry.metric.glob_name: entry.metric.step_metric
+        for entry in entries
+        if entry.HasField("metric")
+    }
     assert axes["*"] == "tokens"
     lines = read_metrics(placed.run_folder / METRICS).lines
     logged = {(line["_step"], name): value for line in history(entries) for name, value in line.items()}
     assert all("tokens" in line for line in history(entries))
     for line in lines:
         sent_values = {name: logged[line["step"], name] for name in line if name != "step"}
-        assert line.pop(PEAK_MEMORY) <= sent_values.pop(PEAK_MEMORY)  # an evaluation's, which may be more, takes its place at the same step
+        assert line.pop(PEAK_MEMORY) <= sent_values.pop(
+            PEAK_MEMORY
+        )  # an evaluation's, which may be more, takes its place at the same step
         assert line == {"step": line["step"]} | sent_values
     names = {name for _, name in logged}
     assert {"normalizer/s/layer0/head0", "normalizer/s/layer1/head1", "val/loss", "largest_score/layer1/head0"} <= names
@@ -226,9 +256,13 @@ def test_a_run_says_where_it_belongs_and_sends_what_is_logged_over_tokens(placed
     assert any(name.startswith("long_context/loss by position in the sequence, as trained") for _, name in logged)
 
 
-def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(placed: Config, server: Sent, monkeypatch):
+def test_project_and_entity_are_those_of_the_environment_unless_the_configuration_names_them(
+    placed: Config, server: Sent, monkeypatch
+):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    short_config = replace(placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1))
+    short_config = replace(
+        placed, trainer=replace(placed.trainer, max_steps=2), optim=replace(placed.optim, warmup_steps=1)
+    )
     assert train(replace(short_config, name="a", log=replace(short_config.log, tags=["first try"], notes="why"))) == 0
     assert train(replace(short_config, name="b", log=replace(short_config.log, project="ours", entity="group"))) == 0
     monkeypatch.delenv("WANDB_PROJECT")
@@ -240,7 +274,9 @@ def test_project_and_entity_are_those_of_the_environment_unless_the_configuratio
 
 
 @pytest.mark.usefixtures("inline")
-def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = written(tmp_path, tune=None, seeds=[1])
     overrides = ["trainer.max_steps=2", "optim.warmup_steps=1", "eval.long_context.length_factor=0", "log.tags=[mine]"]
     result = lm("compare", str(file), *arguments[1:], *overrides)  # wandb is off
@@ -254,7 +290,12 @@ def test_an_experiment_that_ends_sends_its_verdicts_and_its_report(arguments: li
     assert lm("compare", str(file), *arguments[1:], *overrides, "log.wandb=offline").returncode == 0
     entries = records(folder)
     run = next(entry.run for entry in entries if entry.HasField("run"))
-    assert (run.display_name, run.run_group, run.job_type, sorted(run.tags)) == ("trial report", "trial", "report", ["mine", "report"])
+    assert (run.display_name, run.run_group, run.job_type, sorted(run.tags)) == (
+        "trial report",
+        "trial",
+        "report",
+        ["mine", "report"],
+    )
     names = {name.partition(".")[0] for line in history(entries) for name in line}
     assert {"report", "verdicts"} <= names
     summary = {
@@ -308,14 +349,20 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_trackio_is_sent_what_is_logged_and_what_is_not_installed_is_named(tiny, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ConfigError, match=r"log\.to = 'trackio': is not installed .*; install it \(the extra `log`\), or leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"log\.to = 'trackio': is not installed .*; install it \(the extra `log`\), or leave it out"
+    ):
         train(tiny("name=without", "log.to=[trackio]"))
     server = Sent()
     config = tiny("name=whole", "trainer.checkpoint_every=4", "eval.long_context.length_factor=0")
     train(config)
     before = files_of(config.run_folder)
     with pytest.raises(ConfigError, match="is not installed"):
-        train(replace(config, resume=str(config.run_folder / "checkpoints/step-000004.ckpt"), log=LogConfig(to=["trackio"])))
+        train(
+            replace(
+                config, resume=str(config.run_folder / "checkpoints/step-000004.ckpt"), log=LogConfig(to=["trackio"])
+            )
+        )
     assert files_of(config.run_folder) == before, "a start that is refused goes back to no step"
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=server.init))
     train(tiny("name=run", "log.to=[trackio]", "log.project=ours", "eval.long_context.length_factor=0"))

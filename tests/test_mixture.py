@@ -32,7 +32,10 @@ LETTERS = [f"letter {n} of many: " + "yours truly, " * (n % 7 + 3) for n in rang
 
 def mixture(tmp_path: Path, folders: dict[str, list[str]], **changes) -> DataConfig:
     """A mixture of folders of texts, equally weighted."""
-    parts = [WeightedSource(1 / len(folders), Files([str(write_texts(tmp_path / name, texts))])) for name, texts in folders.items()]
+    parts = [
+        WeightedSource(1 / len(folders), Files([str(write_texts(tmp_path / name, texts))]))
+        for name, texts in folders.items()
+    ]
     return dataclasses.replace(
         DataConfig(Mixture(parts), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2), **changes
     )
@@ -43,7 +46,8 @@ def part_texts(store: Store, split: Split) -> list[list[str]]:
     tokenizer, begin, by_part = store.tokenizer(), 0, []
     for part in split.sources:
         texts = [
-            tokenizer.decode(split.document(n)[1:].tolist(), skip_special_tokens=False) for n in range(begin, begin + part.n_documents)
+            tokenizer.decode(split.document(n)[1:].tolist(), skip_special_tokens=False)
+            for n in range(begin, begin + part.n_documents)
         ]
         assert sum(len(text.encode()) for text in texts) == part.n_bytes
         assert split.offsets[begin + part.n_documents] - split.offsets[begin] == part.n_tokens
@@ -107,12 +111,24 @@ def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("{name: mixture, of: [{weight: 0.5}, {weight: 0.4}]}", r"data\.source\.of = \[0\.5, 0\.4\]: the weights sum to 0\.9, not to 1"),
-        ("{name: mixture, of: [{weight: 1.5}, {weight: -0.5}]}", r"data\.source\.of\[1\]\.weight = -0\.5: must be >= 0"),
+        (
+            "{name: mixture, of: [{weight: 0.5}, {weight: 0.4}]}",
+            r"data\.source\.of = \[0\.5, 0\.4\]: the weights sum to 0\.9, not to 1",
+        ),
+        (
+            "{name: mixture, of: [{weight: 1.5}, {weight: -0.5}]}",
+            r"data\.source\.of\[1\]\.weight = -0\.5: must be >= 0",
+        ),
         ("{name: mixture}", r"data\.source\.of = \[\]: no sources given"),
-        ("{name: mixture, of: [{source: {name: mixture}}]}", r"data\.source\.of\[0\]\.source\.name = 'mixture': unknown name"),
+        (
+            "{name: mixture, of: [{source: {name: mixture}}]}",
+            r"data\.source\.of\[0\]\.source\.name = 'mixture': unknown name",
+        ),
         ("{name: mixture, of: [{source: files}]}", r"data\.source\.of\[0\]\.source\.paths = \[\]: no files given"),
-        ("{name: mixture, of: [{source: {name: package, packages: kjv}}]}", r"of\[0\]\.source\.packages.*did you mean 'package'"),
+        (
+            "{name: mixture, of: [{source: {name: package, packages: kjv}}]}",
+            r"of\[0\]\.source\.packages.*did you mean 'package'",
+        ),
     ],
 )
 def test_a_bad_mixture_is_named(source: str, problem: str):
@@ -123,9 +139,18 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ([], r"^data\.source\.of\[1\]\.weight = 0\.004: gives 0\.26 of the 64 sequences of the run.* train for more steps"),
-        (["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"], r"of\[1\]\.weight = 0\.004: gives 0\.96 of the 2,400"),
-        (["data.tasks=[{weight: 0.01, task: needle}]"], r"data\.tasks\[0\]\.weight = 0\.01: gives 0\.64 of the 64 sequences"),
+        (
+            [],
+            r"^data\.source\.of\[1\]\.weight = 0\.004: gives 0\.26 of the 64 sequences of the run.* train for more steps",
+        ),
+        (
+            ["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"],
+            r"of\[1\]\.weight = 0\.004: gives 0\.96 of the 2,400",
+        ),
+        (
+            ["data.tasks=[{weight: 0.01, task: needle}]"],
+            r"data\.tasks\[0\]\.weight = 0\.01: gives 0\.64 of the 64 sequences",
+        ),
     ],
 )
 def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str], problem: str):
@@ -146,7 +171,10 @@ def test_a_small_source_is_refused_unless_it_is_filler_alone(tmp_path: Path):
     store, tasks = prepare(data), [WeightedTask(1.0, Needle())]
     with pytest.raises(ConfigError, match=r"data\.source\.of\[1\] = 'notes': its weight is 0\.5, but"):
         check_sequences(store, Config(data=data))
-    with pytest.raises(ConfigError, match=r"too little text for m: its weight is .*, and a sequence needs 161; add text or leave it out$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"too little text for m: its weight is .*, and a sequence needs 161; add text or leave it out$",
+    ):
         check_sequences(store, Config(data=data), "m")
     config = Config(data=dataclasses.replace(data, tasks=tasks))
     check_sequences(store, config)
@@ -198,7 +226,9 @@ def mixed(tmp_path: Path) -> DataConfig:
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     (folder / "utf16.txt").write_bytes("a text".encode("utf-16"))
     rows = [json.dumps({"text": text}).encode() for text in TEXTS[25:28]]
-    (folder / "rows.jsonl").write_bytes(b"\n".join([rows[0], b"{", rows[1], b'{"text": "caf\xe9"}', b'{"text": 3}', b"[1]", rows[2]]))
+    (folder / "rows.jsonl").write_bytes(
+        b"\n".join([rows[0], b"{", rows[1], b'{"text": "caf\xe9"}', b'{"text": 3}', b"[1]", rows[2]])
+    )
     return files_config(folder, tmp_path)
 
 
@@ -227,7 +257,9 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
     ):
         assert any(place in line for line in unreadable["first"])
     folder, lines = Path(mixed.source.paths[0]), (b"{\n", b'{"text": "caf\xe9"}\n', b'{"text": 3}\n', b"[1]\n")
-    n_lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(map(len, lines))
+    n_lost = sum((folder / name).stat().st_size for name in ("b.parquet", "latin.txt", "utf16.txt")) + sum(
+        map(len, lines)
+    )
     assert unreadable["bytes"] == n_lost
     assert f"7 files, documents or rows ({n_lost:,} bytes) unreadable, the first:" in summary(store)
     assert f"unreadable   7 files, documents or rows, {n_lost:,} bytes" in list(store_description(store, 0))
@@ -236,14 +268,20 @@ def test_what_can_not_be_read_is_left_out_counted_and_listed(mixed: DataConfig):
 def test_a_link_to_nothing_is_refused_or_left_out_and_counted(tmp_path: Path):
     folder = write_texts(tmp_path / "texts", TEXTS)
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    with pytest.raises(DataError, match=r"gone\.txt: can't be read: a link to nothing; mend it, remove it, or set data\.on_error=skip"):
+    with pytest.raises(
+        DataError, match=r"gone\.txt: can't be read: a link to nothing; mend it, remove it, or set data\.on_error=skip"
+    ):
         prepare(files_config(folder, tmp_path))
     store = prepare(files_config(folder, tmp_path, on_error="skip"))
     assert (sorted(stored_texts(store)), store.manifest["unreadable"]["count"]) == (sorted(TEXTS), 1)
 
 
 def test_bad_rows_of_a_parquet_file_are_skipped_alone(tmp_path: Path):
-    latin = pyarrow.array([*(text.encode() for text in TEXTS[:9]), b"\xff"]).cast(pyarrow.string(), safe=False).view(pyarrow.string())
+    latin = (
+        pyarrow.array([*(text.encode() for text in TEXTS[:9]), b"\xff"])
+        .cast(pyarrow.string(), safe=False)
+        .view(pyarrow.string())
+    )
     (tmp_path / "texts").mkdir()
     write_parquet(tmp_path / "texts" / "a.parquet", {"text": latin})
     write_parquet(tmp_path / "texts" / "b.parquet", {"text": [TEXTS[9], None, TEXTS[10]]})
@@ -294,22 +332,31 @@ def test_sequences_are_drawn_from_each_part_by_its_weight_whatever_their_sizes(t
 def test_a_run_reads_a_mixture_and_refuses_the_lengths_of_documents(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     config = dataclasses.replace(
-        load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]), data=dataclasses.replace(data, seq_len=32)
+        load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"]),
+        data=dataclasses.replace(data, seq_len=32),
     )
     assert train_sequences(prepare(data), config).batch(0).tokens.shape == (8, 32)
     with pytest.raises(ConfigError, match="without a mixture's weights"):
         load_config(
-            [str(ROOT / "tests" / "tiny.yaml"), "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}", "data.lengths=documents"]
+            [
+                str(ROOT / "tests" / "tiny.yaml"),
+                "data.source={name: mixture, of: [{weight: 0.5}, {weight: 0.5}]}",
+                "data.lengths=documents",
+            ]
         )
 
 
 def test_the_validation_of_a_mixture_tells_its_sources_apart(tmp_path: Path):
     data = mixture(tmp_path, {"letters": LETTERS, "texts": TEXTS})
     base = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
-    config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
+    config = dataclasses.replace(
+        base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000)
+    )
     store = prepare(data)
     decoder = Decoder(config.model, store.vocab_size, 32)
-    loss, _, *sources = Validation(config, store).measure(decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None)
+    loss, _, *sources = Validation(config, store).measure(
+        decoder, Device(torch.device("cpu"), bf16=False), lambda sequences: None
+    )
     losses_by_source = {curve.what: (len(curve.samples[0].values), curve.overall_mean) for curve in sources}
     assert set(losses_by_source) == {"letters", "texts"}
     losses = loss.samples[0].values[:, 0]
@@ -323,7 +370,9 @@ def test_a_source_of_weight_0_has_a_loss_of_its_own_alone(tmp_path: Path):
     for weighted, weight in zip(data.source.of, (0.0, 1.0), strict=True):
         weighted.weight = weight
     base = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source=package"])
-    config = dataclasses.replace(base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000))
+    config = dataclasses.replace(
+        base, data=dataclasses.replace(data, seq_len=32), eval=dataclasses.replace(base.eval, sequences=1000)
+    )
     store = prepare(data)
     decoder, device = Decoder(config.model, store.vocab_size, 32), Device(torch.device("cpu"), bf16=False)
     loss, bits, letters, texts = Validation(config, store).measure(decoder, device, lambda sequences: None)

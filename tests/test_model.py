@@ -40,7 +40,9 @@ def small(**changes: object) -> ModelConfig:
 SHAPES = [
     {"norm": norm, "mlp": mlp, "position": position, "qk_norm": qk_norm, "bias": bias, "tied": tied}
     for (norm, mlp, position), (qk_norm, bias, tied) in zip(
-        itertools.product(("rms", "layer"), ("swiglu", "gelu", "relu2"), (Rope(), Rope(fraction=0.5), Learned(), NoPosition())),
+        itertools.product(
+            ("rms", "layer"), ("swiglu", "gelu", "relu2"), (Rope(), Rope(fraction=0.5), Learned(), NoPosition())
+        ),
         itertools.cycle(itertools.product((False, True), repeat=3)),
         strict=False,
     )
@@ -69,7 +71,9 @@ def test_loss_of_the_initial_model_is_near_that_of_a_uniform_guess():
 def test_models_of_one_seed_start_equal_whatever_their_normalizer():
     first = dict(Decoder(small(), 50, 16, seed=3).named_parameters())
     second = dict(Decoder(small(normalizer=opt.SSMax(bias=True)), 50, 16, seed=3).named_parameters())
-    assert {name for name in second if name not in first} == {f"blocks.{i}.attention.normalizer.{p}" for i in (0, 1) for p in "sb"}
+    assert {name for name in second if name not in first} == {
+        f"blocks.{i}.attention.normalizer.{p}" for i in (0, 1) for p in "sb"
+    }
     assert all(torch.equal(first[name], second[name]) for name in first)
     other = dict(Decoder(small(), 50, 16, seed=4).named_parameters())
     assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
@@ -137,7 +141,10 @@ def test_the_rotated_part_of_a_head_is_exact():
 
 def test_theta_factor_multiplies_theta():
     positions = torch.arange(100)
-    scaled, expected = rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)), rope_rotation(positions, 64, Rope(theta=5e5))
+    scaled, expected = (
+        rope_rotation(positions, 64, Rope(theta=1e4), ThetaFactor(50.0)),
+        rope_rotation(positions, 64, Rope(theta=5e5)),
+    )
     assert torch.equal(scaled[0], expected[0])
     decoder = Decoder(small(), 50, 16)
     tokens, scaled_model = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
@@ -169,7 +176,14 @@ def test_scalings_of_rope_have_their_closed_forms():
 @pytest.mark.parametrize("theta", [1.0000001, 1e12])
 @pytest.mark.parametrize(
     "scaling",
-    [ThetaFactor(1e-6), ThetaFactor(1e6), Interpolation(1e6), NTK(1e6), YaRNScaling(1e6), YaRNScaling(fast=1e9, slow=1e9 - 1)],
+    [
+        ThetaFactor(1e-6),
+        ThetaFactor(1e6),
+        Interpolation(1e6),
+        NTK(1e6),
+        YaRNScaling(1e6),
+        YaRNScaling(fast=1e9, slow=1e9 - 1),
+    ],
     ids=lambda value: value.name,
 )
 def test_rope_is_finite_at_the_bounds_of_its_options(scaling: RopeScaling, theta: float, head_size: int):
@@ -182,7 +196,10 @@ def test_rope_is_finite_at_the_bounds_of_its_options(scaling: RopeScaling, theta
 @pytest.mark.parametrize("name", ["theta", "interpolation", "ntk", "yarn"])
 def test_factors_of_rope_beyond_their_bounds_are_refused(tiny, name: str, factor: str):
     with pytest.raises(ConfigError, match=r"rope\.factor = [^\n]*: must be"):
-        tiny(f"eval.long_context.inference=[{{rope: {{name: {name}, factor: {factor}}}}}]", "eval.long_context.length_factor=2")
+        tiny(
+            f"eval.long_context.inference=[{{rope: {{name: {name}, factor: {factor}}}}}]",
+            "eval.long_context.length_factor=2",
+        )
 
 
 @torch.no_grad()
@@ -206,9 +223,14 @@ def test_an_inference_setting_makes_a_copy_that_shares_weights_and_leaves_the_mo
 
 def settable(options: type) -> dict[str, object]:
     """Another value of every option that an inference setting may change."""
-    fixed, by_type = getattr(options, "fixed_by_training", {}), {bool: lambda value: not value, float: lambda value: value + 1.5}
+    fixed, by_type = (
+        getattr(options, "fixed_by_training", {}),
+        {bool: lambda value: not value, float: lambda value: value + 1.5},
+    )
     by_type |= {int: lambda value: value + 1, str: lambda value: "fixed:9"}
-    changes = {spec.name: by_type[type(spec.default)](spec.default) for spec in fields(options) if spec.name not in fixed}
+    changes = {
+        spec.name: by_type[type(spec.default)](spec.default) for spec in fields(options) if spec.name not in fixed
+    }
     literals = {"base": 9.0, "form": "1/n^2", "features": "relu"}
     return {name: literals.get(name, value) for name, value in changes.items()}
 
@@ -217,7 +239,12 @@ def settable(options: type) -> dict[str, object]:
 def test_options_that_training_has_not_fixed_change_no_parameter(name: str):
     options, shapes = catalogue.OPTIONS[name], []
     for changes in ({}, settable(options)):
-        shapes.append({key: value.shape for key, value in Decoder(small(normalizer=options(**changes)), 50, 16).named_parameters()})
+        shapes.append(
+            {
+                key: value.shape
+                for key, value in Decoder(small(normalizer=options(**changes)), 50, 16).named_parameters()
+            }
+        )
     assert shapes[0] == shapes[1]
 
 
@@ -241,7 +268,9 @@ BLOCKS = {
 
 
 def make_decoder(name: str, block: str, options: Mapping[str, object] = {}, **changes: object) -> Decoder:
-    config = ModelConfig(n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **{**BLOCKS[block], **changes})
+    config = ModelConfig(
+        n_layer=2, n_embd=32, normalizer=catalogue.OPTIONS[name](**options), **{**BLOCKS[block], **changes}
+    )
     decoder = Decoder(config, 50, seq_len=16, seed=3).eval().double()
     with torch.no_grad():
         for normalizer in decoder.normalizers():
@@ -271,7 +300,9 @@ def test_prefill_equals_decoding_step_by_step_equals_packed_documents(name: str,
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "changes", [{"output_gate": "head"}, {"differential": True, "normalizer": "entmax15"}, {"value_residual": "first_layer"}], ids=str
+    "changes",
+    [{"output_gate": "head"}, {"differential": True, "normalizer": "entmax15"}, {"value_residual": "first_layer"}],
+    ids=str,
 )
 def test_the_states_of_the_last_tokens_alone_are_the_same_in_other_blocks(tiny, changes: dict):
     config = tiny(*(f"model.{key}={value}" for key, value in changes.items())).model
@@ -290,7 +321,9 @@ def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str)
     part_loss, full_loss = (model.training_loss(part, 1e-2)[0] for part in (batch, batch._replace(first=0)))
     assert part_loss.item() == pytest.approx(full_loss.item(), rel=1e-6)  # its sum is in fp32
     parameters = dict(model.named_parameters())
-    part_grads, full_grads = (torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (part_loss, full_loss))
+    part_grads, full_grads = (
+        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (part_loss, full_loss)
+    )
     for place, grad, full_grad in zip(parameters, part_grads, full_grads, strict=True):
         assert (grad is None) == (full_grad is None), place
         if grad is not None:
@@ -300,7 +333,10 @@ def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str)
 def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None:
     """Compare states asked for from some token on with those of whole sequences: alone, of packed documents, and with a cache."""
     layout, cache = AttentionLayout.from_document_lengths([5, 1, 18]), DecodingCache(24)
-    for states, last_states in ((model(tokens), model(tokens, first=20)), (model(tokens, layout), model(tokens, layout, first=20))):
+    for states, last_states in (
+        (model(tokens), model(tokens, first=20)),
+        (model(tokens, layout), model(tokens, layout, first=20)),
+    ):
         assert torch.allclose(last_states, states[:, 20:], rtol=0, atol=1e-9)
     first = model(tokens[:, :15], cache=cache, first=14)
     rest = model(tokens[:, 15:], cache=cache, first=2)
@@ -317,7 +353,9 @@ def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
     for layer in range(2):
         name_of_weight = f"blocks.{layer}.attention.qkv.weight"
         q, k, v = weights[name_of_weight].split((48, 24, 24))
-        weights[name_of_weight] = torch.cat((q, *(part.unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v))))
+        weights[name_of_weight] = torch.cat(
+            (q, *(part.unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v)))
+        )
     ungrouped.load_state_dict(weights)
     tokens = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(shared(tokens), ungrouped(tokens), rtol=0, atol=1e-12)
@@ -333,7 +371,10 @@ def test_the_cache_holds_the_shared_keys_and_values_alone(name: str):
 
 
 def test_n_kv_head_equal_to_n_head_is_the_default_to_the_bit():
-    plain, explicit = Decoder(small(), 50, 16), Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16)
+    plain, explicit = (
+        Decoder(small(), 50, 16),
+        Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16),
+    )
     assert same(plain.state_dict(), explicit.state_dict())
     batch = Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))
     for model in (plain, explicit):
@@ -428,7 +469,9 @@ def test_a_gau_starts_as_its_reference_says():
 
 def test_two_gaus_have_about_the_parameters_of_one_block():
     block = count_parameters(Decoder(ModelConfig(n_layer=1, n_embd=768, n_head=12), 50, 16))["non_embedding"]
-    gaus = count_parameters(Decoder(ModelConfig(n_layer=2, n_embd=768, n_head=1, block=GAUBlock()), 50, 16))["non_embedding"]
+    gaus = count_parameters(Decoder(ModelConfig(n_layer=2, n_embd=768, n_head=1, block=GAUBlock()), 50, 16))[
+        "non_embedding"
+    ]
     assert gaus / block == pytest.approx(1.0, abs=0.08)
 
 
@@ -454,7 +497,11 @@ def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
 
 def test_a_pickled_model_computes_the_same():
     decoder = Decoder(
-        ModelConfig(n_layer=3, n_head=2, n_embd=32, normalizer=catalogue.Layers([opt.PN(), opt.Window(size=4), opt.PN()])), 60, 16
+        ModelConfig(
+            n_layer=3, n_head=2, n_embd=32, normalizer=catalogue.Layers([opt.PN(), opt.Window(size=4), opt.PN()])
+        ),
+        60,
+        16,
     )
     tokens = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
     for copied in (pickle.loads(pickle.dumps(decoder)), copy.deepcopy(decoder)):
@@ -472,7 +519,10 @@ def test_all_layers_of_p_n_share_one_table(names: list[str]):
 def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
     layers = "model.normalizer=[softmax, ssmax]"
     train(tiny("name=layers", layers))
-    assert [n.options.name for n in load_model(tiny("name=layers").run_folder).decoder.normalizers()] == ["softmax", "ssmax"]
+    assert [n.options.name for n in load_model(tiny("name=layers").run_folder).decoder.normalizers()] == [
+        "softmax",
+        "ssmax",
+    ]
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [sink, qassmax]}]"
     train(tiny("name=phased", phases))
     first = weights(tiny("name=phased").run_folder)

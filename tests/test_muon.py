@@ -11,7 +11,14 @@ from lm.model.decoder import Decoder, group_of, projections
 from lm.model.swapped import with_normalizer
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.memory import TensorMemory
-from lm.training.optimizers import BATCH_ELEMENTS, load_named_state, make_optimizer, named_state, orthogonal_approximation, state_after_swap
+from lm.training.optimizers import (
+    BATCH_ELEMENTS,
+    load_named_state,
+    make_optimizer,
+    named_state,
+    orthogonal_approximation,
+    state_after_swap,
+)
 from lm.training.train import train
 
 MODELS = {
@@ -58,7 +65,9 @@ OPTIONS = {"default": Muon(), "other": Muon(momentum=0.8, nesterov=False, ns_ste
 @pytest.mark.parametrize("elements", [BATCH_ELEMENTS, 1])
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
-def test_each_projection_gets_the_update_of_torch_s_muon_alone(tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int):
+def test_each_projection_gets_the_update_of_torch_s_muon_alone(
+    tiny, monkeypatch: pytest.MonkeyPatch, model: str, kind: str, elements: int
+):
     monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements)
     monkeypatch.setattr("lm.training.optimizers.native_bf16_hardware", lambda accelerator: "as in torch's")
     options = OPTIONS[kind]
@@ -103,14 +112,18 @@ def test_products_in_fp32_round_as_those_in_bf16(shape: tuple[int, int, int]):
 
 def test_an_update_multiplies_in_fp32_where_bf16_is_not_native(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
     dtypes = set()
-    monkeypatch.setattr("lm.training.optimizers.orthogonal_approximation", lambda means, steps, products: dtypes.add(products) or means)
+    monkeypatch.setattr(
+        "lm.training.optimizers.orthogonal_approximation", lambda means, steps, products: dtypes.add(products) or means
+    )
     decoder, optimizer = made(tiny(), OptimConfig(optimizer=Muon()))
     give_gradients(decoder, 0)
     optimizer.step()
     assert dtypes == {torch.bfloat16 if native else torch.float32}
 
 
-def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(tiny, monkeypatch: pytest.MonkeyPatch, native: bool):
+def test_the_memory_of_an_update_does_not_grow_with_the_number_of_layers(
+    tiny, monkeypatch: pytest.MonkeyPatch, native: bool
+):
     monkeypatch.setattr("lm.training.optimizers.BATCH_ELEMENTS", elements := 20_000)
     peaks = []
     for depth in (4, 16):
@@ -129,7 +142,10 @@ def test_all_other_parameters_get_exactly_adamw_s_update(tiny):
     settings = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.3}
     config = tiny("model.normalizer=qassmax", "eval.long_context.length_factor=0")
     groups = tiny("optim.groups={head: {eps: 1e-3}, vectors: {weight_decay: 0.2}}").optim.groups
-    kinds = [OptimConfig(optimizer=kind, groups=groups) for kind in (Muon(**settings), tiny("optim.optimizer=adamw").optim.optimizer)]
+    kinds = [
+        OptimConfig(optimizer=kind, groups=groups)
+        for kind in (Muon(**settings), tiny("optim.optimizer=adamw").optim.optimizer)
+    ]
     vars(kinds[1].optimizer).update(settings)
     decoders = []
     for optim in kinds:
@@ -149,7 +165,9 @@ def test_epsilon_of_a_group_is_its_own(tiny):
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     give_gradients(decoder, 0)
     optimizer.step()
-    changes = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in decoder.named_parameters()}
+    changes = {
+        name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in decoder.named_parameters()
+    }
     assert changes.pop("head.weight") < 1e-9
     assert min(changes.values()) > 1e-4
 
@@ -177,15 +195,26 @@ def test_parameters_without_a_gradient_stay_as_they_are(tiny):
     give_gradients(decoder, 0)
     optimizer.step()
     weights = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
-    state = {name: {key: value.clone() for key, value in values.items()} for name, values in named_state(optimizer).items()}
+    state = {
+        name: {key: value.clone() for key, value in values.items()} for name, values in named_state(optimizer).items()
+    }
     decoder.zero_grad()
     optimizer.step()
     assert all(torch.equal(parameter, weights[name]) for name, parameter in decoder.named_parameters())
-    assert all(torch.equal(value, state[name][key]) for name, values in named_state(optimizer).items() for key, value in values.items())
+    assert all(
+        torch.equal(value, state[name][key])
+        for name, values in named_state(optimizer).items()
+        for key, value in values.items()
+    )
 
 
 def test_a_run_says_its_options_and_keeps_its_state_in_fp32(tiny, capsys: pytest.CaptureFixture):
-    config = tiny("name=a", "optim.optimizer={name: muon, momentum: 0.9}", "optim.groups.head.eps=1e-6", "trainer.precision=bf16-mixed")
+    config = tiny(
+        "name=a",
+        "optim.optimizer={name: muon, momentum: 0.9}",
+        "optim.groups.head.eps=1e-6",
+        "trainer.precision=bf16-mixed",
+    )
     assert train(config) == 0
     out = capsys.readouterr().out
     assert "optimizer   muon, momentum = 0.9, lr 0.01, " in out, "options at their defaults are left out"

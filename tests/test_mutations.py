@@ -12,7 +12,11 @@ import yaml
 ROOT = Path(__file__).parent.parent
 
 BY_TESTS = yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())
-MUTATIONS = {mutation.pop("what"): {**mutation, "tests": tests} for tests, mutations in BY_TESTS.items() for mutation in mutations}
+MUTATIONS = {
+    mutation.pop("what"): {**mutation, "tests": tests}
+    for tests, mutations in BY_TESTS.items()
+    for mutation in mutations
+}
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     folder = tmp_path_factory.mktemp("needles")
     for number in range(30):
         (folder / f"{number:02d}.txt").write_text(" ".join(f"word{(number * k) % 89}" for k in range(300)))
-    return prepare(DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores")))
+    return prepare(
+        DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), val_fraction=0.3, root=str(folder / "stores"))
+    )
 
 
 def made(store: Store, name: str = "softmax", **model: object) -> Decoder:
@@ -70,7 +72,9 @@ def test_scores_are_those_of_whole_forward_passes(store: Store, name: str):
         assert first == (rank == 1)
         assert margin == pytest.approx(losses[0] - min(losses[1:]), abs=1e-4)
         answer = text.decode(
-            np.array(list(generate(decoder, question.prompt.tolist(), len(question.answer) + 2, Sampling(temperature=0))))
+            np.array(
+                list(generate(decoder, question.prompt.tolist(), len(question.answer) + 2, Sampling(temperature=0)))
+            )
         ).strip()
         assert digit == (answer[:1] == question.number[:1])
         assert whole == answer.startswith(question.number)
@@ -81,9 +85,16 @@ def test_digits_after_the_whole_number_do_not_make_it_wrong(store: Store, monkey
     """The loss on answers teaches no model to stop after the last digit."""
     decoder, text = made(store), Text(store)
     question = trials(Needle(), LENGTH, 1, text)[0]
-    outputs = {f" {question.number}95": 1.0, f" {question.number}.": 1.0, f" {question.number[:6]}.": 0.0, f" 1{question.number}": 0.0}
+    outputs = {
+        f" {question.number}95": 1.0,
+        f" {question.number}.": 1.0,
+        f" {question.number[:6]}.": 0.0,
+        f" 1{question.number}": 0.0,
+    }
     for output, exact in outputs.items():
-        monkeypatch.setattr(answers, "_greedy_tokens", lambda *_, output=output: torch.from_numpy(text.encode(output))[None])
+        monkeypatch.setattr(
+            answers, "_greedy_tokens", lambda *_, output=output: torch.from_numpy(text.encode(output))[None]
+        )
         assert score(decoder, [question], LENGTH, text)[0, answers.EXACT_COLUMN] == exact, output
 
 
@@ -104,11 +115,16 @@ def test_head_scores_are_sums_of_the_dense_weights(store: Store, name: str):
     decoder = made(store, name).float()
     question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
     weights = []
-    hooks = [n.register_forward_pre_hook(lambda n, a: weights.append(n.weights(a[0], a[1], a[3])[0, :, -1])) for n in decoder.normalizers()]
+    hooks = [
+        n.register_forward_pre_hook(lambda n, a: weights.append(n.weights(a[0], a[1], a[3])[0, :, -1]))
+        for n in decoder.normalizers()
+    ]
     decoder(torch.from_numpy(question.prompt[None]))
     for hook in hooks:
         hook.remove()
-    expected = torch.stack([torch.stack([a[:, start:stop].sum(-1) for start, stop in question.spans]) for a in weights], 1)
+    expected = torch.stack(
+        [torch.stack([a[:, start:stop].sum(-1) for start, stop in question.spans]) for a in weights], 1
+    )
     assert torch.allclose(head_scores(decoder, question, LENGTH), expected, atol=1e-5)
 
 
@@ -118,8 +134,13 @@ def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
     model = for_inference(made(store).float(), InferenceSetting(NTK()))
     question = trials(Needle(depth=0.5), LENGTH, 1, Text(store))[0]
     tokens = torch.from_numpy(np.concatenate((question.prompt, question.answer[:-1]))[None])
-    rows = [block.weights[0, :, 0] for block in attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])]
-    expected = torch.stack([torch.stack([row[:, start:stop].sum(-1) for start, stop in question.spans]) for row in rows], 1)
+    rows = [
+        block.weights[0, :, 0]
+        for block in attention_blocks(model, Batch(tokens, tokens, None), [len(question.prompt) - 1])
+    ]
+    expected = torch.stack(
+        [torch.stack([row[:, start:stop].sum(-1) for start, stop in question.spans]) for row in rows], 1
+    )
     assert tokens.size(1) == LENGTH
     assert torch.allclose(head_scores(model, question, LENGTH), expected, atol=1e-5)
     assert not torch.allclose(head_scores(model, question, 2 * LENGTH), expected, atol=1e-3)
@@ -128,7 +149,10 @@ def test_head_scores_have_the_rotations_of_the_whole_sequence(store: Store):
 @torch.no_grad()
 def test_learned_positions_reach_as_far_as_the_configuration_says(store: Store):
     decoder, questions = made(store, position=Learned()).float(), trials(Needle(distractors=1), LENGTH, 20, Text(store))
-    decoder.seq_len, decoder.position = LENGTH + MAX_OVERRUN, torch.nn.Embedding(LENGTH + MAX_OVERRUN, decoder.config.n_embd)
+    decoder.seq_len, decoder.position = (
+        LENGTH + MAX_OVERRUN,
+        torch.nn.Embedding(LENGTH + MAX_OVERRUN, decoder.config.n_embd),
+    )
     longest = max(questions, key=lambda question: max(map(len, question.others)) - len(question.answer))
     assert max(map(len, longest.others)) > len(longest.answer), "another number has more tokens"
     assert score(decoder, [longest], LENGTH, Text(store)).shape == (1, len(SCORED))
@@ -154,7 +178,9 @@ def test_fine_tuning_teaches_a_copy_and_leaves_the_model(store: Store):
     assert losses[1] < losses[0] - 0.5
 
 
-def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rate_that_rises_and_falls(store: Store, monkeypatch):
+def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rate_that_rises_and_falls(
+    store: Store, monkeypatch
+):
     read, counted, rates, text, task = [], [], [], Text(store), Needle(needles=2)
     loss, step = answers.training_loss, torch.optim.AdamW.step
 
@@ -163,8 +189,12 @@ def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rat
         return example(*arguments)
 
     monkeypatch.setattr(answers, "example", made_example)
-    monkeypatch.setattr(answers, "training_loss", lambda *given: counted.append(int((given[2] != IGNORED).sum())) or loss(*given))
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *given: rates.append(self.param_groups[0]["lr"]) or step(self, *given))
+    monkeypatch.setattr(
+        answers, "training_loss", lambda *given: counted.append(int((given[2] != IGNORED).sum())) or loss(*given)
+    )
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *given: rates.append(self.param_groups[0]["lr"]) or step(self, *given)
+    )
     config = NeedleConfig(needles=2, finetune=FinetuneConfig(steps=6, batch_sequences=2, lr=1e-3))
     finetuned_copy(made(store).float(), config, 300, text, CPU)
     assert read == [(index, 300, "train") for index in range(12)]
@@ -179,9 +209,13 @@ def test_fine_tuning_takes_a_transferred_rate(store: Store):
     for transfer in (None, Transfer(base_width=16)):
         decoder = Decoder(ModelConfig(n_layer=2, n_head=4, n_embd=64, transfer=transfer), store.vocab_size, LENGTH)
         taught = finetuned_copy(decoder, config, LENGTH, Text(store), CPU).state_dict()
-        changes.append({name: float((taught[name] - value).abs().max()) for name, value in decoder.state_dict().items()})
+        changes.append(
+            {name: float((taught[name] - value).abs().max()) for name, value in decoder.state_dict().items()}
+        )
     assert changes[0] == pytest.approx(dict.fromkeys(changes[0], 1e-3), rel=0.02)
-    factors = {name: 1 / 4 if name == "norm.weight" or ("blocks." in name and "norm" not in name) else 1 for name in changes[0]}
+    factors = {
+        name: 1 / 4 if name == "norm.weight" or ("blocks." in name and "norm" not in name) else 1 for name in changes[0]
+    }
     assert changes[1] == pytest.approx({name: 1e-3 * factor for name, factor in factors.items()}, rel=0.02)
 
 
@@ -209,30 +243,55 @@ def test_cells_have_their_control_and_ranks_share_them(tiny, monkeypatch: pytest
     ]
     assert all(series.references == {} for series in exact), "one needle is no choice"
     right = [series for series in result if series.metric == "accuracy"]
-    assert [(series.what, series.control) for series in right] == [("needle", False), ("needle, control without it", True)]
+    assert [(series.what, series.control) for series in right] == [
+        ("needle", False),
+        ("needle, control without it", True),
+    ]
     by_depth = np.stack([series.samples[0].values[:, 0] for series in exact[:2]])
-    assert right[0].samples[0].values[:, 0] == pytest.approx(by_depth.mean(0)), "a trial asks the same at each depth: it counts once"
+    assert right[0].samples[0].values[:, 0] == pytest.approx(by_depth.mean(0)), (
+        "a trial asks the same at each depth: it counts once"
+    )
     assert [name for series in result for name in series.logged] == [
         f"needle/{kind} {n} as trained" for kind in ("exact", "control") for n in (192, 256)
     ]
     heads = [series for series in result if series.metric == "attention to the number"]
-    assert [(series.what, series.samples[0].values.shape) for series in heads] == [("layer 0", (3, 2)), ("layer 1", (3, 2))]
+    assert [(series.what, series.samples[0].values.shape) for series in heads] == [
+        ("layer 0", (3, 2)),
+        ("layer 1", (3, 2)),
+    ]
     asked = trials(Needle(depth=0.5), 256, 3, Text(store))
-    parts = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in asked], axis=0)  # of the keys that the last token sees
-    levels = {series.metric: series.references["uniform attention"] for series in result if series.metric.startswith("attention to the")}
-    assert levels == {"attention to the number": pytest.approx(parts[0]), "attention to the sentence": pytest.approx(parts[1])}
+    parts = np.mean(
+        [np.diff(trial.spans).ravel() / len(trial.prompt) for trial in asked], axis=0
+    )  # of the keys that the last token sees
+    levels = {
+        series.metric: series.references["uniform attention"]
+        for series in result
+        if series.metric.startswith("attention to the")
+    }
+    assert levels == {
+        "attention to the number": pytest.approx(parts[0]),
+        "attention to the sentence": pytest.approx(parts[1]),
+    }
     assert json.loads(json.dumps([series.plain() for series in result])) == [series.plain() for series in result]
 
 
 def test_questions_of_one_sequence_are_one_group(tiny):
-    config = tiny(*NEEDLES, "eval.needle.needles=3", "eval.needle.trials=7", "eval.needle.length_factors=[12]", "eval.needle.heads_at=null")
+    config = tiny(
+        *NEEDLES,
+        "eval.needle.needles=3",
+        "eval.needle.trials=7",
+        "eval.needle.length_factors=[12]",
+        "eval.needle.heads_at=null",
+    )
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
     by_length = [series for series in result if series.axis and series.axis.name == "sequence length"]
     assert {series.metric for series in by_length} == {"accuracy", *(name for name, _ in SCORED)}
     assert {tuple(sample.groups) for series in by_length for sample in series.samples} == {(0, 0, 0, 1, 1, 1, 2)}
     accuracy = next(series for series in by_length if series.metric == "accuracy")
-    assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, "the third sequence is asked one question of three"
+    assert accuracy.references == {"chance": pytest.approx((3 / 3 + 2 / 2 + 2) / 7)}, (
+        "the third sequence is asked one question of three"
+    )
     assert interval_of(accuracy, 0).noise_source == "sequences, 1 seed"
 
 
@@ -241,7 +300,9 @@ def test_numbers_beside_the_needle_make_a_chance(tiny):
     needle = NeedleMeasurement(config, store := prepare(config.data))
     result = needle.measure(Decoder(config.model, store.vocab_size, config.data.seq_len), CPU, lambda trials: None)
     exact = [series.references for series in result if series.metric in ("accuracy", "exact")]
-    assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], "the control shows none that is right"
+    assert exact == [{"chance": 1 / 4}, {}, {"chance": 1 / 4}, {"chance": 1 / 4}, {}], (
+        "the control shows none that is right"
+    )
     assert [row.value for row in rows_of(result) if row.metric == "exact: chance"] == [1 / 4, 1 / 4]
 
 

@@ -79,7 +79,9 @@ def test_every_registered_normalizer_is_tested():
     assert {options.name for options in CASES.values()} == set(catalogue.ENTRIES)
 
 
-@pytest.mark.parametrize("case", thinned(CASES, {options.name: case for case, options in reversed(CASES.items())}.values()))
+@pytest.mark.parametrize(
+    "case", thinned(CASES, {options.name: case for case, options in reversed(CASES.items())}.values())
+)
 def test_a_normalizer_keeps_the_contract(case: str):
     for check in contract.CHECKS:
         check(CASES[case])
@@ -93,7 +95,17 @@ def test_weights_are_not_negative(options: Options):
 
 
 # By default a case for each formula that is computed in blocks, tiles or chunks.
-IN_BLOCKS = ("softmax1", "relu2, sum", "sigmoid with bias", "entmax15", "asentmax", "softpick", "forget", "linear", "stick_breaking")
+IN_BLOCKS = (
+    "softmax1",
+    "relu2, sum",
+    "sigmoid with bias",
+    "entmax15",
+    "asentmax",
+    "softpick",
+    "forget",
+    "linear",
+    "stick_breaking",
+)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, IN_BLOCKS))
@@ -214,7 +226,9 @@ def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torc
     thresholds = threshold(z.to(dtype), p).double()
     assert (thresholds - low).abs().max() <= 64 * torch.finfo(dtype).eps
     normalizer = make_normalizer(options, LayerSpec(1, 1, 1, size))
-    weights = normalizer.normalize(p * z.to(dtype)[:, None, None], AttentionLayout.full(size).select(slice(size - 1, size), size))
+    weights = normalizer.normalize(
+        p * z.to(dtype)[:, None, None], AttentionLayout.full(size).select(slice(size - 1, size), size)
+    )
     expected = (z - low).relu().pow(p)[:, None, None]
     assert (weights - expected).abs().sum(-1).max() <= 8 * size**0.5 * torch.finfo(dtype).eps
     assert (weights.sum(-1) - 1).abs().max() <= 8 * size**0.5 * torch.finfo(dtype).eps
@@ -317,14 +331,17 @@ def test_ssmax_with_s_zero_is_uniform_and_with_bias_one_is_softmax():
     z = torch.randn(50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(row_weights(opt.SSMax(), z, s=0.0), torch.full((50,), 1 / 50, dtype=torch.float64))
     normalizer, softmax = (
-        make_normalizer(o, LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH)).double() for o in (opt.SSMax(bias=True), opt.Softmax())
+        make_normalizer(o, LayerSpec(HEADS, 16, WIDTH, TRAIN_LENGTH)).double()
+        for o in (opt.SSMax(bias=True), opt.Softmax())
     )
     with torch.no_grad():
         normalizer.s.zero_()
         normalizer.b.fill_(1.0)
     for length in (20, 600):  # by both routes
         q, k, v = inputs(length)
-        assert torch.equal(normalizer(q, k, v, AttentionLayout.full(length)), softmax(q, k, v, AttentionLayout.full(length)))
+        assert torch.equal(
+            normalizer(q, k, v, AttentionLayout.full(length)), softmax(q, k, v, AttentionLayout.full(length))
+        )
 
 
 def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
@@ -335,7 +352,11 @@ def test_published_mistake_adding_log_n_to_logits_is_a_no_op_but_ssmax_is_not():
 
 def test_published_mistake_padded_width_is_not_n():
     """The first queries of a long sequence must see ln of their own few keys."""
-    scale = make_normalizer(opt.SSMax(init=1.0), LayerSpec(1, 16, WIDTH, TRAIN_LENGTH)).scale(AttentionLayout.full(512)).flatten()
+    scale = (
+        make_normalizer(opt.SSMax(init=1.0), LayerSpec(1, 16, WIDTH, TRAIN_LENGTH))
+        .scale(AttentionLayout.full(512))
+        .flatten()
+    )
     assert torch.allclose(scale, torch.arange(1, 513).float().log())
 
 

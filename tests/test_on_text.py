@@ -30,7 +30,9 @@ def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     texts = [path.read_text() for path in sorted(corpus.iterdir())][:2]
     train_tokenizer(iter(texts), TrainedTokenizer(vocab_size=290)).save(str(folder / "tokenizer.json"))
-    model = save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json")
+    model = save_model(
+        Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32), 300, 48), folder / "model", folder / "tokenizer.json"
+    )
     description = read_sealed(model / "lm.json")
     write_sealed(model / "lm.json", {**description, "spec": {**description["spec"], "end_tokens": ["e"]}})
     return model
@@ -56,10 +58,20 @@ def test_a_loss_of_other_weights_of_a_mixture_is_measured_again(saved: Path, cor
     other = write_texts(tmp_path / "other", ["12 34 56 78 " * 300 + str(number) for number in range(20)])
     losses = []
     for weights in ((0.5, 0.5), (1.0, 0.0)):
-        parts = [{"source": {"name": "files", "paths": [str(path)]}, "weight": w} for path, w in zip((corpus, other), weights, strict=True)]
+        parts = [
+            {"source": {"name": "files", "paths": [str(path)]}, "weight": w}
+            for path, w in zip((corpus, other), weights, strict=True)
+        ]
         data = {"source": {"name": "mixture", "of": parts}, "val_fraction": 0.2, "root": str(tmp_path / "stores")}
         (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"data": data}))
-        result = lm("eval", str(saved), str(tmp_path / "mix.yaml"), "eval.long_context.length_factor=0", "-o", str(tmp_path / "out.json"))
+        result = lm(
+            "eval",
+            str(saved),
+            str(tmp_path / "mix.yaml"),
+            "eval.long_context.length_factor=0",
+            "-o",
+            str(tmp_path / "out.json"),
+        )
         assert result.returncode == 0, result.stderr
         assert "(cached)" not in result.stdout
         rows = json.loads((tmp_path / "out.json").read_text())
@@ -90,23 +102,46 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
     assert result.returncode == 0, result.stderr
     assert "note: what those weights were trained on is not known" in result.stdout
     run, before = load(tmp_path / "run"), swapped.decoder.state_dict()
-    assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (32, "ssmax", "file")
+    assert (run.spec.model.n_embd, run.spec.model.normalizer.name, run.config.data.tokenizer.name) == (
+        32,
+        "ssmax",
+        "file",
+    )
     assert run.spec.end_tokens == ["e", "<|endoftext|>"]  # its documents end where the next one starts
     changed_names = {name for name, value in run.decoder.state_dict().items() if not torch.equal(value, before[name])}
     assert changed_names == {"blocks.0.attention.normalizer.s", "blocks.1.attention.normalizer.s"}
     assert lm("train", *words, "trainer.max_steps=3", "resume=auto").returncode == 0
     data = "data: {seq_len: 32, tokenizer: {end_of_text: x}}\n"
-    for content in ("model: {n_layer: 2}\n", data + "model: {n_layer: 2}\n", data + "model: {normalizer: {name: softmax}}\n"):
+    for content in (
+        "model: {n_layer: 2}\n",
+        data + "model: {n_layer: 2}\n",
+        data + "model: {normalizer: {name: softmax}}\n",
+    ):
         (out / "config.yaml").write_text(content)
         refusal = lm("train", *options, "name=other")
         expected = f"error: {out}/config.yaml: cut short: it does not say what the model is; swap the model again\n"
         assert (refusal.returncode, refusal.stderr) == (1, expected), content
 
 
-def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(saved: Path, base: Path, tmp_path: Path):
+def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(
+    saved: Path, base: Path, tmp_path: Path
+):
     """Its vocabulary counts, not the tokenizer's, of which the steps would be other ones (`trainer.tokens_per_parameter`)."""
-    arguments = [str(base), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "eval.sequences=4", "eval.every=99"]
-    arguments += ["optim.batch_tokens=32", "trainer.tokens_per_parameter=0.021", "trainer.checkpoint_every=9", "resume=auto"]
+    arguments = [
+        str(base),
+        f"init_from={saved}",
+        f"runs={tmp_path}",
+        "name=run",
+        "data.seq_len=32",
+        "eval.sequences=4",
+        "eval.every=99",
+    ]
+    arguments += [
+        "optim.batch_tokens=32",
+        "trainer.tokens_per_parameter=0.021",
+        "trainer.checkpoint_every=9",
+        "resume=auto",
+    ]
     assert lm("train", *arguments).returncode == 0
     steps = load(tmp_path / "run").metadata["step"]
     parameters = sum(p.numel() for p in load(saved).decoder.parameters())
@@ -125,10 +160,14 @@ def test_overrides_take_back_what_a_model_can_not_do(base: Path, saved: Path, tm
     no_long_context = ["eval.long_context.length_factor=0", "eval.sequences=4"]
     assert (result := lm("eval", str(model), str(base), *no_long_context)).returncode == 0, result.stderr
     assert result.stdout.count("tokens of a vocabulary") == 1  # the text, once
-    diagnosed = lm("diagnose", str(model), str(base), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1")
+    diagnosed = lm(
+        "diagnose", str(model), str(base), "eval.diagnostics.sequences=2", "eval.diagnostics.length_factor=1"
+    )
     assert diagnosed.returncode == 0, diagnosed.stderr
     out = tmp_path / "swapped"
-    swapped = lm("swap", str(model), str(base), "--to", "ssmax", "-o", str(out), *no_long_context, "eval.swap_lengths=[1]")
+    swapped = lm(
+        "swap", str(model), str(base), "--to", "ssmax", "-o", str(out), *no_long_context, "eval.swap_lengths=[1]"
+    )
     assert (swapped.returncode, swapped.stdout.count("tokens of a vocabulary")) == (0, 1), swapped.stderr
 
 
@@ -140,7 +179,14 @@ def test_overrides_take_back_what_a_model_can_not_do(base: Path, saved: Path, tm
     ],
 )
 def test_a_run_from_a_model_has_phases(saved: Path, base: Path, phases: str, error: str, tmp_path: Path):
-    arguments = [f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2", f"phases={phases}"]
+    arguments = [
+        f"init_from={saved}",
+        f"runs={tmp_path}",
+        "name=run",
+        "data.seq_len=32",
+        "trainer.max_steps=2",
+        f"phases={phases}",
+    ]
     result = lm("train", str(base), *arguments, "trainer.activation_checkpointing=true", "eval.sequences=4")
     assert error.replace("SAVED", str(saved)) in result.stderr
     assert result.returncode == (2 if error else 0), result.stderr
@@ -157,7 +203,11 @@ def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str
     else:
         path.mkdir()
         (path / "config.json").write_text("{}")
-    arguments = {"train": [base, f"init_from={path}"], "eval": [path], "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"]}
+    arguments = {
+        "train": [base, f"init_from={path}"],
+        "eval": [path],
+        "swap": [path, "--to", "ssmax", "-o", tmp_path / "out"],
+    }
     command, _, on_text = command.partition(" ")
     result = lm(command, *map(str, [path, base] if on_text else arguments[command]))
     expected = f"error: {path}: a model that was not imported; run lm import {path} -o OUT, and name OUT here\n"
@@ -165,11 +215,23 @@ def test_a_model_that_was_not_imported_is_said_to_be_one(command: str, what: str
 
 
 def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path, tmp_path: Path):
-    arguments = [str(base), f"init_from={saved}", f"runs={tmp_path}", "name=run", "data.seq_len=32", "trainer.max_steps=2"]
+    arguments = [
+        str(base),
+        f"init_from={saved}",
+        f"runs={tmp_path}",
+        "name=run",
+        "data.seq_len=32",
+        "trainer.max_steps=2",
+    ]
     result = lm("train", *arguments, "model.normalizer=softmax", "eval.sequences=4")
     assert result.returncode == 0, result.stderr
     run = load(tmp_path / "run")
-    assert (run.spec.vocab_size, run.spec.seq_len, run.spec.model.n_embd, run.config.data.tokenizer.name) == (300, 32, 32, "file")
+    assert (run.spec.vocab_size, run.spec.seq_len, run.spec.model.n_embd, run.config.data.tokenizer.name) == (
+        300,
+        32,
+        32,
+        "file",
+    )
     assert run.tokenizer.get_vocab() == load(saved).tokenizer.get_vocab()
     contradicting = lm("train", *arguments, "model.normalizer=softmax", "name=other", "model.n_mlp=64")
     assert (contradicting.returncode, contradicting.stderr.count("\n")) == (2, 1)
@@ -180,7 +242,14 @@ def test_a_run_from_a_model_has_its_shape_and_tokenizer(saved: Path, base: Path,
 
 def test_tasks_over_symbols_do_not_start_from_a_model_of_text(saved: Path, tmp_path: Path):
     symbols = str(ROOT / "configs" / "recall_one_symbol.yaml")
-    result = lm("train", symbols, f"init_from={saved}", f"runs={tmp_path}", f"data.root={tmp_path / 'data'}", "log.wandb=disabled")
+    result = lm(
+        "train",
+        symbols,
+        f"init_from={saved}",
+        f"runs={tmp_path}",
+        f"data.root={tmp_path / 'data'}",
+        "log.wandb=disabled",
+    )
     reason = f"data.tasks = 'mqar': makes sequences of symbols, and {saved} knows other tokens, of a text or of more or fewer symbols; "
     assert (result.returncode, result.stderr) == (2, f"error: {reason}name what it was trained on, or drop init_from\n")
     assert not (tmp_path / "data").exists()
@@ -198,7 +267,9 @@ def test_a_model_folder_in_the_home_folder_gives_its_shape(saved: Path, monkeypa
     assert with_shape_of(f"~/{saved.name}", {}, {}) == with_shape_of(str(saved), {}, {})
 
 
-@pytest.mark.parametrize("normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}])
+@pytest.mark.parametrize(
+    "normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}]
+)
 def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, normalizer: dict, tmp_path: Path):
     description = read_sealed(saved / "lm.json")
     assert with_shape_of(str(saved), {}, {})["model"]["normalizer"]["name"] == "softmax"
@@ -208,13 +279,17 @@ def test_no_normalizer_from_outside_is_taken_from_a_model_folder(saved: Path, no
 
 
 @pytest.mark.parametrize(("command", "options"), [("eval", []), ("diagnose", []), ("swap", ["--to", "ssmax", "-o"])])
-def test_text_that_is_too_short_for_a_model_is_said_to_be(command: str, options: list[str], saved: Path, base: Path, tmp_path: Path):
+def test_text_that_is_too_short_for_a_model_is_said_to_be(
+    command: str, options: list[str], saved: Path, base: Path, tmp_path: Path
+):
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in "abc":
         (texts / f"{name}.txt").write_text(f"{name} short text")
     little = tmp_path / "little.yaml"
-    little.write_text(f"base: {base}\ndata: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n")
+    little.write_text(
+        f"base: {base}\ndata: {{root: {tmp_path}, source: {{name: files, paths: [{texts}]}}, val_fraction: 0.4}}\n"
+    )
     result = lm(command, str(saved), str(little), *options, *([str(tmp_path / "out")] if options else []))
     assert (result.returncode, result.stderr.splitlines()[-1].startswith("error: ")) == (2, True), result.stderr
     reason = rf"data\.source = \S+: too little text for {saved}: a sequence needs 49 tokens, the .* name more text\n"
@@ -224,7 +299,10 @@ def test_text_that_is_too_short_for_a_model_is_said_to_be(command: str, options:
 
 def test_a_swap_is_refused_before_its_text_is_prepared(saved: Path, base: Path, tmp_path: Path):
     arguments = ["swap", str(saved), str(base), "-o", str(tmp_path / "out"), f"data.root={tmp_path / 'data'}"]
-    for options, reason in {("--to", "softmix"): "unknown normalizer", ("--to", "log_n", "--init", "fit"): "log_n has no param"}.items():
+    for options, reason in {
+        ("--to", "softmix"): "unknown normalizer",
+        ("--to", "log_n", "--init", "fit"): "log_n has no param",
+    }.items():
         result = lm(*arguments, *options)
         assert (result.returncode, result.stdout) == (2, "")
         assert reason in result.stderr

@@ -36,7 +36,9 @@ def test_weight_decay_is_on_matrices_only(tiny):
     options = ["model.normalizer={name: qassmax}", "model.bias=true", "model.norm=layer", "model.position=learned"]
     model = decoder(tiny, *options, "eval.long_context.length_factor=0")
     groups = parameter_groups(model, tiny("optim.optimizer.weight_decay=0.3").optim)
-    assert {group["name"]: group["weight_decay"] for group in groups} == dict(zip(GROUPS, (0.3, 0.3, 0.3, 0.0, 0.0), strict=True))
+    assert {group["name"]: group["weight_decay"] for group in groups} == dict(
+        zip(GROUPS, (0.3, 0.3, 0.3, 0.0, 0.0), strict=True)
+    )
     names = {group["name"]: [name for name, _ in group["params"]] for group in groups}
     assert names["embedding"] == ["embedding.weight", "position.weight"]
     assert names["head"] == ["head.weight"]
@@ -55,7 +57,9 @@ def test_a_tied_head_is_the_embedding(tiny):
 def test_groups_have_their_own_rate_and_decay(tiny):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax, warmup_steps: 4}]"
     config = tiny(
-        phases, "optim.groups={embedding: {lr_factor: 0.5, weight_decay: 0}, vectors: {weight_decay: 0.2}}", "optim.warmup_steps=0"
+        phases,
+        "optim.groups={embedding: {lr_factor: 0.5, weight_decay: 0}, vectors: {weight_decay: 0.2}}",
+        "optim.warmup_steps=0",
     )
     optimizer = make_optimizer(decoder(tiny, "model.normalizer=ssmax"), config.optim)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0, 0.1, 0.2, 0]
@@ -113,7 +117,10 @@ def test_an_optimizer_is_added_by_its_options_and_a_builder(tiny, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["optim.optimizer.weight_decay=0.6"], r"optim\.optimizer\.weight_decay = 0\.6: times the learning rate of matrices is 1\.2: "),
+        (
+            ["optim.optimizer.weight_decay=0.6"],
+            r"optim\.optimizer\.weight_decay = 0\.6: times the learning rate of matrices is 1\.2: ",
+        ),
         (
             ["optim.groups.vectors={lr_factor: 2, weight_decay: 0.3}"],
             r"optim\.groups\.vectors\.weight_decay = 0\.3: .* of vectors is 1\.2: ",
@@ -146,7 +153,9 @@ def test_projections_are_slices_of_the_fused_matrices(tiny, fused: str):
     slices, matrices = projections(model), dict(model.named_parameters())
     assert {name.split(".")[-2] for name in slices} == set(fused.split(", "))
     for name, parts in slices.items():
-        assert [row for part in parts.values() for row in range(part.start, part.stop)] == list(range(matrices[name].size(0)))
+        assert [row for part in parts.values() for row in range(part.start, part.stop)] == list(
+            range(matrices[name].size(0))
+        )
 
 
 @pytest.mark.parametrize("options", [[], ["model.n_kv_head=1"]])
@@ -163,10 +172,16 @@ def test_slices_are_of_the_projections_they_are_named_for(tiny, options: list[st
 
 @pytest.mark.parametrize(
     ("group", "options"),
-    [("head", ["model.tied=true"]), ("matrices", ["model.normalizer=ssmax", "train_only=normalizer"]), ("normalizer", [])],
+    [
+        ("head", ["model.tied=true"]),
+        ("matrices", ["model.normalizer=ssmax", "train_only=normalizer"]),
+        ("normalizer", []),
+    ],
 )
 def test_a_group_that_no_trained_parameter_is_in_is_not_set_in_vain(tiny, group: str, options: list[str]):
-    with pytest.raises(ConfigError, match=rf"optim\.groups\.{group} = .*: no trained parameter is in this group; drop it"):
+    with pytest.raises(
+        ConfigError, match=rf"optim\.groups\.{group} = .*: no trained parameter is in this group; drop it"
+    ):
         train(tiny("name=a", *options, f"optim.groups.{group}.lr_factor=2"))
 
 

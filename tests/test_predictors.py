@@ -15,7 +15,15 @@ from lm.diagnostics.retrieval_length import retrieving_head
 from lm.errors import RunError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-NUMBERS = {"margin": 5.0, "weight on the needle": 0.9, "N_eff": 1.2, "S": 0.1, "entropy": 0.3, "formula holds": 1.0, "longest": 4096.0}
+NUMBERS = {
+    "margin": 5.0,
+    "weight on the needle": 0.9,
+    "N_eff": 1.2,
+    "S": 0.1,
+    "entropy": 0.3,
+    "formula holds": 1.0,
+    "longest": 4096.0,
+}
 
 
 @pytest.fixture
@@ -56,14 +64,18 @@ def test_what_is_exact_has_no_error_and_every_pair_in_order(predictors):
     for number in (formula, margin):  # a line in the margin, fitted on the other arms, is the formula here
         assert number.errors(runs).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
         assert number.in_order(runs) == 1
-    constant = next(number for number in predictions if number.name == "N_eff")  # the same for every run: half of the pairs
+    constant = next(
+        number for number in predictions if number.name == "N_eff"
+    )  # the same for every run: half of the pairs
     assert constant.in_order(runs) == 0.5
 
 
 def test_an_arm_is_predicted_from_the_others_alone(predictors):
     runs = made({"a": [(6.0, 100.0)], "b": [(6.0, 400.0)], "c": [(6.0, 400.0), (6.0, 1600.0)]})
     by_name = {number.name: number for number in predictors.predictions(runs)}
-    assert by_name[predictors.OTHERS].lengths.tolist() == pytest.approx([400 * math.sqrt(2), 200 * math.sqrt(2), 200, 200])
+    assert by_name[predictors.OTHERS].lengths.tolist() == pytest.approx(
+        [400 * math.sqrt(2), 200 * math.sqrt(2), 200, 200]
+    )
     seeds = by_name[predictors.SEEDS]
     assert np.isnan(seeds.lengths[:2]).all()
     assert seeds.lengths[2:].tolist() == pytest.approx([1600, 400])
@@ -107,7 +119,9 @@ def test_a_head_without_exponentials_is_described_by_shares(tiny, normalizer: st
     model = symbols(tiny)[1]
     assert retrieving_head(model, examples, FILLER).formula_holds
     options = ("eval.long_context.length_factor=0", "data.seq_len=32")
-    other = tiny("name=other", *options, f"model={{n_layer: 1, n_head: 2, n_embd: 32, position: none, normalizer: {normalizer}}}")
+    other = tiny(
+        "name=other", *options, f"model={{n_layer: 1, n_head: 2, n_embd: 32, position: none, normalizer: {normalizer}}}"
+    )
     decoder = type(model)(other.model, TASK.vocab_size + 1, 32).eval()
     assert retrieving_head(decoder, examples, FILLER) is None
     head = retrieving_head(decoder, examples, FILLER, any_map=True)

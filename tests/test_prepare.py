@@ -43,19 +43,25 @@ def test_text_that_spells_the_end_of_text_token_stays_text(data: DataConfig):
 def test_split_facts_agree_with_the_tokens(data: DataConfig):
     store = prepare(data)
     for split in (store.train, store.val):
-        probability = (np.bincount(tokens_of(store.train), minlength=store.vocab_size) + 1) / (store.train.n_tokens + store.vocab_size)
+        probability = (np.bincount(tokens_of(store.train), minlength=store.vocab_size) + 1) / (
+            store.train.n_tokens + store.vocab_size
+        )
         assert split.n_tokens == len(tokens_of(split)) == split.offsets[-1]
         assert split.n_documents == len(split.offsets) - 1
         assert split.longest == np.diff(split.offsets).max()
         assert split.unigram_cross_entropy == pytest.approx(-np.log(probability[tokens_of(split)]).mean())
-        assert store.token_bytes[tokens_of(split)].sum() == split.n_bytes  # exact: the bytes of all tokens are the text's
+        assert (
+            store.token_bytes[tokens_of(split)].sum() == split.n_bytes
+        )  # exact: the bytes of all tokens are the text's
         assert tokens_of(split).dtype == np.uint16
         with pytest.raises(ValueError, match="read-only"):
             split.shards[0][0] = 1
     assert store.manifest["token_bytes"] == "exact"
 
 
-def test_a_source_that_changes_while_another_process_prepares_makes_no_store_of_its_old_name(data: DataConfig, tmp_path: Path, monkeypatch):
+def test_a_source_that_changes_while_another_process_prepares_makes_no_store_of_its_old_name(
+    data: DataConfig, tmp_path: Path, monkeypatch
+):
     @contextmanager
     def locked_after_a_change(path: Path, wait: Callable[[], None]):
         wait()
@@ -128,7 +134,13 @@ def test_the_summary_is_one_line_of_figures(data: DataConfig, capfd: pytest.Capt
     store = prepare(data, progress=True)
     out = capfd.readouterr().out
     assert out.count("\n") == 1
-    for figure in ("44 documents", "(1 empty ones skipped)", f"{store.val.n_documents} documents", "bytes a token", "licence"):
+    for figure in (
+        "44 documents",
+        "(1 empty ones skipped)",
+        f"{store.val.n_documents} documents",
+        "bytes a token",
+        "licence",
+    ):
         assert figure in out
     prepare(data)
     assert capfd.readouterr() == ("", "")
@@ -150,7 +162,11 @@ def test_held_out_documents_are_never_trained_on_even_as_copies(tmp_path: Path):
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
 def test_the_held_out_fraction_reaches_val_fraction_and_leaves_a_document(tmp_path: Path, fraction: float):
-    store = prepare(files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path, val_fraction=fraction, tokenizer=TrainedTokenizer(258)))
+    store = prepare(
+        files_config(
+            write_texts(tmp_path / "texts", TEXTS), tmp_path, val_fraction=fraction, tokenizer=TrainedTokenizer(258)
+        )
+    )
     sizes = [len(text.encode()) for text in TEXTS]
     assert store.train.n_documents >= 1
     assert store.val.n_documents >= 1
@@ -161,7 +177,9 @@ def test_the_held_out_fraction_reaches_val_fraction_and_leaves_a_document(tmp_pa
 @pytest.mark.parametrize("n_others", [1, 20, 300])
 def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture, n_others: int):
     texts = [f"document {n} of some words " * 5 for n in range(n_others)] + ["one large document of all. " * 5000]
-    store = prepare(files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)), progress=True)
+    store = prepare(
+        files_config(write_texts(tmp_path / "texts", texts), tmp_path, tokenizer=TrainedTokenizer(270)), progress=True
+    )
     assert store.val.n_bytes <= max(0.5 * sum(map(len, texts[:-1])), len(texts[0])) + 150
     assert store.val.n_documents >= 1
     is_told = store.val.n_bytes / (store.val.n_bytes + store.train.n_bytes) < 0.05
@@ -172,7 +190,9 @@ def test_a_document_of_most_of_the_text_is_trained_on(tmp_path: Path, capsys: py
 def test_a_document_whose_copies_are_most_of_the_text_is_trained_on(tmp_path: Path, n_others: int):
     """All copies have one hash; of a few documents it is the smallest at times."""
     for number in range(4):
-        texts = [f"document {n} of some words " * 5 for n in range(n_others)] + [f"a line {number} that stands everywhere " * 3] * 60
+        texts = [f"document {n} of some words " * 5 for n in range(n_others)] + [
+            f"a line {number} that stands everywhere " * 3
+        ] * 60
         folder = write_texts(tmp_path / f"texts{number}", texts)
         data = files_config(folder, tmp_path, tokenizer=TrainedTokenizer(258), deduplicate=False)
         store = prepare(data)
@@ -183,8 +203,15 @@ def test_a_document_whose_copies_are_most_of_the_text_is_trained_on(tmp_path: Pa
 def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path):
     """The line is one of many documents in one source, and all or most of another."""
     for number in range(6):
-        line, rest = f"a line {number} that stands everywhere ", [f"document {n} of {number} words " * 5 for n in range(3)]
-        for name, texts in (("few", [line, *rest]), ("most", [line] * 50 + [f"another {number} " * 9]), ("all", [line] * 30)):
+        line, rest = (
+            f"a line {number} that stands everywhere ",
+            [f"document {n} of {number} words " * 5 for n in range(3)],
+        )
+        for name, texts in (
+            ("few", [line, *rest]),
+            ("most", [line] * 50 + [f"another {number} " * 9]),
+            ("all", [line] * 30),
+        ):
             write_texts(tmp_path / str(number) / name, texts)
         parts = [WeightedSource(1 / 3, Files([str(tmp_path / str(number) / name)])) for name in ("few", "most", "all")]
         data = DataConfig(Mixture(parts), TrainedTokenizer(258), root=str(tmp_path / "stores"), deduplicate=False)
@@ -193,9 +220,14 @@ def test_copies_that_are_most_of_one_source_are_held_out_of_none(tmp_path: Path)
 
 def test_the_tokenizer_sees_training_documents_only(tmp_path: Path):
     """Each document repeats a word of its own: only words of training documents become tokens."""
-    words = [hashlib.sha256(str(n).encode()).hexdigest().translate(str.maketrans("0123456789", "ghijklmnop"))[:10] for n in range(20)]
+    words = [
+        hashlib.sha256(str(n).encode()).hexdigest().translate(str.maketrans("0123456789", "ghijklmnop"))[:10]
+        for n in range(20)
+    ]
     store = prepare(
-        files_config(write_texts(tmp_path / "t", [f"{word} " * 50 for word in words]), tmp_path, tokenizer=TrainedTokenizer(390))
+        files_config(
+            write_texts(tmp_path / "t", [f"{word} " * 50 for word in words]), tmp_path, tokenizer=TrainedTokenizer(390)
+        )
     )
     vocabulary = set(store.tokenizer().get_vocab())
     decoded = stored_texts(store)
@@ -291,7 +323,11 @@ def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_pat
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
     expected = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
     killed_at_work(large, tmp_path / "killed", 1)
-    flipped = {"a bit of the shard": "train-00000.bin", "a bit of the tokenizer": "tokenizer.json", "a bit of the scan": "scan.npz"}
+    flipped = {
+        "a bit of the shard": "train-00000.bin",
+        "a bit of the tokenizer": "tokenizer.json",
+        "a bit of the scan": "scan.npz",
+    }
     for damage in ("no shard", "short shard", "odd journal", "another count", *flipped):
         root = shutil.copytree(tmp_path / "killed", tmp_path / damage)
         (partial,) = root.glob(".*.partial")
@@ -323,7 +359,9 @@ def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: 
 
 @pytest.mark.parametrize(("task", "values"), [("max", 32), ("mqar", 64)])
 def test_the_unigram_level_of_a_task_is_near_that_of_equally_frequent_answers(tmp_path: Path, task: str, values: int):
-    store = prepare(load_config(["configs/recall.yaml", f"data.tasks=[{{task: {task}}}]", f"data.root={tmp_path}"]).data)
+    store = prepare(
+        load_config(["configs/recall.yaml", f"data.tasks=[{{task: {task}}}]", f"data.root={tmp_path}"]).data
+    )
     assert np.log(values) < store.val.unigram_cross_entropy < np.log(values) + 0.12
 
 
@@ -348,7 +386,10 @@ def test_half_a_file_of_a_killed_prepare_is_not_part_of_the_store(data: DataConf
 def test_a_manifest_of_many_levels_is_one_line_and_no_other_stores_matter(data: DataConfig):
     (folder := Path(data.root, "deep")).mkdir(parents=True)
     (folder / "manifest.json").write_text('{"a":' * 99999)
-    with pytest.raises(DataError, match=r"deep/manifest\.json: not readable as JSON: .*; delete the folder .*deep: it is prepared again"):
+    with pytest.raises(
+        DataError,
+        match=r"deep/manifest\.json: not readable as JSON: .*; delete the folder .*deep: it is prepared again",
+    ):
         Store.open(folder)
     assert prepare(data, progress=True).path != folder
 
@@ -460,7 +501,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path):
             for number in range(count):
                 begin = int(rng.integers(len(words) - 20_000))
                 file.write(json.dumps({"text": f"{number} {words[begin : begin + 20_000]}"}) + "\n")
-    out, err = start(MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1").communicate(timeout=300)
+    out, err = start(
+        MEMORY, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1"
+    ).communicate(timeout=300)
     assert out, err
     n_bytes, growth = map(int, out.split())
     assert n_bytes > 8_000_000 - 10_000, err
@@ -479,7 +522,9 @@ def test_memory_holds_a_long_document_a_few_times_at_most(tmp_path: Path, suffix
         entries = lines if suffix == "txt" else [json.dumps({"text": line}) for line in lines]
         (tmp_path / name / f"lines.{suffix}").write_text("\n".join(entries))
     script = MEMORY.replace('{folder}"]', '{folder}"], separator="\\n"')
-    out, err = start(script, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1").communicate(timeout=300)
+    out, err = start(
+        script, tmp_path, tmp_path / "stores", TOKENIZERS_PARALLELISM="false", MALLOC_ARENA_MAX="1"
+    ).communicate(timeout=300)
     assert out, err
     n_bytes, growth = map(int, out.split())
     assert n_bytes > 8_000_000, err

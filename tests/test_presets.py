@@ -42,13 +42,19 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
     (tmp_path / "softmax").write_text("name: mine\ndata: {source: {name: files, paths: [.]}}\n")
     assert load_config(["softmax"]).name == "mine"
     without_spaces = r"\(overrides are key=value, without spaces\)"
-    with pytest.raises(ConfigError, match=rf"^softmaxx: no such configuration file {without_spaces}; did you mean 'softmax'\?"):
+    with pytest.raises(
+        ConfigError, match=rf"^softmaxx: no such configuration file {without_spaces}; did you mean 'softmax'\?"
+    ):
         load_config(["softmaxx"])
-    with pytest.raises(ConfigError, match=r"^config/softmax\.yaml: no such configuration file; did you mean 'softmax'\?"):
+    with pytest.raises(
+        ConfigError, match=r"^config/softmax\.yaml: no such configuration file; did you mean 'softmax'\?"
+    ):
         load_config(["config/softmax.yaml"])
     with pytest.raises(ConfigError, match=r"^quickstart-recall: an experiment, .* lm compare quickstart-recall"):
         load_config(["quickstart-recall"])
-    with pytest.raises(ConfigError, match=r"^quickstart-recal: no such experiment file; did you mean 'quickstart-recall'\?"):
+    with pytest.raises(
+        ConfigError, match=r"^quickstart-recal: no such experiment file; did you mean 'quickstart-recall'\?"
+    ):
         read_experiment(presets.find("quickstart-recal", "experiments"), [])
     with pytest.raises(ConfigError, match="nowhere/softmax"):
         load_config(["nowhere/softmax"])
@@ -114,11 +120,18 @@ def test_presets_are_copied_to_a_new_folder_alone(tmp_path):
 
 def test_the_wheel_has_every_package_and_every_preset():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for top in ("lm", "configs") for path in (ROOT / top).rglob("*.*") if path.suffix in (".py", ".yaml")}
+    folders = {
+        path.parent
+        for top in ("lm", "configs")
+        for path in (ROOT / top).rglob("*.*")
+        if path.suffix in (".py", ".yaml")
+    }
     names = {".".join(path.relative_to(ROOT).parts) for path in folders}
     assert set(tool["packages"]) == {f"lm.{name}" if name.startswith("configs") else name for name in names}
     carried = {path for name, patterns in tool["package-data"].items() for path in _matches(name, patterns)}
-    data = {path for top in ("lm", "configs") for path in (ROOT / top).rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    data = {
+        path for top in ("lm", "configs") for path in (ROOT / top).rglob("*.*") if path.suffix not in (".py", ".pyc")
+    }
     assert carried == {path for path in data if path.is_file()}
 
 

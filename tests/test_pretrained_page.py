@@ -33,7 +33,9 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     texts = [path.read_text() for path in sorted(corpus.iterdir())][:2]
     train_tokenizer(iter(texts), TrainedTokenizer(vocab_size=290)).save(str(folder / "tokenizer.json"))
-    return save_model(Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=16), 290, LENGTH), folder / "model", folder / "tokenizer.json")
+    return save_model(
+        Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=16), 290, LENGTH), folder / "model", folder / "tokenizer.json"
+    )
 
 
 def by_factor(results, best, shape: float) -> list[Series]:
@@ -47,7 +49,17 @@ def by_factor(results, best, shape: float) -> list[Series]:
         sample = Sample("", values, np.ones(3), np.arange(3))
         axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
         curves.append(
-            Series("long_context", "loss", "nats", "lower", 1024, values.mean(0), axis=axis, samples=(sample,), curve=np.zeros(1024))
+            Series(
+                "long_context",
+                "loss",
+                "nats",
+                "lower",
+                1024,
+                values.mean(0),
+                axis=axis,
+                samples=(sample,),
+                curve=np.zeros(1024),
+            )
         )
     return curves
 
@@ -77,7 +89,9 @@ def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(scri
     sizes, overrides = parts.Sizes(positions=(2, 1)), ["trainer.threads=1"]
 
     def bench(**other):
-        return parts.Workbench(**({"model": model, "text": base, "out": tmp_path / "out", "overrides": overrides, "sizes": sizes} | other))
+        return parts.Workbench(
+            **({"model": model, "text": base, "out": tmp_path / "out", "overrides": overrides, "sizes": sizes} | other)
+        )
 
     first = bench()
     first.run("positions")
@@ -98,7 +112,10 @@ def test_a_result_of_another_model_text_size_or_of_other_options_is_refused(scri
     file.write_text(base.read_text().replace("source:", "val_fraction: 0.5, source:"))
     with pytest.raises(RunError, match="other data:"):
         bench(text=file).result("positions")
-    changes = {part: bench(sizes=replace(sizes, train=1 / 8)).fingerprint(part) != first.fingerprint(part) for part in first.parts}
+    changes = {
+        part: bench(sizes=replace(sizes, train=1 / 8)).fingerprint(part) != first.fingerprint(part)
+        for part in first.parts
+    }
     assert {part for part, differs in changes.items() if differs} == {part for part in first.parts if "train" in part}
     with pytest.raises(RunError, match="within_s_trained: needs train_s, which is not measured"):
         first.run("within_s_trained")
@@ -108,7 +125,9 @@ def test_the_page_counts_the_sequences_that_were_measured(script):
     results = script("pretrained_results")
     curve = by_factor(results, 1.05, 0.0)[0]
     evaluation = Evaluation("long_context", 0, 0, "", {}, "32", "", (curve,))
-    results_of_two = results.Results({"positions": results.Result(1, 1, {"softmax": evaluation}, {}, {}), "beyond_softmax": None})
+    results_of_two = results.Results(
+        {"positions": results.Result(1, 1, {"softmax": evaluation}, {}, {}), "beyond_softmax": None}
+    )
     assert results_of_two.sequences("positions", (2048, 9)) == (1024, 3)
     assert results_of_two.sequences("beyond_softmax", (2048, 9)) == (2048, 9)
 

@@ -37,7 +37,13 @@ def experiment(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("experiment")
     (folder / "rates.csv").write_text(TABLE)
     path = written(folder, tune={"table": "rates.csv"}, seeds=[1, 2, 3])
-    overrides = [f"data.source.paths=[{corpus}]", f"data.root={store_root}", f"runs={folder / 'runs'}", *SHORT, "optim.batch_tokens=512"]
+    overrides = [
+        f"data.source.paths=[{corpus}]",
+        f"data.root={store_root}",
+        f"runs={folder / 'runs'}",
+        *SHORT,
+        "optim.batch_tokens=512",
+    ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lm.experiments.engine.ThreadPoolExecutor", Inline)
         launching(open_experiment(path, overrides), here).train_all()
@@ -73,7 +79,9 @@ def test_the_long_table_holds_what_the_verdict_follows_from(experiment, tmp_path
 
     selecting = table.query("metric == 'val loss' and part == 'selects'")
     assert set(selecting["group"]).isdisjoint(final["group"]), "a document selects or reports"
-    assert final.groupby(["sequences", "sample"])["run"].nunique().eq(6).all(), "all runs are measured on the same sequences"
+    assert final.groupby(["sequences", "sample"])["run"].nunique().eq(6).all(), (
+        "all runs are measured on the same sequences"
+    )
 
     run = table["folder"][0]
     logged = lm.results(run, history=True).query("kind == 'log'")
@@ -115,7 +123,11 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
 
 
 def test_mappings_hold_all_that_yaml_holds_and_an_error_all_of_its_lines(arguments, tmp_path, monkeypatch):
-    mixed = {"data": {"lengths": {"name": "mixed", "weights": {16: 0.5, 32: 0.5}}}, "log": {"notes": "a 😀"}, "runs": tmp_path / "runs"}
+    mixed = {
+        "data": {"lengths": {"name": "mixed", "weights": {16: 0.5, 32: 0.5}}},
+        "log": {"notes": "a 😀"},
+        "runs": tmp_path / "runs",
+    }
     given = [*arguments, {"name": "mixed", **mixed, "optim": {"lr": np.float64(1e-3)}}]
     folder = lm.train(*given)
     assert read_config(folder).data.lengths.weights == {16: 0.5, 32: 0.5}

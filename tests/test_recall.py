@@ -46,7 +46,9 @@ def sequences(task: Task, length: int, count: int) -> list[Example]:
     return [example(task, 0, index, length, "test") for index in range(count)]
 
 
-@pytest.mark.parametrize(("task", "length"), [(MQAR(keys=16, values=16), 50), (Copy(), 40), (MQAR(joined=True, keys=8, values=9), 64)])
+@pytest.mark.parametrize(
+    ("task", "length"), [(MQAR(keys=16, values=16), 50), (Copy(), 40), (MQAR(joined=True, keys=8, values=9), 64)]
+)
 def test_answers_equal_the_full_computation(task: Task, length: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 150)
     decoder = Decoder(ModelConfig(n_layer=2, n_head=2, n_embd=32, init_std=0.3, dropout=0.5), task.vocab_size, 16)
@@ -88,18 +90,28 @@ def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndar
 @pytest.mark.parametrize("normalizer", ["softmax", "{name: ssmax, n: sample}", "linear", "{name: window, size: 9}"])
 @pytest.mark.parametrize(
     ("task", "length"),
-    [(MQAR(keys=16, values=16), 50), (MQAR(joined=True, keys=8, values=9), 64), (Copy(symbols=4, span=6), 40), (FlipFlop(), 61)],
+    [
+        (MQAR(keys=16, values=16), 50),
+        (MQAR(joined=True, keys=8, values=9), 64),
+        (Copy(symbols=4, span=6), 40),
+        (FlipFlop(), 61),
+    ],
 )
 def test_a_roll_out_is_greedy_decoding(task: Task, length: int, normalizer: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lm.evaluation.held_out.EVAL_TOKENS", 190)
     config = build(
-        ModelConfig, {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)}, "", []
+        ModelConfig,
+        {"n_layer": 2, "n_head": 2, "n_embd": 32, "init_std": 0.5, "normalizer": yaml.safe_load(normalizer)},
+        "",
+        [],
     )
     decoder = Decoder(config, task.vocab_size, 16).eval()
     answers = read_answers(decoder, sequences(task, length, 7), CPU)
     examples = sequences(task, length, 7)
     with torch.no_grad():
-        expected = [greedy(decoder, sample.tokens, sample.answers) == sample.tokens[1:][sample.answers] for sample in examples]
+        expected = [
+            greedy(decoder, sample.tokens, sample.answers) == sample.tokens[1:][sample.answers] for sample in examples
+        ]
     assert answers.rolled_out_hits.tolist() == np.concatenate(expected).tolist()
 
 
@@ -113,7 +125,9 @@ def test_a_roll_out_reads_settled_sequences_no_more(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         Decoder,
         "forward",
-        lambda self, tokens, *arguments, **options: row_counts.append(len(tokens)) or forward(self, tokens, *arguments, **options),
+        lambda self, tokens, *arguments, **options: (
+            row_counts.append(len(tokens)) or forward(self, tokens, *arguments, **options)
+        ),
     )
     read_answers(decoder, sequences(task, 128, 32), CPU)
     _, first, *rest = row_counts  # all answers, what stands before the first one, what follows it
@@ -131,12 +145,16 @@ def test_a_wrong_answer_stays_in_the_sequence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)])
+@pytest.mark.parametrize(
+    "task", [MQAR(pairs=8, queries=8), MQAR(pairs=8, queries=3), Maximum(items=5), Needle(needles=2, distractors=3)]
+)
 def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
     rng, rights = np.random.default_rng(0), {"given": [], "own": []}
-    answer_count, question_count = {"mqar": lambda: (task.pairs, task.queries), "max": lambda: (task.items, 1), "needle": lambda: (5, 2)}[
-        task.name
-    ]()
+    answer_count, question_count = {
+        "mqar": lambda: (task.pairs, task.queries),
+        "max": lambda: (task.items, 1),
+        "needle": lambda: (5, 2),
+    }[task.name]()
     for _ in range(4_000):
         answers, guesses = (
             rng.permutation(answer_count)[:question_count],
@@ -144,7 +162,12 @@ def test_chance_is_what_picking_among_the_answers_shown_gives(task: Task):
         )  # own picks: none twice
         rights["own"].append((answers == guesses).mean())
         rights["given"].append(
-            np.mean([rng.choice(np.setdiff1d(np.arange(answer_count), answers[:i])) == answers[i] for i in range(question_count)])
+            np.mean(
+                [
+                    rng.choice(np.setdiff1d(np.arange(answer_count), answers[:i])) == answers[i]
+                    for i in range(question_count)
+                ]
+            )
         )
     assert task.chance.teacher_forced == pytest.approx(np.mean(rights["given"]), abs=0.02)
     assert task.chance.rollout == pytest.approx(np.mean(rights["own"]), abs=0.02)
@@ -210,9 +233,9 @@ class Chained(torch.nn.Module):
             position = first + 2 * question  # of the key, where its value is predicted
             if position >= tokens.size(1):
                 break
-            spoiled[:, position] = question == self.mistaken or (tokens[:, position - 1] != self.right[rows][:, position - 1]) & (
-                question > 0
-            )
+            spoiled[:, position] = question == self.mistaken or (
+                tokens[:, position - 1] != self.right[rows][:, position - 1]
+            ) & (question > 0)
         return F.one_hot(torch.where(spoiled, (right + 1) % self.task.vocab_size, right), self.task.vocab_size).float()
 
 
@@ -234,7 +257,10 @@ def test_a_whole_answer_needs_each_of_its_tokens(tiny):
 def test_a_roll_out_stands_beside_where_a_sequence_asks_several_questions(tiny):
     recall = Recall(config := tiny(*SYMBOLS, "eval.recall={length_factors: [1], sequences: 4}"), prepare(config.data))
     curves = recall.measure(Decoder(config.model, recall.store.vocab_size, 32), CPU, lambda units: None)
-    assert [(result.metric, result.setting) for result in curves[:2]] == [("accuracy", "as trained"), ("accuracy", "as trained, roll-out")]
+    assert [(result.metric, result.setting) for result in curves[:2]] == [
+        ("accuracy", "as trained"),
+        ("accuracy", "as trained, roll-out"),
+    ]
     assert curves[0].samples[0].weights.tolist() == [4] * 4
 
 
@@ -252,7 +278,9 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
     logged = [name for result in curves for name in result.logged_means]
     assert logged == [f"recall/mqar ({options}) {length}" for options in settings for length in (32, 80)]
     chances = [level for result in curves for level in result.references.values()]
-    assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), "given and own answers, of either task"
+    assert chances == pytest.approx([(1 / 4 + 1 / 3) / 2, 1 / 4, (1 / 2 + 1) / 2, 1 / 2]), (
+        "given and own answers, of either task"
+    )
     metrics = ["accuracy", "accuracy: chance", "accuracy: chance, roll-out", "token accuracy", "loss of answers"]
     assert list(dict.fromkeys(row.metric for row in rows_of(curves))) == metrics
     assert recall.work_units == 12
@@ -260,7 +288,10 @@ def test_the_result_is_plain_has_rows_and_scores_and_is_the_same_each_time(tiny)
 
 def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
     tasks = "eval.recall={tasks: [needle, {name: passkey, depth: 0.5}], length_factors: [1, 3], sequences: 2}"
-    assert train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0")) == 0
+    assert (
+        train(tiny("name=a", "data.seq_len=128", "optim.batch_tokens=1024", tasks, "eval.long_context.length_factor=0"))
+        == 0
+    )
     curves = [result for result in series(tmp_path / "runs" / "a", "recall", 8) if result.metric == "accuracy"]
     cells = [("needle", 128), ("needle", 384), ("passkey", 128), ("passkey", 384)]
     assert [(result.what, length) for result in curves for length in result.axis.values] == cells
@@ -270,13 +301,17 @@ def test_needles_are_asked_of_a_model_of_text(tiny, tmp_path: Path):
 
 def test_what_recall_can_not_measure_is_refused(tiny):
     no_long_context = "eval.long_context.length_factor=0"
-    assert "eval.recall.tasks[0] = 'copy': is over symbols that this model was not trained on" in refused("eval.recall.tasks=[copy]")
+    assert "eval.recall.tasks[0] = 'copy': is over symbols that this model was not trained on" in refused(
+        "eval.recall.tasks=[copy]"
+    )
     assert "eval.recall.tasks[0] = 'needle': is in text, and this model knows none" in refused(
         RECALL, no_long_context, "eval.recall.tasks=[needle]"
     )
     assert "has 65 symbols, the model 24" in refused(RECALL, no_long_context, "eval.recall.tasks=[copy]")
     assert "unknown name" in refused("eval.recall.tasks=[nedle]")
-    config = tiny(NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", no_long_context)
+    config = tiny(
+        NEEDLE, "eval.recall.length_factors=[0.5]", "data.seq_len=128", "optim.batch_tokens=1024", no_long_context
+    )
     store = prepare(config.data)
     with pytest.raises(
         ConfigError,
@@ -311,7 +346,9 @@ def test_a_run_trains_on_training_sequences_alone(tiny):
     config = tiny("data.tasks=[{task: {name: copy, span: 4}}]", SYMBOLS[1])
     sequences = train_sequences(prepare(config.data), config)
     targets = torch.cat([sequences.batch(step).targets for step in range(8)])
-    assert not any(integer_hash(row[row != IGNORED].numpy()) % TEST_DIVISOR == 0 for row in targets), "these strings are for test sequences"
+    assert not any(integer_hash(row[row != IGNORED].numpy()) % TEST_DIVISOR == 0 for row in targets), (
+        "these strings are for test sequences"
+    )
 
 
 def test_needles_are_dealt_among_text_by_weight(tiny):
@@ -338,7 +375,9 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
     sequences = train_sequences(store, config)
     decoder = Decoder(config.model, store.vocab_size, 32, config.seed)
     batch = sequences.batch(0)
-    expected = F.cross_entropy(decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
+    expected = F.cross_entropy(
+        decoder.logits(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED
+    )
     first = json.loads((tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["train/loss"] == pytest.approx(expected.item(), abs=1e-5)
     expected.backward()
@@ -346,7 +385,9 @@ def test_the_loss_is_the_mean_over_the_targets(tiny, tmp_path: Path):
     assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-@pytest.mark.parametrize("tasks", [SYMBOLS, [NEEDLE, "data.seq_len=256", "optim.batch_tokens=2048", "eval.long_context.length_factor=0"]])
+@pytest.mark.parametrize(
+    "tasks", [SYMBOLS, [NEEDLE, "data.seq_len=256", "optim.batch_tokens=2048", "eval.long_context.length_factor=0"]]
+)
 def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: list[str]):
     tasks = [*tasks, "eval.recall.length_factors=[]"]
     for name, options in (("whole", []), ("split", ["trainer.micro_batch=2"])):
@@ -354,7 +395,9 @@ def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: 
     runs = tmp_path / "runs"
     shutil.copytree(runs / "whole", runs / "stopped")
     for name in ("train/loss", "val/loss"):
-        assert [v for _, v in curve(runs / "whole", name)] == pytest.approx([v for _, v in curve(runs / "split", name)], abs=2e-5)
+        assert [v for _, v in curve(runs / "whole", name)] == pytest.approx(
+            [v for _, v in curve(runs / "split", name)], abs=2e-5
+        )
     checkpoint = runs / "stopped" / "checkpoints" / "step-000004.ckpt"
     assert train(tiny(*tasks, "name=stopped", f"resume={checkpoint}")) == 0
     assert same(weights(runs / "whole"), weights(runs / "stopped"))
@@ -364,7 +407,9 @@ def test_micro_batches_and_resuming_change_nothing(tiny, tmp_path: Path, tasks: 
 def test_two_ranks_train_as_one_on_tasks(arguments: list[str], tmp_path: Path):
     varied = RECALL.replace("queries: 4", "queries: 4, varied: true")  # ranks then have different numbers of targets
     for name, devices in (("one", 1), ("two", 2)):
-        result = lm("train", *arguments, varied, SYMBOLS[1], f"name={name}", f"trainer.devices={devices}", process=devices > 1)
+        result = lm(
+            "train", *arguments, varied, SYMBOLS[1], f"name={name}", f"trainer.devices={devices}", process=devices > 1
+        )
         assert result.returncode == 0, result.stderr
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         one_rank, two_ranks = (curve(tmp_path / "runs" / run, name) for run in ("one", "two"))
@@ -382,14 +427,14 @@ def test_validation_is_the_loss_of_the_answers_to_test_sequences(tiny, tmp_path:
 
 def test_a_task_without_a_validation_row_is_refused(tiny):
     rare = "data.tasks=[{weight: 0.9, task: {name: copy}}, {weight: 0.1, task: {name: copy, symbols: 30}}]"
-    with pytest.raises(ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: gives less than one of eval\.sequences = 8"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tasks\[1\]\.weight = 0\.1: gives less than one of eval\.sequences = 8"
+    ):
         tiny(rare, *SYMBOLS[1:], "eval.sequences=8")
 
 
 def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
-    shares = (
-        "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, {weight: 0.05, task: max}]"
-    )
+    shares = "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, {weight: 0.05, task: max}]"
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)
@@ -404,11 +449,15 @@ def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
     counts = held_out.target_mask.sum(1)
     assert np.average(whole.samples[0].values[:, 0], weights=counts) == pytest.approx(whole.overall_mean, abs=1e-5)
     weights = [counts[:30].sum(), counts[30:38].sum(), counts[38:].sum()]
-    assert np.average([result.overall_mean for result in sources], weights=weights) == pytest.approx(whole.overall_mean, abs=1e-5)
+    assert np.average([result.overall_mean for result in sources], weights=weights) == pytest.approx(
+        whole.overall_mean, abs=1e-5
+    )
 
 
 def test_a_run_learns_several_tasks_over_symbols(tiny):
-    config = tiny("data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.25, task: max}]", *SYMBOLS[1:], "name=both")
+    config = tiny(
+        "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.25, task: max}]", *SYMBOLS[1:], "name=both"
+    )
     sequences = train_sequences(prepare(config.data), config)
     targets = (sequences.batch(0).targets != IGNORED).sum(1)
     assert set(targets.tolist()) == {1, 4}
@@ -417,7 +466,13 @@ def test_a_run_learns_several_tasks_over_symbols(tiny):
 
 
 def test_a_task_without_room_is_refused_before_anything_is_written(arguments: list[str], tmp_path: Path):
-    result = lm("train", *arguments, SYMBOLS[1], "data.tasks=[{task: {name: copy, span: 100}}]", f"data.root={tmp_path / 'stores'}")
+    result = lm(
+        "train",
+        *arguments,
+        SYMBOLS[1],
+        "data.tasks=[{task: {name: copy, span: 100}}]",
+        f"data.root={tmp_path / 'stores'}",
+    )
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith(
         "error: data.tasks: copy: a string of 100 and its copy need sequences of at least 200 tokens"
@@ -444,7 +499,9 @@ def refused(*overrides: str) -> str:
 def test_what_contradicts_itself_is_refused(tiny):
     no_long_context = "eval.long_context.length_factor=0"
     assert "weights sum to more than 1" in refused("data.tasks=[{task: copy}, {task: max}]", no_long_context)
-    assert "which text and tasks in text don't have" in refused("data.tasks=[{weight: 0.5, task: copy}]", no_long_context)
+    assert "which text and tasks in text don't have" in refused(
+        "data.tasks=[{weight: 0.5, task: copy}]", no_long_context
+    )
     assert "which text and tasks in text don't have" in refused(
         "data.tasks=[{weight: 0.5, task: copy}, {weight: 0.5, task: needle}]", no_long_context
     )
@@ -453,7 +510,9 @@ def test_what_contradicts_itself_is_refused(tiny):
         "data.tasks=[{task: {name: mqar, queries: 9}}]", no_long_context
     )
     assert "data.tasks[0].task.name = 'copi': unknown name" in refused("data.tasks=[{task: copi}]", no_long_context)
-    config = tiny("data.tasks=[{task: mqar}]", no_long_context, "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}")
+    config = tiny(
+        "data.tasks=[{task: mqar}]", no_long_context, "data.lengths={name: mixed, weights: {16: 0.5, 32: 0.5}}"
+    )
     store = prepare(config.data)
     with pytest.raises(ConfigError, match=r"8 pairs and 8 queries need sequences of at least 31 tokens, not 16"):
         train_sequences(store, config)
@@ -469,7 +528,11 @@ def test_tasks_survive_the_configuration_file(tiny):
 def test_a_swap_is_measured_on_the_answers(tiny, tmp_path: Path):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, init: match}}]"
     assert train(tiny(*SYMBOLS, phases, "name=a")) == 0
-    curves = {result.metric: result for result in series(tmp_path / "runs" / "a", "swap", 4) if result.what in ("", "sequences of 32")}
+    curves = {
+        result.metric: result
+        for result in series(tmp_path / "runs" / "a", "swap", 4)
+        if result.what in ("", "sequences of 32")
+    }
     assert curves["change of loss"].axis.values == (32, 64, 128)
     before = [loss for step, loss in curve(tmp_path / "runs" / "a", "val/loss") if step == 4]
     assert curves["loss before"].overall_mean == pytest.approx(before[0], abs=1e-5)

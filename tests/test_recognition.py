@@ -20,7 +20,10 @@ def error_of(*arguments: str, status: int) -> str:
 @pytest.mark.parametrize("command", [["train"], ["config"], ["prepare"], ["data", "inspect"]])
 def test_commands_on_one_configuration_refuse_an_experiment(command: list[str]):
     line = error_of(*command, EXPERIMENT, "seed=2", status=2)
-    assert line == f"error: {EXPERIMENT}: an experiment, not the configuration of one run; it is for lm compare {EXPERIMENT} [--plan]"
+    assert (
+        line
+        == f"error: {EXPERIMENT}: an experiment, not the configuration of one run; it is for lm compare {EXPERIMENT} [--plan]"
+    )
 
 
 def test_compare_refuses_the_configuration_of_one_run():
@@ -30,9 +33,13 @@ def test_compare_refuses_the_configuration_of_one_run():
 
 
 def test_compare_refuses_folders(tmp_path: Path):
-    assert error_of("compare", str(tmp_path), status=2) == f"error: {tmp_path}: a folder; name an experiment's YAML file"
+    assert (
+        error_of("compare", str(tmp_path), status=2) == f"error: {tmp_path}: a folder; name an experiment's YAML file"
+    )
     (tmp_path / "config.yaml").touch()
-    assert f"{tmp_path}: a run folder, whose report lm report writes; name an" in error_of("compare", str(tmp_path), status=2)
+    assert f"{tmp_path}: a run folder, whose report lm report writes; name an" in error_of(
+        "compare", str(tmp_path), status=2
+    )
 
 
 @pytest.mark.parametrize("command", ["report", "eval", "export", "generate"])
@@ -49,11 +56,23 @@ def test_commands_on_runs_refuse_the_folder_of_an_experiment(tmp_path: Path, com
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["config", CONFIGURATION, "resume=yes"], 2, "resume = true: must be text; `auto`: go on from the run's last checkpoint; or"),
+        (
+            ["config", CONFIGURATION, "resume=yes"],
+            2,
+            "resume = true: must be text; `auto`: go on from the run's last checkpoint; or",
+        ),
         (["config", CONFIGURATION, "name=7"], 2, "name = 7: must be text; quote it in the YAML"),
-        (["config", CONFIGURATION, "trainer.micro_batch=7"], 2, "does not divide the 16 sequences of a process in a step; e.g. 4"),
+        (
+            ["config", CONFIGURATION, "trainer.micro_batch=7"],
+            2,
+            "does not divide the 16 sequences of a process in a step; e.g. 4",
+        ),
         (["compare", "nothing-of-the-kind"], 2, "no such experiment file; lm configs lists presets"),
-        (["judge", "nowhere.csv"], 1, "nowhere.csv: no such file; a CSV table with columns arm, seed and value is needed"),
+        (
+            ["judge", "nowhere.csv"],
+            1,
+            "nowhere.csv: no such file; a CSV table with columns arm, seed and value is needed",
+        ),
         (["report", str(ROOT / "lm" / "modell")], 1, "no such run folder; did you mean 'model'?"),
         (["report", CONFIGURATION], 1, "softmax.yaml: a file, not a run folder; name the folder that holds it"),
         (["report", "nowhere/run"], 1, "nowhere/run: no such run folder; lm train makes one, runs/NAME"),

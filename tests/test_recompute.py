@@ -38,7 +38,9 @@ def test_pages_are_what_their_results_say(monkeypatch, tmp_path):
     assert [path.name for path, content in pages.items() if not recompute.same(path.read_bytes(), content)] == []
 
     data = (committed_results.RESULTS / "recall-tuned" / "seeds.csv").read_text().splitlines()
-    place = next(i for i, line in enumerate(data) if line.startswith("tau_half,0.003,final,21,mqar accuracy,as trained,16384,"))
+    place = next(
+        i for i, line in enumerate(data) if line.startswith("tau_half,0.003,final,21,mqar accuracy,as trained,16384,")
+    )
     line = data[place].split(",")
     line[-2] = "0.5"
     new_lines = [*data[:place], ",".join(line), *data[place + 1 :]]
@@ -58,7 +60,9 @@ QUICK = ("eight-times-after", "recall-all", "recall-tuned")  # a picture of each
 
 @pytest.mark.usefixtures("painted")
 def test_a_picture_of_each_kind_is_what_its_results_say():
-    pictures = {ROOT / "docs" / f"{result.place}.svg": result.drawn() for result in recompute.SHOWN if result.name in QUICK}
+    pictures = {
+        ROOT / "docs" / f"{result.place}.svg": result.drawn() for result in recompute.SHOWN if result.name in QUICK
+    }
     assert len(pictures) == len(QUICK)
     assert [path.name for path, content in pictures.items() if not recompute.same(path.read_bytes(), content)] == []
 
@@ -82,7 +86,15 @@ def test_a_picture_of_another_release_of_matplotlib_is_compared_by_its_words():
 
 def test_a_trend_is_the_slope_of_each_seed_s_line(commit):
     lines = [
-        {"arm": arm, "rate": 0.003, "stage": "final", "seed": seed, "metric": "mqar accuracy", "setting": "as trained", "x": 256}
+        {
+            "arm": arm,
+            "rate": 0.003,
+            "stage": "final",
+            "seed": seed,
+            "metric": "mqar accuracy",
+            "setting": "as trained",
+            "x": 256,
+        }
         | {"value": 0.9 - 0.4 * part + 0.01 * seed * part}
         for arm, part in (("early", 0.0), ("half", 0.5), ("late", 1.0))
         for seed in range(5)
@@ -107,7 +119,17 @@ def test_a_trend_of_losses_is_judged_in_each_setting(commit):
     commit(lines)
     columns = {setting: ("", "mean loss", setting, 512) for setting in slopes}
     trends = {"swapped": {"early": 0.0, "late": 1.0}}
-    result = Losses("made", "", dict.fromkeys(("early", "late"), "an arm"), (), columns, tuple(slopes), "as trained", 0.02, trends=trends)
+    result = Losses(
+        "made",
+        "",
+        dict.fromkeys(("early", "late"), "an arm"),
+        (),
+        columns,
+        tuple(slopes),
+        "as trained",
+        0.02,
+        trends=trends,
+    )
     _, _, as_trained, other = result.trend_table().splitlines()
     assert as_trained.startswith("| swapped, as trained | 4.000 | 4.102 | +0.102 [")
     assert as_trained.endswith("*worse by more than 0.02* |")
@@ -118,13 +140,27 @@ def test_a_trend_of_losses_is_judged_in_each_setting(commit):
 def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_chose_none(commit):
     def run(arm: str, rate: float, losses: tuple[float, float]) -> list[dict[str, object]]:
         return [
-            {"size": "text", "arm": arm, "rate": rate, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
+            {
+                "size": "text",
+                "arm": arm,
+                "rate": rate,
+                "stage": "final",
+                "seed": seed,
+                "metric": "mean loss",
+                "setting": setting,
+                "x": 512,
+            }
             | {"value": loss + 0.001 * seed * (arm == "arm")}
             for setting, loss in zip(("tuned", "other"), losses, strict=True)
             for seed in range(5)
         ]
 
-    lines = run("base", 0.1, (4.0, 5.0)) + run("base", 0.2, (4.1, 4.5)) + run("arm", 0.2, (3.9, 4.8)) + run("arm", 0.1, (3.95, 4.8))
+    lines = (
+        run("base", 0.1, (4.0, 5.0))
+        + run("base", 0.2, (4.1, 4.5))
+        + run("arm", 0.2, (3.9, 4.8))
+        + run("arm", 0.1, (3.95, 4.8))
+    )
     commit(lines)
     columns = {setting: ("", "mean loss", setting, 512) for setting in ("tuned", "other")}
     labels = {"base": "a baseline", "arm": "an arm"}
@@ -172,7 +208,10 @@ def test_ranked_lines_stand_by_their_loss_and_may_lack_a_number(commit):
     ]
     commit(lines)
     columns = {"as trained": ("", "mean loss", "as trained", 512), "entropy": ("", "entropy", "as trained", 0)}
-    pairs, labels = (("relu", "softmax"), ("forget", "softmax")), {"softmax": "an arm", "relu": "another", "forget": "a third"}
+    pairs, labels = (
+        (("relu", "softmax"), ("forget", "softmax")),
+        {"softmax": "an arm", "relu": "another", "forget": "a third"},
+    )
     beside = {"elsewhere": {"softmax": "1", "relu": "2", "forget": "3"}.get}
     result = Losses("made", "", labels, pairs, columns, ("as trained",), "as trained", ranked=True, beside=beside)
     assert result.lines == ["forget", "softmax", "relu"]
@@ -190,11 +229,15 @@ def test_costs_of_steps_are_paired_by_round_and_stand_beside_the_losses(commit, 
     line = {"rate": 0.1, "stage": "final", "metric": "mean loss", "setting": "as trained", "x": 512}
     commit([line | {"arm": arm, "seed": seed, "value": 4.0 + seed} for arm in arms for seed in range(2)])
     monkeypatch.setattr("loss_results.RESULTS", tmp_path)
-    result = Losses("made", "", {arm: arm for arm in arms}, (), {"at 512": ("", "mean loss", "as trained", 512)}, (), "at 512")
+    result = Losses(
+        "made", "", {arm: arm for arm in arms}, (), {"at 512": ("", "mean loss", "as trained", 512)}, (), "at 512"
+    )
     assert result.costs == {}
     rounds = [("softmax", "seconds", number, 1.0 + number) for number in range(3)]
     for side, factor in (("relu", 1.5), ("the baseline again", 1.0)):
-        rounds += [(side, "seconds", number, factor * (1 + number) * math.exp(0.1 * (number - 1))) for number in range(3)]
+        rounds += [
+            (side, "seconds", number, factor * (1 + number) * math.exp(0.1 * (number - 1))) for number in range(3)
+        ]
     costs = pd.DataFrame([*rounds, *((arm, "bytes", 0, 2**21 * factor) for arm, factor in arms.items())])
     costs.to_csv(tmp_path / "made" / "costs.csv", index=False, header=["arm", "metric", "round", "value"])
     assert replace(result).table().splitlines() == [
@@ -208,13 +251,24 @@ def test_costs_of_steps_are_paired_by_round_and_stand_beside_the_losses(commit, 
 def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
     curves = {"base": {100: 5.0, 200: 4.0, 400: 3.0}, "arm": {100: 6.0, 200: 5.0, 400: 4.0}}
     lines = [
-        {"arm": arm, "rate": 0.1, "stage": "final", "seed": seed, "metric": "val loss by tokens", "setting": "", "x": tokens, "value": loss}
+        {
+            "arm": arm,
+            "rate": 0.1,
+            "stage": "final",
+            "seed": seed,
+            "metric": "val loss by tokens",
+            "setting": "",
+            "x": tokens,
+            "value": loss,
+        }
         for arm, curve in curves.items()
         for tokens, loss in curve.items()
         for seed in range(8)
     ]
     commit(lines)
-    result = Losses("made", "", {"base": "a baseline", "arm": "an arm"}, (("arm", "base"),), {}, (), "", 0.02, counts_tokens=True)
+    result = Losses(
+        "made", "", {"base": "a baseline", "arm": "an arm"}, (("arm", "base"),), {}, (), "", 0.02, counts_tokens=True
+    )
     assert result.token_table().splitlines() == [
         "|  | tokens to a loss of 4.00 | factor |",
         "| --- | --- | --- |",
@@ -223,23 +277,58 @@ def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
     ]
 
 
-def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(monkeypatch, tmp_path, capsys):
-    shared = {"size": None, "arm": "a", "rate": 0.1, "stage": "final", "seed": 1, "task": "", "metric": "loss", "setting": "as trained"}
-    shared |= {"state": "finished", "part": "reports", "weight": 1.0, "folder": "run", "kind": "long", "step": 8, "tokens": 80}
-    lines = [shared | {"x": x, "until": end, "sample": n, "value": loss + n} for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0)) for n in (0, 2)]
-    validation = {"kind": "validation", "metric": "val loss", "setting": "", "x": math.nan, "until": math.nan, "sample": 0}
+def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(
+    monkeypatch, tmp_path, capsys
+):
+    shared = {
+        "size": None,
+        "arm": "a",
+        "rate": 0.1,
+        "stage": "final",
+        "seed": 1,
+        "task": "",
+        "metric": "loss",
+        "setting": "as trained",
+    }
+    shared |= {
+        "state": "finished",
+        "part": "reports",
+        "weight": 1.0,
+        "folder": "run",
+        "kind": "long",
+        "step": 8,
+        "tokens": 80,
+    }
+    lines = [
+        shared | {"x": x, "until": end, "sample": n, "value": loss + n}
+        for x, end, loss in ((0, 1, 9.0), (1, 4, 5.0))
+        for n in (0, 2)
+    ]
+    validation = {
+        "kind": "validation",
+        "metric": "val loss",
+        "setting": "",
+        "x": math.nan,
+        "until": math.nan,
+        "sample": 0,
+    }
     lines += [shared | validation | {"step": step, "tokens": 10 * step, "value": 8.0 / step} for step in (4, 8)]
     described = {"kind": "diagnostics", "metric": "entropy / ln n", "until": math.nan, "sample": 0}
     lines.append(shared | described | {"x": math.nan, "value": 0.6})
     lines += [
-        shared | described | {"x": math.nan, "value": 9.0} | other for other in ({"metric": "S"}, {"setting": "shuffled scores"}, {"x": 40})
+        shared | described | {"x": math.nan, "value": 9.0} | other
+        for other in ({"metric": "S"}, {"setting": "shuffled scores"}, {"x": 40})
     ]
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(lines))
     monkeypatch.setattr(collect, "RESULTS", tmp_path)
     frame = pd.read_csv(collect.collect(tmp_path, "made"))
     numbers = {(line.metric, line.x): (line.value, line.sequences) for line in frame.itertuples()}
     positions = {("loss", 0): (10, 2), ("loss", 1): (6, 2), ("mean loss", 4): (7, 2), ("entropy / ln n", 0): (0.6, 1)}
-    assert numbers == positions | {("val loss", 0): (1, 1), ("val loss by tokens", 40): (2, 1), ("val loss by tokens", 80): (1, 1)}
+    assert numbers == positions | {
+        ("val loss", 0): (1, 1),
+        ("val loss by tokens", 40): (2, 1),
+        ("val loss by tokens", 80): (1, 1),
+    }
     others = [line | {"seed": 2, "folder": "other"} for line in lines]
     monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame(others))
     twice = [*others, *({**line, "folder": "run"} for line in others)]
@@ -252,13 +341,21 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
         collect.collect(tmp_path, "made", add=True)
     longer = {"arm": "b", "folder": "longer", "kind": "long", "x": 1, "until": 8, "sample": 0, "value": 1.0}
     unfinished = {"arm": "c", "folder": "stopped", "state": "unfinished"}
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished]))
+    monkeypatch.setattr(
+        collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished])
+    )
     reaches = pd.read_csv(collect.collect(tmp_path, "other")).query("metric == 'mean loss'")
     assert dict(zip(reaches.arm, reaches.x, strict=True)) == {"a": 4, "b": 8}
     shorter = shared | {"task": "sequences of 2", "x": 0, "until": 2, "sample": 0, "value": 1.0}
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shorter | {"folder": "other"}]))
-    assert pd.read_csv(collect.collect(tmp_path, "swap")).query("metric == 'mean sequences of 2 loss'").x.tolist() == [2]
-    monkeypatch.setattr(collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished]))
+    monkeypatch.setattr(
+        collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shorter | {"folder": "other"}])
+    )
+    assert pd.read_csv(collect.collect(tmp_path, "swap")).query("metric == 'mean sequences of 2 loss'").x.tolist() == [
+        2
+    ]
+    monkeypatch.setattr(
+        collect.lm, "results", lambda folder, history: pd.DataFrame([*others, shared | longer, others[0] | unfinished])
+    )
     capsys.readouterr()
     collect.collect(tmp_path, "other")
     assert capsys.readouterr().err == "note: stopped: unfinished, left out\n"
@@ -270,7 +367,11 @@ def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_t
 
 def test_arms_of_other_seeds_are_not_paired(monkeypatch, tmp_path):
     (tmp_path / "made").mkdir()
-    runs = [{"arm": arm, "stage": "final", "seed": seed, "setting": ""} for arm, seeds in (("a", (1, 2)), ("b", (1, 3))) for seed in seeds]
+    runs = [
+        {"arm": arm, "stage": "final", "seed": seed, "setting": ""}
+        for arm, seeds in (("a", (1, 2)), ("b", (1, 3)))
+        for seed in seeds
+    ]
     pd.DataFrame(runs).to_csv(tmp_path / "made" / "seeds.csv", index=False)
     monkeypatch.setattr(committed_results, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match=r"made/seeds\.csv: arms differ in seeds"):
@@ -282,7 +383,9 @@ def test_the_readme_says_what_its_first_experiment_found():
         "metric == 'mqar accuracy' and setting == 'as trained' and x == 2048"
     )
     accuracies = {arm: lines.sort_values("seed")["value"].to_numpy() for arm, lines in runs.groupby("arm")}
-    (verdict,) = verdicts({"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher_is_better=True)}, 0.3).values()
+    (verdict,) = verdicts(
+        {"cooler": Comparison(accuracies["cooler"] - accuracies["softmax"], higher_is_better=True)}, 0.3
+    ).values()
     mean, low, high = verdict.interval.as_list()
     sentence = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
     assert sentence in (ROOT / "README.md").read_text()

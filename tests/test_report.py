@@ -34,7 +34,8 @@ def test_paired_differences_find_what_was_built_in(pair):
 
 
 @pytest.mark.parametrize(
-    ("change", "why"), [({"tokens": "sequences-b"}, "sequences or positions"), ({"fingerprint": "data-b"}, "fingerprint")]
+    ("change", "why"),
+    [({"tokens": "sequences-b"}, "sequences or positions"), ({"fingerprint": "data-b"}, "fingerprint")],
 )
 def test_runs_on_different_tokens_are_refused_a_difference_and_told_why(tmp_path, change, why):
     folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax", **change)]
@@ -42,12 +43,17 @@ def test_runs_on_different_tokens_are_refused_a_difference_and_told_why(tmp_path
     html = files.html.read_text()
     assert "not measured on the same tokens" in html
     assert why in html
-    assert all(difference.interval is None for difference in compare_runs([read_run(folder) for folder in folders]).differences)
+    assert all(
+        difference.interval is None for difference in compare_runs([read_run(folder) for folder in folders]).differences
+    )
     assert "[" not in files.markdown.read_text().split("- validation")[0]
 
 
 def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
-    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "scalable", "ssmax", optim={"lr": 0.002}, log={"every": 5})]
+    folders = [
+        build_run(tmp_path, "soft"),
+        build_run(tmp_path, "scalable", "ssmax", optim={"lr": 0.002}, log={"every": 5}),
+    ]
     comparison = compare_runs([read_run(folder) for folder in folders])
     assert comparison.warning == "The arms differ in more than the normalizer: optim.lr."
     diff = dict(comparison.config_diff)
@@ -55,7 +61,9 @@ def test_keys_that_differ_besides_the_normalizer_are_shouted(tmp_path):
     assert diff["model.normalizer.name"] == ("softmax", "ssmax")
     assert diff["model.normalizer.scale"] == ("-", "learned")
     assert diff["log.every"] == ("10", "5")
-    assert [fact.name for fact in run_facts(comparison) if fact.condition and not fact.agrees] == ["learning rate and schedule"]
+    assert [fact.name for fact in run_facts(comparison) if fact.condition and not fact.agrees] == [
+        "learning rate and schedule"
+    ]
     assert comparison.warning in write_report(folders, tmp_path / "out").html.read_text()
 
 
@@ -100,10 +108,14 @@ def test_seeds_and_tokens_are_of_the_runs_that_have_the_number(tmp_path):
     for path in (tmp_path / "softmax2" / "evaluations").glob("long_context*"):
         path.unlink()
     comparison = compare_runs([read_run(folder) for folder in folders])
-    seeds = [cells for table in comparison_tables(comparison) for column, cells in table.contents if column.name == "seeds"]
+    seeds = [
+        cells for table in comparison_tables(comparison) for column, cells in table.contents if column.name == "seeds"
+    ]
     assert seeds == [["2", "3"], ["1", "3"] * 2]
     assert OWN_SEEDS_NOTE in comparison_notes(comparison)
-    assert OWN_SEEDS_NOTE not in comparison_notes(compare_runs([read_run(folder) for folder in folders if folder.name.endswith("1")]))
+    assert OWN_SEEDS_NOTE not in comparison_notes(
+        compare_runs([read_run(folder) for folder in folders if folder.name.endswith("1")])
+    )
 
 
 def test_differences_are_between_seeds_in_common(tmp_path):
@@ -124,20 +136,33 @@ def test_differences_are_between_seeds_in_common(tmp_path):
 
 
 def test_runs_of_an_arm_on_different_sequences_have_no_mean(tmp_path):
-    folders = [build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens) for seed, tokens in ((1, "sequences-a"), (2, "sequences-b"))]
-    assert "softmax: the validation sequences of its runs differ: no mean over them" in compared(*folders)[0].missing_notes
-    assert re.search(r"\| softmax \| 2 \| 10\.82 \| 1\.638 \| - \| - \|", write_report(folders, tmp_path / "out").markdown.read_text())
+    folders = [
+        build_run(tmp_path, f"soft{seed}", seed=seed, tokens=tokens)
+        for seed, tokens in ((1, "sequences-a"), (2, "sequences-b"))
+    ]
+    assert (
+        "softmax: the validation sequences of its runs differ: no mean over them" in compared(*folders)[0].missing_notes
+    )
+    assert re.search(
+        r"\| softmax \| 2 \| 10\.82 \| 1\.638 \| - \| - \|",
+        write_report(folders, tmp_path / "out").markdown.read_text(),
+    )
 
 
 def test_the_formula_is_that_of_the_options(tmp_path):
     page = write_report([build_run(tmp_path, "plain", "ssmax")], tmp_path / "out").html.read_text()
     assert "softmax((s ln n) z)" in page
-    page = write_report([build_run(tmp_path, "biased", {"name": "ssmax", "bias": True})], tmp_path / "out").html.read_text()
+    page = write_report(
+        [build_run(tmp_path, "biased", {"name": "ssmax", "bias": True})], tmp_path / "out"
+    ).html.read_text()
     assert "softmax((s ln n + b) z)" in page
 
 
 def test_labels_tell_arms_apart(tmp_path):
-    assert normalizer_label({"name": "ssmax", "scale": "none", "bias": False, "init": "match", "n": "visible"}) == "ssmax (scale=none)"
+    assert (
+        normalizer_label({"name": "ssmax", "scale": "none", "bias": False, "init": "match", "n": "visible"})
+        == "ssmax (scale=none)"
+    )
     assert normalizer_label({"name": "ssmax", "init": 1.0, "bias": True}) == "ssmax (bias=true, init=1.0)"
     assert normalizer_label({"name": "new", "temperature": 2}) == "new (temperature=2)"
     folders = [
@@ -161,10 +186,16 @@ def test_the_baseline_is_chosen_by_run_arm_or_normalizer(pair):
 
 def test_a_baseline_s_label_comes_before_the_normalizer_of_another_arm(tmp_path):
     phases = [{"until": 0.5, "normalizer": {"name": "softmax"}}, {"until": 1, "normalizer": {"name": "ssmax"}}]
-    folders = [build_run(tmp_path, "phased", phases=phases), build_run(tmp_path, "soft"), build_run(tmp_path, "fast", optim={"lr": 0.002})]
+    folders = [
+        build_run(tmp_path, "phased", phases=phases),
+        build_run(tmp_path, "soft"),
+        build_run(tmp_path, "fast", optim={"lr": 0.002}),
+    ]
     records = [read_run(folder) for folder in folders]
     assert compare_runs(records[:2], "softmax").arms[0].label == "softmax"
-    with pytest.raises(RunError, match="'softmax': is the name of several arms; choose from: softmax -> ssmax at step 100, "):
+    with pytest.raises(
+        RunError, match="'softmax': is the name of several arms; choose from: softmax -> ssmax at step 100, "
+    ):
         compare_runs(records, "softmax")
     assert compare_runs(records, "fast").arms[0].label == "softmax, lr=0.002"
 
@@ -177,7 +208,10 @@ def test_buckets_that_miss_the_range_say_their_own_positions(tmp_path):
 
 
 def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
-    folders = [build_run(tmp_path, name, normalizer, fingerprint="") for name, normalizer in (("soft", "softmax"), ("scalable", "ssmax"))]
+    folders = [
+        build_run(tmp_path, name, normalizer, fingerprint="")
+        for name, normalizer in (("soft", "softmax"), ("scalable", "ssmax"))
+    ]
     assert "paired by sequence, Student t over 16 documents (128 sequences)" in compared(*folders)[1][()].note
     for folder in folders:
         edit(folder, "validation", lambda result: first_sample(result).update(groups=[row // 64 for row in range(128)]))

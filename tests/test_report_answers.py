@@ -37,7 +37,10 @@ def of_sequences(fraction: float) -> Interval:
 
 
 def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8})]
+    folders = [
+        build_run(tmp_path, "soft", asked={64: 0.9, 512: 0.3}),
+        build_run(tmp_path, "scalable", "ssmax", asked={64: 0.9, 512: 0.8}),
+    ]
     comparison, differences = compared(*folders)
     assert asked(comparison) == [RECALL, ROLLED_OUT, NEEDLE, CONTROL]
     assert fraction_right(comparison, 0, RECALL, 512).as_list() == pytest.approx(of_sequences(0.3).as_list())
@@ -45,7 +48,9 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
         "not 14 of 20: depths ask the same"
     )
     assert fraction_right(comparison, 1, CONTROL, 64).mean == 0
-    assert CONTROL not in {difference.name.labels for difference in comparison.differences}, "a control says nothing about an arm"
+    assert CONTROL not in {difference.name.labels for difference in comparison.differences}, (
+        "a control says nothing about an arm"
+    )
     assert differences[RECALL].interval is None, "all sequences differ by the same"
     edit(folders[1], "recall", lambda result: first_sample(result, 1)["values"].reverse())
     differences = compared(*folders)[1]
@@ -55,7 +60,9 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
     assert differences[RECALL].note.startswith("paired by sequence, Student t over 16 sequences")
     assert differences[NEEDLE].note.startswith("paired by sequence, Student t over 10 sequences")
     files = write_report(folders, tmp_path / "out")
-    (line,) = [line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")]
+    (line,) = [
+        line for line in files.markdown.read_text().splitlines() if line.startswith("| ssmax | mqar | as trained |")
+    ]
     assert re.fullmatch(r"\| ssmax \| mqar \| as trained \| 1 \| 0\.900 \[.*\] \| 0\.800 \[.*\] \|", line)
     assert "| +0.5000 [" in files.markdown.read_text()
     assert b"Accuracy" in files.html.read_bytes()
@@ -63,7 +70,11 @@ def test_answers_have_intervals_and_paired_differences_at_the_longest_sequences(
 
 def test_needles_by_depth_and_length_are_a_map_for_each_arm(tmp_path):
     losses = {f"depth {25 * place}%": 0.05 * place for place in range(4)}
-    folders = [build_run(tmp_path, "soft"), build_run(tmp_path, "again", seed=2), build_run(tmp_path, "scalable", "ssmax")]
+    folders = [
+        build_run(tmp_path, "soft"),
+        build_run(tmp_path, "again", seed=2),
+        build_run(tmp_path, "scalable", "ssmax"),
+    ]
     for folder, exact in zip(folders, (0.2, 0.4, 0.8), strict=True):
         rows = [
             answers({64: [1, 1], 512: [exact - loss] * 2}, depth, 1, what=depth, kind="needle", seq_len=64)
@@ -119,14 +130,23 @@ def test_a_roll_out_stands_beside_where_sequences_ask_several_questions(tmp_path
 
 def test_answers_of_several_seeds_have_the_wider_interval(tmp_path):
     def arm(name: str, *fractions: float) -> Interval:
-        folders = [build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: fraction}) for seed, fraction in enumerate(fractions)]
+        folders = [
+            build_run(tmp_path, f"{name}{seed}", seed=seed, asked={64: fraction})
+            for seed, fraction in enumerate(fractions)
+        ]
         return fraction_right(compared(*folders)[0], 0, RECALL, 64)
 
     spread = arm("spread", 0.6875, 0.8125, 0.75)
-    assert spread.as_list() == pytest.approx([0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5])
+    assert spread.as_list() == pytest.approx(
+        [0.75, 0.75 - 4.302653 * 0.0625 / 3**0.5, 0.75 + 4.302653 * 0.0625 / 3**0.5]
+    )
     assert arm("wide", 0.8, 0.8, 0.2).high == 1
-    assert arm("equal", 0.75, 0.75).as_list() == pytest.approx(of_sequences(0.75).as_list()), "seeds that agree are no certainty"
-    assert arm("first", 0.6, 0.62, 0.64).as_list() == pytest.approx(arm("last", 0.64, 0.62, 0.6).as_list()), "no seed stands for the others"
+    assert arm("equal", 0.75, 0.75).as_list() == pytest.approx(of_sequences(0.75).as_list()), (
+        "seeds that agree are no certainty"
+    )
+    assert arm("first", 0.6, 0.62, 0.64).as_list() == pytest.approx(arm("last", 0.64, 0.62, 0.6).as_list()), (
+        "no seed stands for the others"
+    )
 
 
 def test_sequences_with_more_answers_weigh_more(tmp_path):
@@ -134,7 +154,11 @@ def test_sequences_with_more_answers_weigh_more(tmp_path):
     folders = [build_run(tmp_path, name, arm, asked={64: 0.5}, fingerprint="") for name, arm in arms.items()]
     for folder, first in zip(folders, (0.5, 0.9), strict=True):
         edit(folder, "recall", lambda result, first=first: weighed(result, [first] * 8 + [0.5] * 8, [15] * 8 + [1] * 8))
-        edit(folder, "validation", lambda result, first=first: weighed(result, [first] * 64 + [0.5] * 64, [3] * 64 + [1] * 64))
+        edit(
+            folder,
+            "validation",
+            lambda result, first=first: weighed(result, [first] * 64 + [0.5] * 64, [3] * 64 + [1] * 64),
+        )
     comparison, differences = compared(*folders)
     assert fraction_right(comparison, 1, RECALL, 64).mean == pytest.approx((0.9 * 120 + 0.5 * 8) / 128)
     assert differences[RECALL].interval.mean == pytest.approx(0.4 * 120 / 128)
@@ -149,11 +173,16 @@ def test_answers_to_other_questions_are_not_subtracted(tmp_path):
     assert differences[RECALL].interval is None
     assert "not measured on the same tokens" in differences[RECALL].note
     assert differences[NEEDLE].interval is not None
-    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "sequences with questions (sha256)"] == [False]
+    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "sequences with questions (sha256)"] == [
+        False
+    ]
 
 
 def test_differences_are_at_the_longest_sequences_that_both_were_asked_in(tmp_path):
-    folders = [build_run(tmp_path, "soft", asked={64: 0.9}), build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5})]
+    folders = [
+        build_run(tmp_path, "soft", asked={64: 0.9}),
+        build_run(tmp_path, "scalable", "ssmax", asked={64: 0.5, 512: 0.5}),
+    ]
     edit(folders[1], "recall", lambda result: first_sample(result)["values"].reverse())
     difference = compared(*folders)[1][RECALL]
     assert difference.interval.mean == pytest.approx(-0.4)
@@ -176,8 +205,13 @@ def test_answers_of_other_steps_are_said(tmp_path):
     edit(folders[1], "recall", lambda result: result.update(step=100, tokens_seen=1000))
     edit(folders[1], "needle", lambda result: result.update(step=100, tokens_seen=1000))
     comparison, _ = compared(*folders)
-    assert "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000" in comparison.warning
-    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "tokens seen, sequences with questions"] == [False]
+    assert (
+        "measured on sequences with questions after different numbers of tokens: softmax: 1,638,400; ssmax: 1,000"
+        in comparison.warning
+    )
+    assert [fact.agrees for fact in run_facts(comparison) if fact.name == "tokens seen, sequences with questions"] == [
+        False
+    ]
     assert any("the recall evaluation of step 100" in lack for lack in comparison.missing_notes)
 
 
@@ -187,7 +221,11 @@ def test_runs_on_symbols_lack_nothing_without_long_sequences_and_bytes(tmp_path)
         "data": {"seq_len": 64, "tasks": [{"weight": 1.0, "task": {"name": "mqar"}}]},
     }
     folder = build_run(tmp_path, "soft", asked={64: 0.9}, evaluations=("validation",), **symbols)
-    write_series(folder, "validation", validation_series(3.0, None, 6.31, 64, Sample("a", np.full((9, 1), 3.0), np.ones(9), np.arange(9))))
+    write_series(
+        folder,
+        "validation",
+        validation_series(3.0, None, 6.31, 64, Sample("a", np.full((9, 1), 3.0), np.ones(9), np.arange(9))),
+    )
     assert read_run(folder).missing == ()
     files = write_report([folder], tmp_path / "out")
     assert "bits per byte" not in files.markdown.read_text()

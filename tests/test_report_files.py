@@ -25,7 +25,17 @@ from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_notes, comparison_tables
 from lm.report.html import write_comparison
-from lm.report.pictures import COLOURS, DARK_COLOURS, PAPER, Map, Panel, Picture, Trace, colour_and_marker, dashes_and_width
+from lm.report.pictures import (
+    COLOURS,
+    DARK_COLOURS,
+    PAPER,
+    Map,
+    Panel,
+    Picture,
+    Trace,
+    colour_and_marker,
+    dashes_and_width,
+)
 from lm.report.tables import print_tables
 from lm.runs.record import read_run
 
@@ -70,7 +80,9 @@ def test_every_format_says_that_an_interval_of_one_seed_is_over_documents(pair, 
 
 def test_every_format_says_over_how_many_seeds(tmp_path):
     folders = [
-        build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50) for name in ("softmax", "ssmax") for seed in (1, 2, 3)
+        build_run(tmp_path, f"{name}{seed}", name, seed=seed, better=seed / 50)
+        for name in ("softmax", "ssmax")
+        for seed in (1, 2, 3)
     ]
     for name, text in shown(folders, tmp_path / "out").items():
         assert "3 seeds" in re.sub(r"\s+", " ", text), name
@@ -85,7 +97,9 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     lines = write_report(folders, tmp_path / "out").markdown.read_text().splitlines()
     seeds, documents = (f"difference (95% interval over {words})" for words in ("2 seeds", "documents, 1 seed"))
     start = lines.index(f"| arm | metric | measured in | better | {seeds} | {documents} |")
-    (ssmax, *_), (log_n, *_) = ([line for line in lines[start:] if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n"))
+    (ssmax, *_), (log_n, *_) = (
+        [line for line in lines[start:] if line.startswith(f"| {arm} ")] for arm in ("ssmax", "log_n")
+    )
     assert ssmax.endswith("] | - |")
     assert re.search(r"\| - \| \S+ \[.*\] \|$", log_n)
 
@@ -119,7 +133,10 @@ def test_the_page_is_self_contained_and_escapes_hostile_names(tmp_path):
     links = set(re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)([^"']*)""", html))
     assert links < {path.name for path in files.html.parent.iterdir()}
     assert not re.search(r"@import|url\((?!#)|<link|<iframe|<object|javascript:", html)
-    assert set(re.findall(r"https?://[^\"'\s<]*", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\"'\s<]*", html)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert "\\textless{}script\\textgreater{}alert(1)\\&\\$\\textbackslash{}frac\\{" in files.latex.read_text()
 
 
@@ -210,7 +227,9 @@ def test_no_two_of_forty_lines_of_a_picture_look_alike():
     assert all(a != b for a, b in combinations(lines, 2))
     arms_and_settings = [colour_and_marker(arm) | dashes_and_width(setting) for arm in range(8) for setting in range(5)]
     assert all(a != b for a, b in combinations(arms_and_settings, 2))
-    assert all(dashes_and_width(number)["linestyle"] != ":" for number in range(14)), "dotted lines are reference levels"
+    assert all(dashes_and_width(number)["linestyle"] != ":" for number in range(14)), (
+        "dotted lines are reference levels"
+    )
     axes = Figure().subplots()
     for number in range(40):
         axes.plot([0, 1], [0, 1], **colour_and_marker(number) | dashes_and_width(number % 14))
@@ -270,7 +289,9 @@ def lab(light: np.ndarray) -> np.ndarray:
 def test_colours_are_told_apart_and_seen_on_light_and_dark_pages(dark: bool, eyes: str):
     colours = [DARK_COLOURS[colour] if dark else colour for colour in (PAPER, *COLOURS)]
     luminances = [float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in colours]
-    contrasts = [(max(luminance, luminances[0]) + 0.05) / (min(luminance, luminances[0]) + 0.05) for luminance in luminances[1:]]
+    contrasts = [
+        (max(luminance, luminances[0]) + 0.05) / (min(luminance, luminances[0]) + 0.05) for luminance in luminances[1:]
+    ]
     assert min(contrasts) >= 3, dict(zip(colours[1:], contrasts, strict=True))
     labs = {colour: lab(np.array(DEFICIENT[eyes]) @ linear(colour)) for colour in colours[1:]}
     distances = {(a, b): float(np.linalg.norm(labs[a] - labs[b])) for a, b in combinations(labs, 2)}
@@ -282,7 +303,17 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
     x, kinds = np.array([1.0, 2.0]), ("seed", "mean", "dots", "interval", "diverged", "bars")
     traces = [Trace(arm, kind, x, x + arm, kind, x + arm - 0.5, x + arm + 0.5) for arm, kind in enumerate(kinds)]
     traces += [Trace(arm, "keyed", x, x, "mean", in_legend=True) for arm in (6, -1)]
-    panel = Panel("title", "x", "y", traces, zero_line=True, margin=0.1, marks={1.5: "mark"}, levels={1.0: "level"}, rings=[(1.0, 1.0, 0)])
+    panel = Panel(
+        "title",
+        "x",
+        "y",
+        traces,
+        zero_line=True,
+        margin=0.1,
+        marks={1.5: "mark"},
+        levels={1.0: "level"},
+        rings=[(1.0, 1.0, 0)],
+    )
     svg = Picture([panel], ["name"] * 7).svg
     head, body = svg.split("</style>", 1)
     assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body)} <= DARK_COLOURS.keys()
@@ -295,7 +326,9 @@ def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
 def test_the_only_line_of_an_arm_is_no_thinner_than_a_mean():
     x = np.array([1.0, 2.0])
     single, double = (
-        Picture([Panel("title", "x", "y", [Trace(0, "a", x, x * number, "seed") for number in range(count)])], ["a"]).svg
+        Picture(
+            [Panel("title", "x", "y", [Trace(0, "a", x, x * number, "seed") for number in range(count)])], ["a"]
+        ).svg
         for count in (1, 2)
     )
     colour = f"stroke: {COLOURS[0]}"
@@ -324,7 +357,9 @@ def test_means_of_many_arms_are_drawn_alone_and_long_names_stand_aslant(arms: in
 @pytest.mark.parametrize("scale", ["linear", "log", "signed"])
 def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
     weights = np.array([[-1.0 if scale == "signed" else 1.0, np.nan], [1e-9, 0.5]])
-    cells = [Map(name, "key", ["a", ""], ["a", "b"], weights, 1.0, 1e-4, False, scale=scale, unit="weight") for name in "ab"]
+    cells = [
+        Map(name, "key", ["a", ""], ["a", "b"], weights, 1.0, 1e-4, False, scale=scale, unit="weight") for name in "ab"
+    ]
     norm, _ = cells[0].colours
     assert (norm.vmin, norm.vmax) == ((-1.0 if scale == "signed" else 1e-4), 1.0)
     svg = Picture(cells, [], columns=2, panel_size=(3, 3), shared="xy").svg
@@ -333,7 +368,9 @@ def test_maps_of_equal_scales_share_one_scale_of_colours(scale: str):
 
 @pytest.mark.usefixtures("painted")
 def test_a_picture_is_saved_by_its_suffix():
-    picture, same_picture = (Picture([Panel("title", "x", "y", [Trace(0, "a", np.ones(1), np.ones(1), "dots")])], ["a"]) for _ in range(2))
+    picture, same_picture = (
+        Picture([Panel("title", "x", "y", [Trace(0, "a", np.ones(1), np.ones(1), "dots")])], ["a"]) for _ in range(2)
+    )
     assert picture.file(".png").startswith(b"\x89PNG")
     assert b"<svg" in picture.file(".svg")
     assert b"title,a,dots,1,1" in picture.file(".csv")

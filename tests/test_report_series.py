@@ -51,7 +51,11 @@ def test_a_made_up_kind_of_evaluation_is_reported(folders, tmp_path):
     titles = [table.title for table in comparison_tables(comparison)]
     assert {"Sparsity of attention", "Sparsity of attention in training lengths", "Reach by depth"} < set(titles)
     intervals = {difference.subject: difference.interval for difference in comparison.differences}
-    for label in ("sparsity, as trained", "sparsity at positions 128-256, as trained", "reach, books at depth 0.5, as trained"):
+    for label in (
+        "sparsity, as trained",
+        "sparsity at positions 128-256, as trained",
+        "reach, books at depth 0.5, as trained",
+    ):
         assert intervals[label].mean == pytest.approx(1, abs=0.2)
         assert intervals[label].low > 0.5
     checks = {fact.name: fact.agrees for fact in run_facts(comparison)}
@@ -80,7 +84,13 @@ def test_a_made_up_kind_has_panels_for_what_is_over_an_axis(folders):
     titles = [[panel.title for panel in figure.panels] for figure in (overview(compared(*folders)[0]), picture)]
     made_up = ["Sparsity of attention: sparsity, as trained", "Reach by depth: reach, books, as trained"]
     difference = "paired difference to softmax"
-    assert titles[1] == [*titles[0], made_up[0], f"{made_up[0]}: {difference}", made_up[1], f"{made_up[1]}: {difference}"]
+    assert titles[1] == [
+        *titles[0],
+        made_up[0],
+        f"{made_up[0]}: {difference}",
+        made_up[1],
+        f"{made_up[1]}: {difference}",
+    ]
     assert "Reach by depth. Bands: 95% intervals over sequences, 1 seed." in picture.caption
     assert "From position 16." in picture.caption
 

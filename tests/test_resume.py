@@ -41,10 +41,19 @@ SCENARIOS = {
     "dropout": (["model.dropout=0.2"], (3,)),
     "twice in a row": (["model.dropout=0.2", "trainer.micro_batch=2"], (3, 6)),
     "mixed lengths": (["data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}", "trainer.micro_batch=2"], (3,)),
-    "isolated documents": (["data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}", "data.documents=isolate"], (3,)),
+    "isolated documents": (
+        ["data.lengths={name: curriculum, starts: {0.0: 16, 0.5: 32}}", "data.documents=isolate"],
+        (3,),
+    ),
     "bf16": (["trainer.precision=bf16-mixed"], (3,)),
 }
-SWAPS = {"swap, before": (2,), "swap, at": (4,), "swap, after": (6,), "swap, at and after": (4, 6), "swap, all three": (2, 4, 6)}
+SWAPS = {
+    "swap, before": (2,),
+    "swap, at": (4,),
+    "swap, after": (6,),
+    "swap, at and after": (4, 6),
+    "swap, all three": (2, 4, 6),
+}
 
 
 # By default those columns of the table that contain the others for one normalizer, and a rich one for kinds of parameters.
@@ -55,7 +64,9 @@ KINDS = ("qassmax",)
 
 def cells(scenarios: dict[str, object]) -> pytest.MarkDecorator:
     """Every normalizer x scenario, as the parameter `cell`."""
-    quick = {(name, scenario) for name in SOME for scenario in scenarios if scenario not in CONTAINED} | {(name, RICH) for name in KINDS}
+    quick = {(name, scenario) for name in SOME for scenario in scenarios if scenario not in CONTAINED} | {
+        (name, RICH) for name in KINDS
+    }
     return pytest.mark.parametrize("cell", thinned(product(catalogue.ENTRIES, scenarios), quick), ids="-".join)
 
 
@@ -84,9 +95,13 @@ def test_a_run_of_another_optimizer_resumed_is_bitwise_the_same(tiny, record_pro
 
 
 @rows()
-def test_a_run_that_skipped_steps_resumed_is_bitwise_the_same(tiny, record_property, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_run_that_skipped_steps_resumed_is_bitwise_the_same(
+    tiny, record_property, monkeypatch: pytest.MonkeyPatch, name: str
+):
     poison(monkeypatch, {2, 3, 4, 7}, "gradient")
-    parts = check(tiny, record_property, name, "skipped steps", [f"model.normalizer={name}", "optim.on_nonfinite=skip"], (3,))
+    parts = check(
+        tiny, record_property, name, "skipped steps", [f"model.normalizer={name}", "optim.on_nonfinite=skip"], (3,)
+    )
     assert load_checkpoint(parts / "checkpoints" / "last.ckpt")["lm"]["skipped"] == 4
 
 
@@ -109,13 +124,21 @@ def test_a_run_resumed_at_the_end_of_an_epoch_is_bitwise_the_same(tiny, record_p
             break
     else:
         pytest.fail("no length of rows gives epochs of three steps")
-    options = [*options_of_data, f"data.seq_len={seq_len}", f"optim.batch_tokens={count // 3 * seq_len}", "trainer.max_steps=7"]
+    options = [
+        *options_of_data,
+        f"data.seq_len={seq_len}",
+        f"optim.batch_tokens={count // 3 * seq_len}",
+        "trainer.max_steps=7",
+    ]
     check(tiny, record_property, name, "an epoch's end", options, (3, 6))
 
 
 def check(tiny, record_property, name: str, scenario: str, options: list[str], kills: tuple[int, ...]) -> Path:
     """Train in one go and with kills, compare, and enter the result in the table."""
-    whole_run, resumed_run = tiny("name=whole", *EVERY_STEP, *options), tiny("name=parts", *EVERY_STEP, *options, "resume=auto")
+    whole_run, resumed_run = (
+        tiny("name=whole", *EVERY_STEP, *options),
+        tiny("name=parts", *EVERY_STEP, *options, "resume=auto"),
+    )
     train(whole_run)
     shutil.copytree(whole_run.run_folder, resumed_run.run_folder)
     for step in kills:
@@ -164,7 +187,9 @@ def test_two_ranks_resumed_are_bitwise_the_same(
             common = [*arguments, *EVERY_STEP, "trainer.devices=2", f"optim.optimizer={optimizer}", *model]
             jobs += [[*common, f"name={folder}-a"], [*common, f"name={folder}-b"]]
             for step in backs:
-                jobs.append([*common, f"name={folder}-b", f"resume={tmp_path}/runs/{folder}-b/checkpoints/step-{step:06d}.ckpt"])
+                jobs.append(
+                    [*common, f"name={folder}-b", f"resume={tmp_path}/runs/{folder}-b/checkpoints/step-{step:06d}.ckpt"]
+                )
             expected.append((name, scenario, folder))
     ranks(2, train_each, jobs)
     failed = []
@@ -207,7 +232,10 @@ def test_an_evaluation_that_took_too_long_is_not_made_as_a_complete_run_is_resum
     late = "eval.long_context.max_seconds=1e-6"
     config = tiny("name=late", late)
     assert train(config) == train(tiny("name=late", late, "resume=auto")) == 0
-    assert "long_context: not measured again, as it took longer than its max_seconds; without a limit: lm eval" in capsys.readouterr().out
+    assert (
+        "long_context: not measured again, as it took longer than its max_seconds; without a limit: lm eval"
+        in capsys.readouterr().out
+    )
     evaluation = config.run_folder / "evaluations" / "long_context.step-000008.json"
     assert not evaluation.exists()
     assert train(tiny("name=late", "resume=auto")) == 0
@@ -220,7 +248,10 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
     """Before the long-context evaluation was there, while its line was written, and after its file was."""
     config = tiny("name=last")
     train(config)
-    log, evaluation = config.run_folder / "metrics.jsonl", config.run_folder / "evaluations" / "long_context.step-000008.json"
+    log, evaluation = (
+        config.run_folder / "metrics.jsonl",
+        config.run_folder / "evaluations" / "long_context.step-000008.json",
+    )
     lines, content = metrics(config.run_folder), evaluation.read_text()
     *log_lines, last = log.read_text().splitlines(keepends=True)
     assert "long/loss as trained" in last
@@ -240,7 +271,9 @@ def test_what_a_kill_after_the_last_step_kept_out_of_the_log_is_logged(tiny, cut
 def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, monkeypatch: pytest.MonkeyPatch):
     config, missing_names = tiny("name=order"), []
 
-    def write(measurement: Measurement, folder: Path, result: Evaluation, drawn: bool, written=Measurement.write) -> Path:
+    def write(
+        measurement: Measurement, folder: Path, result: Evaluation, drawn: bool, written=Measurement.write
+    ) -> Path:
         names = {name for line in metrics(folder) if line["step"] == result.step for name in line}
         missing_names.extend(logged_means(result).keys() - names)
         return written(measurement, folder, result, drawn)
@@ -274,17 +307,28 @@ def test_a_complete_run_says_which_changed_evaluations_it_does_not_make(tiny, ca
     train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
     note = "note: eval.long_context, eval.sequences: a complete run keeps what it has measured; with other options: lm eval "
     assert note in capsys.readouterr().out
-    assert lm("eval", str(tiny("name=whole").run_folder), "eval.long_context.sequences=2", "eval.sequences=2").returncode == 0
+    assert (
+        lm("eval", str(tiny("name=whole").run_folder), "eval.long_context.sequences=2", "eval.sequences=2").returncode
+        == 0
+    )
     train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
     assert "note" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_the_weights_of_all_its_evaluations_and_keeps_no_picture_of_later_steps(tiny):
-    options = "trainer.checkpoint_every=4", "eval.every=8", "trainer.keep_checkpoints=2", "eval.diagnostics={every: 4, sequences: 2}"
+    options = (
+        "trainer.checkpoint_every=4",
+        "eval.every=8",
+        "trainer.keep_checkpoints=2",
+        "eval.diagnostics={every: 4, sequences: 2}",
+    )
     train(tiny("name=straight", *options))
     config = tiny("name=resumed", *options)
     train(config)
-    checkpoints, picture = config.run_folder / "checkpoints", config.run_folder / "evaluations" / "diagnostics.step-000008.png"
+    checkpoints, picture = (
+        config.run_folder / "checkpoints",
+        config.run_folder / "evaluations" / "diagnostics.step-000008.png",
+    )
     assert picture.exists()
     notes = truncate_after(config.run_folder, 4)
     assert (notes, picture.exists()) == ([], False)
@@ -308,7 +352,8 @@ def test_more_steps_may_be_asked_for_when_resuming(tiny, capsys: pytest.CaptureF
     train(tiny("name=stable", stable, "trainer.checkpoint_every=4", "trainer.keep_checkpoints=2"))
     train(
         replace(
-            tiny("name=stable", stable, "trainer.max_steps=16"), resume=str(tiny("name=stable").run_folder / "checkpoints/step-000004.ckpt")
+            tiny("name=stable", stable, "trainer.max_steps=16"),
+            resume=str(tiny("name=stable").run_folder / "checkpoints/step-000004.ckpt"),
         )
     )
     assert "note: wsd now ends at step 16, it was headed for 8\n" in capsys.readouterr().out
@@ -325,7 +370,11 @@ def selection_losses(folder: Path) -> dict[int, float]:
     return {step: selection_loss(validation)[0] for step, validation in validations(folder).items()}
 
 
-DIVIDED = ["data.val_fraction=0.5", "eval.sequences=64", "eval.long_context.length_factor=0"]  # held-out documents of both parts
+DIVIDED = [
+    "data.val_fraction=0.5",
+    "eval.sequences=64",
+    "eval.long_context.length_factor=0",
+]  # held-out documents of both parts
 
 
 def test_the_best_checkpoint_is_chosen_on_the_documents_that_select(tiny, capsys: pytest.CaptureFixture):
@@ -366,14 +415,31 @@ def test_going_back_to_an_earlier_checkpoint_keeps_one_time_line(tiny, capsys: p
     config = tiny("name=back", *options)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt", "step-000008.ckpt"]
+    assert [path.name for path in step_paths(checkpoints)] == [
+        "step-000004.ckpt",
+        "step-000006.ckpt",
+        "step-000008.ckpt",
+    ]
     expected = losses(config.run_folder)
-    with pytest.raises(RunError, match=r"leaves no step up to trainer\.max_steps = 4, and the run has step-000008\.ckpt; raise"):
+    with pytest.raises(
+        RunError, match=r"leaves no step up to trainer\.max_steps = 4, and the run has step-000008\.ckpt; raise"
+    ):
         train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=4"))
     assert losses(config.run_folder) == expected
     capsys.readouterr()
-    train(tiny("name=back", *options, f"resume={checkpoints / 'step-000004.ckpt'}", "trainer.max_steps=6", "optim.schedule=cosine"))
-    assert "note: back to step 4; checkpoints, metrics and evaluations of later steps are deleted" in capsys.readouterr().out
+    train(
+        tiny(
+            "name=back",
+            *options,
+            f"resume={checkpoints / 'step-000004.ckpt'}",
+            "trainer.max_steps=6",
+            "optim.schedule=cosine",
+        )
+    )
+    assert (
+        "note: back to step 4; checkpoints, metrics and evaluations of later steps are deleted"
+        in capsys.readouterr().out
+    )
     assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000006.ckpt"]
     assert load_checkpoint(checkpoints / "last.ckpt")["lm"]["step"] == 6
     assert len(losses(config.run_folder)) == 6
@@ -399,13 +465,21 @@ def test_going_back_where_the_best_weights_are_gone_finds_a_new_best(tiny):
 
 
 def test_a_clock_set_back_does_not_decide_which_checkpoints_are_kept(tiny):
-    options = ["trainer.checkpoint_every=2", "trainer.keep_checkpoints=2", "eval.every=100", "eval.long_context.length_factor=0"]
+    options = [
+        "trainer.checkpoint_every=2",
+        "trainer.keep_checkpoints=2",
+        "eval.every=100",
+        "eval.long_context.length_factor=0",
+    ]
     config = tiny("name=clock", "trainer.max_steps=4", "optim.schedule=constant", *options)
     train(config)
     for path in step_paths(config.run_folder / "checkpoints"):
         os.utime(path, (2**32, 2**32))
     train(tiny("name=clock", "trainer.max_steps=8", "optim.schedule=constant", *options, "resume=auto"))
-    assert [path.name for path in step_paths(config.run_folder / "checkpoints")] == ["step-000006.ckpt", "step-000008.ckpt"]
+    assert [path.name for path in step_paths(config.run_folder / "checkpoints")] == [
+        "step-000006.ckpt",
+        "step-000008.ckpt",
+    ]
 
 
 def test_a_run_taken_back_to_a_swap_measures_the_new_one(tiny):
@@ -426,7 +500,11 @@ def test_the_last_the_best_and_the_ends_of_phases_are_kept(tiny):
     config = tiny("name=kept", *options, phases)
     train(config)
     checkpoints = config.run_folder / "checkpoints"
-    assert [path.name for path in step_paths(checkpoints)] == ["step-000004.ckpt", "step-000018.ckpt", "step-000020.ckpt"]
+    assert [path.name for path in step_paths(checkpoints)] == [
+        "step-000004.ckpt",
+        "step-000018.ckpt",
+        "step-000020.ckpt",
+    ]
     chosen_by = selection_losses(config.run_folder)
     best = load_checkpoint(checkpoints / "best.ckpt")["lm"]
     assert best["best"]["loss"] == pytest.approx(min(chosen_by.values()), abs=1e-6)

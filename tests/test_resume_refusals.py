@@ -22,7 +22,16 @@ from lm.config.load import to_yaml
 from lm.config.tree import Config
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, DataError, RunError
-from lm.files import ABANDONED_FILE_SECONDS, locked_folder, new_folder, temporary_file, write_json, write_new, write_text, write_together
+from lm.files import (
+    ABANDONED_FILE_SECONDS,
+    locked_folder,
+    new_folder,
+    temporary_file,
+    write_json,
+    write_new,
+    write_text,
+    write_together,
+)
 from lm.machine import process_start, this_machine
 from lm.runs.checkpoints import save_checkpoint
 from lm.runs.folder import ALREADY_TRAINING, CONFIG, METRICS
@@ -35,11 +44,16 @@ from lm.training.train import create_run_folder, train
 def test_a_run_folder_in_use_is_refused(tiny):
     config = tiny("name=used")
     train(config)
-    with locked_folder(config.run_folder, ALREADY_TRAINING), pytest.raises(RunError, match="another process is training"):
+    with (
+        locked_folder(config.run_folder, ALREADY_TRAINING),
+        pytest.raises(RunError, match="another process is training"),
+    ):
         train(tiny("name=used", "resume=auto"))
 
 
-def test_a_process_that_made_the_folder_leaves_it_to_the_one_that_locked_it_first(tiny, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_made_the_folder_leaves_it_to_the_one_that_locked_it_first(
+    tiny, monkeypatch: pytest.MonkeyPatch
+):
     config = tiny("name=race", "resume=auto")
     with contextlib.ExitStack() as other_process:
 
@@ -85,9 +99,17 @@ def left_by(pid: int, start: str, name: str = ".x", machine: str = this_machine(
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(tmp_path: Path, write: Callable[[Path], object]):
+def test_what_a_killed_process_left_is_deleted_by_the_next_that_writes_there(
+    tmp_path: Path, write: Callable[[Path], object]
+):
     pid, old = os.getpid(), time.time() - ABANDONED_FILE_SECONDS - 60
-    foreign = {".bashrc-original", ".config", ".x-unfinished-notes", ".x-unfinished-abcdefgh", left_by(pid, process_start(pid))}
+    foreign = {
+        ".bashrc-original",
+        ".config",
+        ".x-unfinished-notes",
+        ".x-unfinished-abcdefgh",
+        left_by(pid, process_start(pid)),
+    }
     foreign |= {left_by(pid, "1", machine="another"), left_by(pid, process_start(pid), ".old")}
     for name in (*foreign, left_by(pid, "1"), left_by(pid, "2", machine="another")):
         (tmp_path / name).write_text("x")
@@ -133,7 +155,9 @@ def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return f": its file system has no locks ({os.strerror(request.param)})"
 
 
-def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(tiny, tmp_path: Path, without_locks: str, monkeypatch):
+def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(
+    tiny, tmp_path: Path, without_locks: str, monkeypatch
+):
     monkeypatch.setattr("lm.data.store.MAX_FULL_CHECK_BYTES", 0)
     config, fresh = tiny("name=a", "trainer.max_steps=2", "eval.long_context.length_factor=0"), tmp_path / "fresh"
     if not list(Path(config.data.root).glob("*/manifest.json")):
@@ -183,7 +207,17 @@ def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path)
 def test_resuming_with_another_configuration_lists_every_difference(tiny):
     train(tiny("name=other"))
     with pytest.raises(ConfigError) as error:
-        train(tiny("name=other", "resume=auto", "model.n_embd=64", "optim.lr=1e-3", "seed=9", "log.every=5", "trainer.max_steps=20"))
+        train(
+            tiny(
+                "name=other",
+                "resume=auto",
+                "model.n_embd=64",
+                "optim.lr=1e-3",
+                "seed=9",
+                "log.every=5",
+                "trainer.max_steps=20",
+            )
+        )
     assert {problem.path for problem in error.value.problems} == {"model.n_embd", "optim.lr", "seed"}
 
 
@@ -211,7 +245,9 @@ def test_a_log_that_was_altered_is_refused(tiny):
     content = log.read_text()
     for altered in (content[: len(content) // 2], content.replace('"train/loss": ', '"train/loss": 1')):
         log.write_text(altered)
-        with pytest.raises(RunError, match=r"metrics\.jsonl: was altered since checkpoints/last\.ckpt was saved; bring it back"):
+        with pytest.raises(
+            RunError, match=r"metrics\.jsonl: was altered since checkpoints/last\.ckpt was saved; bring it back"
+        ):
             train(tiny("name=altered", "resume=auto", "trainer.max_steps=20"))
     log.write_text(content + '{"step": 8, "tok')  # as a kill leaves it
     train(tiny("name=altered", "resume=auto", "trainer.max_steps=20"))
@@ -223,7 +259,13 @@ def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
     checkpoints = tiny("name=plan").run_folder / "checkpoints"
     early, late = f"resume={checkpoints}/step-000002.ckpt", f"resume={checkpoints}/step-000006.ckpt"
     with pytest.raises(ConfigError, match=r"phases\[0\].until.*ends the phase at step 5.*until=0.5"):
-        train(tiny("name=plan", "phases=[{until: 0.625, normalizer: softmax}, {until: 1, normalizer: ssmax, warmup_steps: 3}]", late))
+        train(
+            tiny(
+                "name=plan",
+                "phases=[{until: 0.625, normalizer: softmax}, {until: 1, normalizer: ssmax, warmup_steps: 3}]",
+                late,
+            )
+        )
     with pytest.raises(ConfigError, match=r"phases\[1\].normalizer = 'log_n': the checkpoint was trained with ssmax"):
         train(tiny("name=plan", swap_to("log_n"), late))
     with pytest.raises(ConfigError, match=r"ends the phase at step 8"):  # twice the steps would move the boundary
@@ -235,7 +277,9 @@ def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
         check_text(config.run_folder / CONFIG, to_yaml(config), load_metadata(checkpoint), checkpoint)
 
     check(tiny("name=plan", swap_to("log_n"), *EVERY_STEP))  # as a resumed run writes it, before its next checkpoint
-    with pytest.raises(RunError, match=r"config\.yaml: is not of the run of .*step-000002\.ckpt: seed = 9: the checkpoint"):
+    with pytest.raises(
+        RunError, match=r"config\.yaml: is not of the run of .*step-000002\.ckpt: seed = 9: the checkpoint"
+    ):
         check(tiny("name=plan", swap_to("log_n"), "seed=9", *EVERY_STEP))
     assert train(tiny("name=plan", swap_to("log_n"), early, *EVERY_STEP)) == 0
     assert load(tiny("name=plan").run_folder).decoder.config.normalizer.name == "log_n"
@@ -246,7 +290,9 @@ def test_phases_still_to_come_may_change_and_those_done_may_not(tiny):
 def test_another_normalizer_never_loads_silently(tiny):
     config = tiny("name=ssmax", "model.normalizer=ssmax")
     train(config)
-    with pytest.raises(ConfigError, match=r"model\.normalizer = 'softmax': the checkpoint was trained with ssmax; .*lm swap"):
+    with pytest.raises(
+        ConfigError, match=r"model\.normalizer = 'softmax': the checkpoint was trained with ssmax; .*lm swap"
+    ):
         train(tiny("name=ssmax", "resume=auto"))
     train(tiny("name=log_n", "model.normalizer=log_n"))
     other = tiny("name=log_n").run_folder / "checkpoints" / "last.ckpt"
@@ -268,7 +314,9 @@ def test_a_damaged_checkpoint_is_named_with_an_intact_one(tiny):
     for damage in (b"", content[: len(content) // 2], b"x" * 100):
         last.unlink()
         last.write_bytes(damage)
-        with pytest.raises(RunError, match=r"last.ckpt: not a readable checkpoint.*the newest beside it is .*step-000008.ckpt"):
+        with pytest.raises(
+            RunError, match=r"last.ckpt: not a readable checkpoint.*the newest beside it is .*step-000008.ckpt"
+        ):
             load(last)
     assert same(weights(config.run_folder, "step-000008.ckpt"), weights(config.run_folder, "best.ckpt"))
 
@@ -280,7 +328,10 @@ def test_a_run_without_its_checkpoints_and_a_model_folder_do_not_start_anew(tiny
     export(folder, "last", tmp_path / "runs" / "model")
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints").mkdir()
-    for name, words in (("whole", "holds a run whose checkpoints are gone"), ("model", "holds something else than a run")):
+    for name, words in (
+        ("whole", "holds a run whose checkpoints are gone"),
+        ("model", "holds something else than a run"),
+    ):
         before = sorted(path.name for path in (tmp_path / "runs" / name).rglob("*"))
         with pytest.raises(RunError, match=words):
             train(tiny(f"name={name}", *options, "resume=auto"))

@@ -9,7 +9,15 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lm.config.inference_config import InferenceSetting, Interpolation, ThetaFactor, YaRNScaling
-from lm.config.model_config import LinearScaling, Llama3Scaling, ModelConfig, NoPosition, Rope, TrainedScaling, YarnScaling
+from lm.config.model_config import (
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    NoPosition,
+    Rope,
+    TrainedScaling,
+    YarnScaling,
+)
 from lm.data.batches import Batch
 from lm.errors import ConfigError
 from lm.huggingface.fields import write_rope
@@ -35,7 +43,9 @@ SCALINGS = [
 @pytest.mark.parametrize("theta", [3e3, 1e6])
 def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: float):
     rope = Rope(theta=theta, scaling=scaling)
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=write_rope(rope))
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=900, rope_parameters=write_rope(rope)
+    )
     expected, amplitude = ROPE_INIT_FUNCTIONS[scaling.name](config, torch.device("cpu"))
     actual = frequencies(64, rope, AS_TRAINED, 900, 900)
     torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
@@ -47,7 +57,9 @@ def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: f
 
 def test_an_inference_setting_acts_on_the_frequencies_of_the_model():
     rope = Rope(scaling=LinearScaling(factor=4.0))
-    assert torch.equal(frequencies(64, rope, Interpolation(2.0), 64, 512), frequencies(64, Rope(), Interpolation(8.0), 64, 512))
+    assert torch.equal(
+        frequencies(64, rope, Interpolation(2.0), 64, 512), frequencies(64, Rope(), Interpolation(8.0), 64, 512)
+    )
 
 
 def test_the_bounds_of_the_transition_must_be_in_order(tiny):
@@ -80,7 +92,12 @@ def test_listed_layers_rotate_and_the_others_have_no_positions():
 
 def test_different_settings_have_different_labels():
     settings = [InferenceSetting(ThetaFactor(factor)) for factor in (50.0, 1e6, 100000.1, 100000.2)]
-    assert [setting.label for setting in settings] == ["theta x 50", "theta x 1e+06", "theta x 100000.1", "theta x 100000.2"]
+    assert [setting.label for setting in settings] == [
+        "theta x 50",
+        "theta x 1e+06",
+        "theta x 100000.1",
+        "theta x 100000.2",
+    ]
     assert InferenceSetting(YaRNScaling(fast=32.00001, temperature=False)).label == "yarn, fast 32.00001, temperature 0"
 
 

@@ -26,7 +26,10 @@ def test_a_run_is_read_whole(pair):
     validation, bits, *long = run.series
     assert validation.samples[0].values.shape == (128, 1)
     assert bits.samples == ()
-    assert [(curve.setting, curve.samples[0].values.shape[0]) for curve in long] == [("as trained", 24), ("theta x 50", 24)]
+    assert [(curve.setting, curve.samples[0].values.shape[0]) for curve in long] == [
+        ("as trained", 24),
+        ("theta x 50", 24),
+    ]
     assert len(run.curve("train/loss").tokens) == 100
     assert len(run.curve("val/loss").tokens) == 20
 
@@ -148,7 +151,9 @@ def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value
     content = read_evaluation(path)
 
     def places(node: object, path_of_node: tuple = ()) -> Iterator[tuple]:
-        for name, item in node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ():
+        for name, item in (
+            node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
+        ):
             yield (*path_of_node, name)
             yield from places(item, (*path_of_node, name))
 
@@ -158,14 +163,20 @@ def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value
         node[last] = value
         with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
             Evaluation.from_plain(copied)
-        if isinstance(node, dict) and last not in ("options", "references", UNIGRAM) and not {"asked", "code"} & {*inner, last}:
+        if (
+            isinstance(node, dict)
+            and last not in ("options", "references", UNIGRAM)
+            and not {"asked", "code"} & {*inner, last}
+        ):
             del node[last]
             with pytest.raises((KeyError, ValueError)):
                 Evaluation.from_plain(copied)
 
 
 def test_training_time_is_over_all_starts_or_after_a_step():
-    lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step} for step in (2, 4, 6)] + [{"step": 6, "val/loss": 4.0}]
+    lines = [{"step": step, "elapsed_s": 1.5 * step, PEAK_MEMORY: 10 - step} for step in (2, 4, 6)] + [
+        {"step": 6, "val/loss": 4.0}
+    ]
     assert [training_seconds(lines, step) for step in (0, 4, 6)] == [9.0, 3.0, 0.0]
     assert training_seconds([]) is peak_memory([]) is None
     assert peak_memory(lines) == 8
@@ -173,5 +184,7 @@ def test_training_time_is_over_all_starts_or_after_a_step():
 
 def test_an_evaluation_of_an_older_version_among_all_steps_is_an_error_of_one_line(pair):
     edit(pair[0], "validation", lambda content: content["series"][0].pop("references"))
-    with pytest.raises(RunError, match=r"validation.step-000200.json: not an evaluation of this version: 'references'; bring it back"):
+    with pytest.raises(
+        RunError, match=r"validation.step-000200.json: not an evaluation of this version: 'references'; bring it back"
+    ):
         lm.results(pair[0], history=True)

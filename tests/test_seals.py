@@ -34,7 +34,9 @@ ARMS = {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer"
 def finished(folder: Path, **changes: object) -> Procedure:
     """An experiment whose runs have ended, each with a log and evaluations at two steps."""
     path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({"base": str(ROOT / "tests" / "tiny.yaml"), "arms": ARMS, **changes}, sort_keys=False)
+    )
     procedure = Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}"]))
     finish_all(procedure, lambda run: 5 - 0.1 * (run.arm == "ssmax") + 0.001 * run.seed)
     for run in procedure.known_runs():
@@ -68,14 +70,18 @@ def lowered(procedure: Procedure, step: int | None = None) -> None:
     """Every sample lower by 1."""
     path = file_of(ours(procedure), step)
     content = json.loads(path.read_text())
-    content["series"][0]["samples"][0]["values"] = [[value - 1] for (value,) in content["series"][0]["samples"][0]["values"]]
+    content["series"][0]["samples"][0]["values"] = [
+        [value - 1] for (value,) in content["series"][0]["samples"][0]["values"]
+    ]
     path.write_bytes(json_bytes(content))
 
 
 def unsealed(procedure: Procedure) -> None:
     """The digest taken out of a file that had one."""
     path = file_of(ours(procedure))
-    path.write_bytes(json_bytes({name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}))
+    path.write_bytes(
+        json_bytes({name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"})
+    )
 
 
 def relogged(procedure: Procedure) -> None:
@@ -112,7 +118,9 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("stage", ["final", "tune"])
-def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(tmp_path, edit: Callable[[Procedure], None], stage: str):
+def test_nothing_is_judged_on_what_was_changed_after_it_was_measured(
+    tmp_path, edit: Callable[[Procedure], None], stage: str
+):
     tune = {"tune": {"grid": [1e-3, 2e-3, 4e-3]}} if stage == "tune" else {}
     procedure = finished(tmp_path, **tune)
     assert summary_entries(procedure)
@@ -128,7 +136,9 @@ def test_a_log_that_was_read_before_its_run_saved_again_is_no_altered_one(tmp_pa
     with (run.config.run_folder / METRICS).open("a") as file:
         file.write(json.dumps({"step": 8, "tokens": 8, "lr": 0.1}) + "\n")
     save(run.config.run_folder, run.outcome.last_step)
-    check_log(run.config.run_folder, log.content, read_without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint)
+    check_log(
+        run.config.run_folder, log.content, read_without_tensors(run.outcome.checkpoint)["lm"], run.outcome.checkpoint
+    )
 
 
 @pytest.mark.parametrize("edit", [copied, lowered], ids=lambda edit: edit.__name__)
@@ -136,7 +146,10 @@ def test_so_are_the_evaluations_on_the_way_to_a_value(tmp_path, edit: Callable[[
     procedure = finished(tmp_path, primary={"reach": 5.5})
     assert summary_entries(procedure)
     edit(procedure, 4)
-    with pytest.raises(RunError, match=r"validation\.step-000004\.json: .*; bring it back: the checkpoint of its step is no longer there"):
+    with pytest.raises(
+        RunError,
+        match=r"validation\.step-000004\.json: .*; bring it back: the checkpoint of its step is no longer there",
+    ):
         summary_entries(Procedure(procedure.experiment))
 
 
@@ -153,7 +166,9 @@ def test_a_report_reads_nothing_that_was_changed_either(tmp_path, what: str):
         save(scalable, 200, text)
         assert read_run(scalable).missing == ()
         (scalable / CONFIG).write_text(text.replace("name: ssmax", "name: softmax"))
-        with pytest.raises(RunError, match=r"config\.yaml: is not of the run of .*: model\.normalizer\.\w+ = .*: unknown key; "):
+        with pytest.raises(
+            RunError, match=r"config\.yaml: is not of the run of .*: model\.normalizer\.\w+ = .*: unknown key; "
+        ):
             read_run(scalable)
         (scalable / CONFIG).write_text(text.replace("seed: ", "seed: 1"))
     else:
@@ -206,7 +221,9 @@ def package(tmp_path_factory) -> Path:
     return Path(shutil.copytree(ROOT / "lm", tmp_path_factory.mktemp("code") / "lm"))
 
 
-@pytest.mark.parametrize("room", sorted({path.name for path in (ROOT / "lm").iterdir() if (path / "__init__.py").is_file()}))
+@pytest.mark.parametrize(
+    "room", sorted({path.name for path in (ROOT / "lm").iterdir() if (path / "__init__.py").is_file()})
+)
 def test_a_changed_source_file_of_what_measures_is_other_code(package: Path, room: str):
     before = measuring_code.__wrapped__(package)
     path = sorted((package / room).glob("*.py"))[-1]
@@ -222,7 +239,9 @@ def test_what_was_measured_by_other_code_is_measured_again(tmp_path, monkeypatch
         def measure(self, decoder, where, progress):
             return []
 
-    probe = Probe(load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data"))
+    probe = Probe(
+        load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]"]), SimpleNamespace(fingerprint="data")
+    )
     device = Device(torch.device("cpu"), False)
     evaluation = Evaluation("long_context", 8, 80, "data", {}, "32", "w", (), {}, probe.code)
     probe.cache(tmp_path, evaluation, device)

@@ -27,10 +27,21 @@ def scalar() -> Series:
 
 def by_length() -> Series:
     samples = tuple(
-        Sample(f"{length}", np.full((units, 1), 0.5), np.full(units, 8.0), np.arange(units)) for length, units in ((64, 2), (128, 5))
+        Sample(f"{length}", np.full((units, 1), 0.5), np.full(units, 8.0), np.arange(units))
+        for length, units in ((64, 2), (128, 5))
     )
     axis = Axis("length", "tokens", "in sequences of", (64, 128))
-    return Series("probe", "accuracy", "fraction", "higher", 64, np.array([0.5, 0.5]), axis=axis, samples=samples, interval="wilson")
+    return Series(
+        "probe",
+        "accuracy",
+        "fraction",
+        "higher",
+        64,
+        np.array([0.5, 0.5]),
+        axis=axis,
+        samples=samples,
+        interval="wilson",
+    )
 
 
 @pytest.mark.parametrize("made", [by_position, scalar, by_length])
@@ -80,7 +91,9 @@ def test_about_a_third_of_the_documents_select_and_always_the_same():
     assert 0.3 < selected.mean() < 0.37
     np.testing.assert_array_equal(selection_mask("fingerprint", np.repeat(documents, 2)), np.repeat(selected, 2))
     assert (selected != selection_mask("another", documents)).any()
-    assert selected[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], "as in experiments so far"
+    assert selected[:40].nonzero()[0].tolist() == [0, 1, 2, 5, 10, 11, 12, 17, 20, 24, 28, 30, 39], (
+        "as in experiments so far"
+    )
 
 
 @pytest.mark.parametrize("selects_all", [True, False])
@@ -92,11 +105,20 @@ def test_where_a_part_would_be_empty_all_sequences_choose_the_best_checkpoint(se
 def test_the_long_table_has_the_document_of_each_unit_at_each_place():
     evaluation = Evaluation("probe", 8, 256, "", {}, "32", "weights", (by_position(),))
     table = frame(evaluation_blocks(evaluation, {}))
-    assert table[["x", "sample", "group"]].to_numpy().tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 1], [4, 0, 0], [4, 1, 0], [4, 2, 1]]
+    assert table[["x", "sample", "group"]].to_numpy().tolist() == [
+        [0, 0, 0],
+        [0, 1, 0],
+        [0, 2, 1],
+        [4, 0, 0],
+        [4, 1, 0],
+        [4, 2, 1],
+    ]
 
 
 def test_the_long_table_tells_tasks_of_one_name_apart_by_their_options():
     needles = tuple(replace(by_length(), what="needle", options={"needles": 1, "depth": depth}) for depth in (0.0, 1.0))
     roll_out = replace(needles[1], setting="roll-out")  # which only one of the two tasks has
-    table = frame(evaluation_blocks(Evaluation("probe", 8, 256, "", {}, "32", "weights", (*needles, roll_out, by_position())), {}))
+    table = frame(
+        evaluation_blocks(Evaluation("probe", 8, 256, "", {}, "32", "weights", (*needles, roll_out, by_position())), {})
+    )
     assert table.task.unique().tolist() == ["needle (depth 0.0)", "needle (depth 1.0)", "books"]

@@ -9,7 +9,14 @@ from lm.attention import catalogue, distance
 from lm.attention.catalogue import make_normalizer
 from lm.attention.layout import AttentionLayout
 from lm.attention.normalizer import LayerSpec
-from lm.attention.routes import SHORT_BLOCK, SHORT_BLOCK_WEIGHTS, SHORT_LENGTH, fused_softmax, short_attention, softmax_route
+from lm.attention.routes import (
+    SHORT_BLOCK,
+    SHORT_BLOCK_WEIGHTS,
+    SHORT_LENGTH,
+    fused_softmax,
+    short_attention,
+    softmax_route,
+)
 
 LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, SHORT_LENGTH)
 
@@ -17,7 +24,10 @@ LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, SHORT_LENGT
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
     """q, k, v and a gradient of the output, of two sequences, fp32; q and k large enough for weights that are far from equal."""
     generator = torch.Generator().manual_seed(length)
-    return [torch.randn(2, heads, length, n, generator=generator) * factor for n, factor in ((size, 2), (size, 1), (width, 1), (width, 1))]
+    return [
+        torch.randn(2, heads, length, n, generator=generator) * factor
+        for n, factor in ((size, 2), (size, 1), (width, 1), (width, 1))
+    ]
 
 
 def results(attend: object, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
@@ -64,7 +74,10 @@ def test_queries_may_be_the_last_of_the_keys_alone(queries: int, dtype: torch.dt
 
 
 def test_heads_that_do_not_fit_one_block_of_weights_are_computed_after_each_other():
-    tensors = [x.double() for x in inputs(SHORT_LENGTH, 4, 4, heads=SHORT_BLOCK_WEIGHTS // SHORT_BLOCK // SHORT_LENGTH // 2 + 1)]
+    tensors = [
+        x.double()
+        for x in inputs(SHORT_LENGTH, 4, 4, heads=SHORT_BLOCK_WEIGHTS // SHORT_BLOCK // SHORT_LENGTH // 2 + 1)
+    ]
     for actual, expected in zip(results(blocks, *tensors), results(kernel, *tensors), strict=True):
         torch.testing.assert_close(actual, expected)
 
@@ -90,7 +103,9 @@ def test_without_gradients_no_weights_are_kept():
 
 
 @pytest.mark.parametrize(("length", "words"), [(SHORT_LENGTH, "blocks of queries"), (SHORT_LENGTH + 1, "SDPA")])
-def test_longer_sequences_take_the_kernel_and_the_banner_says_so(length: int, words: str, monkeypatch: pytest.MonkeyPatch):
+def test_longer_sequences_take_the_kernel_and_the_banner_says_so(
+    length: int, words: str, monkeypatch: pytest.MonkeyPatch
+):
     q, k, v, _ = inputs(length, 8, 8)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **__: torch.tensor(1.0))
     by_kernel = fused_softmax(q, k, v, AttentionLayout.full(length)).dim() == 0
@@ -99,14 +114,19 @@ def test_longer_sequences_take_the_kernel_and_the_banner_says_so(length: int, wo
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(2, "a sum over a window of 2 keys"), (64, "SDPA on blocks of 64 queries"), (128, "blocks of queries (")]
+    ("size", "words"),
+    [(2, "a sum over a window of 2 keys"), (64, "SDPA on blocks of 64 queries"), (128, "blocks of queries (")],
 )
-def test_the_banner_names_the_route_that_a_window_takes_at_the_training_length(size: int, words: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_banner_names_the_route_that_a_window_takes_at_the_training_length(
+    size: int, words: str, monkeypatch: pytest.MonkeyPatch
+):
     normalizer = make_normalizer(catalogue.Window(size=size), LayerSpec(2, 16, 32, 128))
     assert normalizer.kernel_description().startswith(words)
     whole = []
     monkeypatch.setattr(
-        distance.routes, "fused_softmax", lambda *tensors, **options: whole.append(not options) or fused_softmax(*tensors, **options)
+        distance.routes,
+        "fused_softmax",
+        lambda *tensors, **options: whole.append(not options) or fused_softmax(*tensors, **options),
     )
     q, k, v, _ = inputs(128, 16, 16, heads=2)
     normalizer(q, k, v, AttentionLayout.full(128))

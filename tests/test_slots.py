@@ -122,7 +122,10 @@ def test_the_commands_of_the_readme_work_on_a_machine_with_one_gpu(gpus, slots_p
     ("arguments", "words"),
     [
         (["trainer.devices=3"], "trainer.devices = 3: this process sees 2 GPUs"),
-        (["trainer.devices=2", "--jobs", "1"], r"--jobs 1: a run of 2 GPUs \(trainer.devices\) takes 2 slots; raise it, or lower"),
+        (
+            ["trainer.devices=2", "--jobs", "1"],
+            r"--jobs 1: a run of 2 GPUs \(trainer.devices\) takes 2 slots; raise it, or lower",
+        ),
     ],
 )
 def test_more_than_there_is_is_refused_before_anything_starts(gpus, tmp_path, monkeypatch, arguments, words):
@@ -242,13 +245,17 @@ def test_a_pilot_works_in_the_slots_of_the_runs(gpus, tmp_path, monkeypatch):
         pilots = sorted((tmp_path / "events").read_text().split())
         assert words == f"a pilot of some steps of each arm, {len(pilots)} at a time"
         gpus_of_run = max(1, count_gpus(procedure.experiment.first_config))
-        assert total_seconds(procedure, times, slots) == pytest.approx(sum(times.values()) * 2 * gpus_of_run / (4 * slots_per_gpu))
+        assert total_seconds(procedure, times, slots) == pytest.approx(
+            sum(times.values()) * 2 * gpus_of_run / (4 * slots_per_gpu)
+        )
         return pilots
 
     assert seen(1) == ["0", "1", "2", "3"]
     assert seen(2) == ["0", "0", "1", "1", "2", "2", "3", "3"]
     assert seen(1, "trainer.devices=2") == ["0,1", "2,3"]
-    assert run_times(procedure, costs(procedure), slots_of(procedure.experiment, None, 1))[1].endswith("4 at a time"), "it is kept"
+    assert run_times(procedure, costs(procedure), slots_of(procedure.experiment, None, 1))[1].endswith("4 at a time"), (
+        "it is kept"
+    )
 
 
 def test_plan_and_table_say_on_which_device_a_run_is(gpus, tmp_path):

@@ -26,7 +26,9 @@ from lm.errors import DataError
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_compressed_files_read_like_plain_ones(tmp_path: Path, kind: str, suffix: str):
-    content = "\n".join(json.dumps({"id": 1, "text": text}) for text in TEXTS) if kind == "jsonl" else "\n<|>\n".join(TEXTS)
+    content = (
+        "\n".join(json.dumps({"id": 1, "text": text}) for text in TEXTS) if kind == "jsonl" else "\n<|>\n".join(TEXTS)
+    )
     path = tmp_path / f"texts.{kind}{suffix}"
     with pyarrow.output_stream(str(path), compression="detect") as file:
         file.write(content.encode())
@@ -50,7 +52,9 @@ def test_splitting_at_a_separator_does_not_depend_on_the_blocks_of_reading(tmp_p
 
 def test_no_paths_blank_ones_and_suffixes_of_other_formats_are_refused():
     assert [problem.path for paths in ([""], [" "], []) for problem in Files(paths).problems()] == ["paths"] * 3
-    assert [problem.value for problem in Files(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()] == [
+    assert [
+        problem.value for problem in Files(["a"], suffixes=[".md", "txt", ".gz", ".JSONL", ".a.b", ""]).problems()
+    ] == [
         "txt",
         ".gz",
         ".JSONL",
@@ -90,7 +94,10 @@ def test_suffixes_name_what_is_read_as_text_in_any_case_and_the_rest_is_counted(
     assert description(source).startswith("2 files read, 5 ignored (.csv 2, ")
     source = Files([str(tmp_path)], suffixes=[".txt", ".md"])
     assert sorted(documents(source)) == ["a", "b", "c", "f"]
-    assert description(source) == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
+    assert (
+        description(source)
+        == "4 files read, 3 ignored (.csv 2, no suffix 1); data.source.suffixes names what is read as text"
+    )
     write_texts(tmp_path / ".git" / "objects", ["a", "b", "c"])
     (tmp_path / ".g.txt").touch()
     assert description(source).startswith("4 files read, 7 ignored (hidden 4, .csv 2, no suffix 1); ")
@@ -108,13 +115,19 @@ def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
         return scandir(path)
 
     monkeypatch.setattr("os.scandir", refused)
-    assert f"{tmp_path}/closed: the folder can't be read: Permission denied" in one_line_error(Files(paths=[str(tmp_path)]))
+    assert f"{tmp_path}/closed: the folder can't be read: Permission denied" in one_line_error(
+        Files(paths=[str(tmp_path)])
+    )
 
 
 def test_linked_folders_are_read_once_and_links_in_a_circle_end(tmp_path: Path):
     write_texts(tmp_path / "elsewhere", ["a", "b"])
     (tmp_path / "texts").mkdir()
-    for name, target in (("first", tmp_path / "elsewhere"), ("second", tmp_path / "elsewhere"), ("circle", tmp_path / "texts")):
+    for name, target in (
+        ("first", tmp_path / "elsewhere"),
+        ("second", tmp_path / "elsewhere"),
+        ("circle", tmp_path / "texts"),
+    ):
         (tmp_path / "texts" / name).symlink_to(target)
     assert list(documents(Files([str(tmp_path / "texts")]))) == ["a", "b"]
 
@@ -123,7 +136,11 @@ def test_linked_folders_are_read_once_and_links_in_a_circle_end(tmp_path: Path):
 def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     """60 MB of text in one row group; in a process of its own, after the libraries have taken what they need."""
     texts = [str(n).zfill(30_000) for n in range(2000)]
-    options = {"compression": "none", "use_dictionary": False, "write_batch_size": 16}  # small pages, which are always held whole
+    options = {
+        "compression": "none",
+        "use_dictionary": False,
+        "write_batch_size": 16,
+    }  # small pages, which are always held whole
     for name, count in (("a", 400), ("b", 2000)):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[:count]}), tmp_path / f"{name}.parquet", **options)
     script = (
@@ -149,7 +166,12 @@ def test_paths_expand_to_sorted_files_each_once(tmp_path: Path):
     for name in ("b.txt", "a.txt", "deep/c.jsonl", "deep/er/d.txt.gz", "notes.md", ".hidden/e.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(gzip.compress(b"x") if name.endswith(".gz") else b'{"text": "x"}')
-    patterns = [str(tmp_path), str(tmp_path / "*.txt"), str(tmp_path / "deep" / ".." / "a.txt"), str(tmp_path / "**" / "*.gz")]
+    patterns = [
+        str(tmp_path),
+        str(tmp_path / "*.txt"),
+        str(tmp_path / "deep" / ".." / "a.txt"),
+        str(tmp_path / "**" / "*.gz"),
+    ]
     names = [path.resolve().relative_to(tmp_path).as_posix() for path in expand(Files(patterns))]
     assert sorted(names) == ["a.txt", "b.txt", "deep/c.jsonl", "deep/er/d.txt.gz"]
 
@@ -159,7 +181,12 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path):
     os.rename(bytes(folder / "003.txt"), os.fsencode(folder) + b"/caf\xe9.txt")
     (folder / "004.txt").write_bytes(b"\xff")
     os.rename(bytes(folder / "004.txt"), os.fsencode(folder) + b"/th\xe9.txt")
-    config = ["configs/softmax.yaml", f"data.source={{name: files, paths: [{folder}]}}", f"data.root={tmp_path}", "data.on_error=skip"]
+    config = [
+        "configs/softmax.yaml",
+        f"data.source={{name: files, paths: [{folder}]}}",
+        f"data.root={tmp_path}",
+        "data.on_error=skip",
+    ]
     result = lm("prepare", *config, "data.tokenizer.vocab_size=300", "data.seq_len=8", process=True)
     assert result.returncode == 0, result.stderr
     assert "th\\udce9.txt: not UTF-8" in result.stdout
@@ -168,7 +195,10 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path):
 BAD_FILES = {
     "latin.txt": ("héllo".encode("latin-1"), ["latin.txt", "not UTF-8 at byte 1", "iconv -f latin1"]),
     "utf16.txt": ("héllo".encode("utf-16"), ["not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"]),
-    "big.jsonl": ('\ufeff{"text": "é"}'.encode("utf-16-be"), ["line 1: not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"]),
+    "big.jsonl": (
+        '\ufeff{"text": "é"}'.encode("utf-16-be"),
+        ["line 1: not UTF-8 at byte 0", "iconv -f utf-16 -t utf-8"],
+    ),
     "late.txt": (b"x" * (1 << 20) + b"\xff", [f"not UTF-8 at byte {1 << 20}"]),
     "cut.txt": ("é".encode()[:1], ["not UTF-8 at byte 0"]),
     "latin.jsonl": ('{"text": "a"}\n{"text": "é"}'.encode("latin-1"), ["line 2", "not UTF-8 at byte 24", "iconv"]),
@@ -250,7 +280,15 @@ def test_the_place_of_a_damaged_byte_counts_the_byte_order_mark(tmp_path: Path, 
 
 
 def test_bad_lines_are_left_out_alone_with_their_bytes(tmp_path: Path):
-    lines = [b'{"text": "a"}\n', b'{"text": "\xff"}\n', b"{\n", b'{"text": 1}\n', b"[]\n", b'{"body": ""}\n', b'{"text": "b"}']
+    lines = [
+        b'{"text": "a"}\n',
+        b'{"text": "\xff"}\n',
+        b"{\n",
+        b'{"text": 1}\n',
+        b"[]\n",
+        b'{"body": ""}\n',
+        b'{"text": "b"}',
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     texts, errors = skipping(Files([str(tmp_path)]))
     assert texts == ["a", "b"]
@@ -271,7 +309,9 @@ def test_of_a_truncated_file_what_comes_before_is_kept(tmp_path: Path, kind: str
     assert len("".join(texts)) > 0.5 * len("".join(ENTRIES)) - 200_000
     assert str(path) in str(error)
     assert "runcated" in str(error)
-    assert str(path) not in [os.path.realpath(link) for link in Path("/proc/self/fd").glob("*")], "closed, though the error is kept"
+    assert str(path) not in [os.path.realpath(link) for link in Path("/proc/self/fd").glob("*")], (
+        "closed, though the error is kept"
+    )
     if kind == "txt":
         texts, (error,) = skipping(Files([str(path)]))
         assert texts == []
@@ -318,7 +358,9 @@ def test_bad_parquet_columns_are_named_with_the_row(tmp_path: Path):
     pyarrow.parquet.write_table(pyarrow.table({"text": categories}), path)
     assert "row 2: column 'text' is not UTF-8" in one_line_error(Files(paths=[str(path)]))
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([2**62], pyarrow.timestamp("us"))}), path)
-    assert "row 1: column 'text' can't be read: date value out of range; remove the row" in one_line_error(Files(paths=[str(path)]))
+    assert "row 1: column 'text' can't be read: date value out of range; remove the row" in one_line_error(
+        Files(paths=[str(path)])
+    )
     pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
     assert f"{path}: 2 columns are named 'text'; rename all but one" in one_line_error(Files(paths=[str(path)]))
 
@@ -334,7 +376,9 @@ def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Pa
         Files(paths=[str(tmp_path / "fol*")])
     )
     nothing = one_line_error(Files(paths=[str(folder)]))
-    assert nothing.startswith(f"{folder}: the folder holds no files; put some there, or name another in data.source.paths; read are .txt, ")
+    assert nothing.startswith(
+        f"{folder}: the folder holds no files; put some there, or name another in data.source.paths; read are .txt, "
+    )
     (folder / "a.md").touch()
     ignored = one_line_error(Files(paths=[str(folder)]))
     assert ignored.startswith(f"{folder}: the folder holds nothing that is read, 1 ignored (.md 1); read are .txt, ")
@@ -367,7 +411,9 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     names = []
     digest = hashlib.file_digest
     monkeypatch.setattr(module, "_SETTLED_NS", -1)
-    monkeypatch.setattr(module.hashlib, "file_digest", lambda file, name: (names.append(Path(file.name).name), digest(file, name))[1])
+    monkeypatch.setattr(
+        module.hashlib, "file_digest", lambda file, name: (names.append(Path(file.name).name), digest(file, name))[1]
+    )
     first = source_identity(source, root)
     assert source_identity(source, root) == first
     assert names == ["000.txt", "001.txt", "002.txt"]
@@ -377,7 +423,12 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
     assert source_identity(source, root) != first
     assert names[3:] == ["001.txt"]
-    for damaged in ("{", "[]", "3", *(json.dumps({str(path.resolve()): entry for path in expand(source)}) for entry in (1, [1]))):
+    for damaged in (
+        "{",
+        "[]",
+        "3",
+        *(json.dumps({str(path.resolve()): entry for path in expand(source)}) for entry in (1, [1])),
+    ):
         (root / ".hashes.json").write_text(damaged)
         assert source_identity(source, root) == source_identity(source, tmp_path / "elsewhere")
 

@@ -114,7 +114,9 @@ def test_decay_times_content_has_the_product_of_their_sparsities():
     assert of_product.item() == pytest.approx(of(decay * content).item(), abs=1e-2)
 
 
-@pytest.mark.parametrize(("s", "closed", "measured", "condensed"), [(0.168, 0.508, 0.524, False), (0.43, 0.012, 0.112, True)])
+@pytest.mark.parametrize(
+    ("s", "closed", "measured", "condensed"), [(0.168, 0.508, 0.524, False), (0.43, 0.012, 0.112, True)]
+)
 def test_the_closed_form_of_exp_ends_where_scores_condense(s: float, closed: float, measured: float, condensed: bool):
     """SSMax's scale s ln n on unit Gaussian logits, n = 1,024."""
     n = torch.tensor(1024.0, dtype=torch.float64)
@@ -129,7 +131,9 @@ def test_the_closed_form_of_exp_ends_where_scores_condense(s: float, closed: flo
 def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
     weights = torch.tensor([[1.0, 1, 1, 9], [0, 5, 0, 9], [0, 0, 0, 9], [1e-30, -1e-30, 1e-30, 9]])
     visible = torch.tensor([True, True, True, False])
-    torch.testing.assert_close(sparsity(weights, visible), torch.tensor([1, 1 / math.sqrt(3), torch.nan, 1]), equal_nan=True)
+    torch.testing.assert_close(
+        sparsity(weights, visible), torch.tensor([1, 1 / math.sqrt(3), torch.nan, 1]), equal_nan=True
+    )
     a = normal(5, 100).softmax(-1)
     torch.testing.assert_close(100 * of(a) ** 2, 1 / a.square().sum(-1))
 
@@ -137,7 +141,9 @@ def test_sparsity_is_of_visible_keys_and_does_not_change_with_a_factor():
 def test_moments_are_of_visible_keys():
     scores, visible = normal(3, 1000).exp() + 50, torch.arange(1000) < 600
     moments, visible_scores = score_moments(scores, visible), scores[:, :600]
-    standard = (visible_scores - visible_scores.mean(-1, keepdim=True)) / visible_scores.std(-1, keepdim=True, correction=0)
+    standard = (visible_scores - visible_scores.mean(-1, keepdim=True)) / visible_scores.std(
+        -1, keepdim=True, correction=0
+    )
     torch.testing.assert_close(moments.mean, visible_scores.mean(-1))
     torch.testing.assert_close(moments.std, visible_scores.std(-1, correction=0))
     torch.testing.assert_close(moments.skew, (standard**3).mean(-1))

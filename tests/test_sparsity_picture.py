@@ -25,10 +25,14 @@ def panels(options: Options) -> tuple[list[Panel], dict[str, np.ndarray]]:
     for curve in curves:
         if curve.axis and curve.axis.name == HEAD and curve.setting == "as trained":
             heads.setdefault(curve.metric, []).append(curve.means)
-    theory_panels = [panel for row in sparsity_panels(curves, [*dict.fromkeys(curve.setting for curve in curves)]) for panel in row]
+    theory_panels = [
+        panel for row in sparsity_panels(curves, [*dict.fromkeys(curve.setting for curve in curves)]) for panel in row
+    ]
     picture = diagnostics_picture(curves)
     assert picture.png.startswith(b"\x89PNG")
-    assert sum(isinstance(panel, Panel) and panel.title.endswith(", by head") for panel in picture.panels) == len(theory_panels)
+    assert sum(isinstance(panel, Panel) and panel.title.endswith(", by head") for panel in picture.panels) == len(
+        theory_panels
+    )
     return theory_panels, {name: np.concatenate(parts) for name, parts in heads.items()}
 
 
@@ -56,7 +60,10 @@ def test_heads_are_drawn_at_their_statistics(options: Options, panel: int, x):
 
 
 def test_a_model_has_the_panels_of_its_own_maps_alone():
-    for options, titles in ((opt.Softmax(), ["logit scale", "closed form"]), (opt.Relu2(), ["mean of scores", "closed form"])):
+    for options, titles in (
+        (opt.Softmax(), ["logit scale", "closed form"]),
+        (opt.Relu2(), ["mean of scores", "closed form"]),
+    ):
         axes, _ = panels(options)
         assert len(axes) == 2 * len(titles)
         for title, panel_axes in zip(titles * 2, axes, strict=True):
@@ -68,7 +75,9 @@ def test_a_model_has_the_panels_of_its_own_maps_alone():
 def test_the_condensation_limit_is_drawn_at_the_fewest_and_the_most_keys():
     (exp, *_), _ = panels(opt.Softmax())
     labels = {trace.label: trace for trace in exp.traces}
-    limits = {int(label.split()[-1]): line.x[0] for label, line in labels.items() if label.startswith("condensation of")}
+    limits = {
+        int(label.split()[-1]): line.x[0] for label, line in labels.items() if label.startswith("condensation of")
+    }
     assert min(limits) == 32
     assert 60 < max(limits) <= LENGTH
     for n, x in limits.items():

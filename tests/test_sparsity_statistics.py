@@ -20,12 +20,16 @@ from lm.model.decoder import Decoder, batch_layout
 
 VOCAB, LENGTH, LAYERS, HEADS, SIZE = 50, 96, 2, 2, 8
 QUERIES = list(range(40, LENGTH, 5))
-BY_KEY, BY_DISTANCE, BY_BOTH = (f"variance explained by {label}" for label in ("key position", "distance", "both, last query"))
+BY_KEY, BY_DISTANCE, BY_BOTH = (
+    f"variance explained by {label}" for label in ("key position", "distance", "both, last query")
+)
 
 
 def make_decoder(normalizer: Options, block: str = "attention", std: float = 0.3) -> Decoder:
     shape = {"n_head": 1, "block": GAUBlock(key_size=SIZE)} if block == "gau" else {"n_head": HEADS}
-    return Decoder(ModelConfig(n_layer=LAYERS, n_embd=2 * SIZE, normalizer=normalizer, init_std=std, **shape), VOCAB, 64).eval()
+    return Decoder(
+        ModelConfig(n_layer=LAYERS, n_embd=2 * SIZE, normalizer=normalizer, init_std=std, **shape), VOCAB, 64
+    ).eval()
 
 
 def batch(seed: int, isolated: bool = False) -> Batch:
@@ -44,7 +48,9 @@ def measured(decoder: Decoder, sequences: int = 1, isolated: bool = False, shuff
 
 def closed_form(options: Options, scores: np.ndarray) -> float:
     beta, gamma = (torch.tensor(value, dtype=torch.float64) for value in (scores.mean(), scores.std()))
-    form = {"relu2": sparsity.relu2_sparsity, "relu": sparsity.relu_sparsity, "linear": sparsity.identity_sparsity}.get(options.name)
+    form = {"relu2": sparsity.relu2_sparsity, "relu": sparsity.relu_sparsity, "linear": sparsity.identity_sparsity}.get(
+        options.name
+    )
     return float(form(beta, gamma) if form else sparsity.exp_sparsity(gamma))
 
 
@@ -88,7 +94,10 @@ def test_moments_and_closed_forms_equal_a_dense_computation(options: Options, bl
                 if chunk.normalizer.score_map in ("exp", "relu2", "relu", "identity"):
                     decay = np.exp(-slopes[head] * np.arange(len(keys)))
                     closed = closed_form(options, scores) * decay.mean() / math.sqrt((decay**2).mean())
-                    expected |= {"S, closed form": closed, "S minus closed form": weights.mean() / np.sqrt((weights**2).mean()) - closed}
+                    expected |= {
+                        "S, closed form": closed,
+                        "S minus closed form": weights.mean() / np.sqrt((weights**2).mean()) - closed,
+                    }
                 for name, value in expected.items():
                     assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, chunk.layer, head, query)
                     compared += 1
@@ -105,7 +114,9 @@ def test_non_negative_features_have_the_closed_form_of_independent_components():
         query, keys = q[0, head, QUERIES[3]].double(), k[0, head, : QUERIES[3] + 1].double()
         decay = torch.arange(len(keys)).double().mul(block.normalizer.log_decay(keys)[head]).exp()
         expected = (
-            sparsity.independent_features_sparsity(query, keys.mean(), keys.std(correction=0)) * decay.mean() / decay.square().mean().sqrt()
+            sparsity.independent_features_sparsity(query, keys.mean(), keys.std(correction=0))
+            * decay.mean()
+            / decay.square().mean().sqrt()
         )
         assert values.by_query["S, closed form"][0, 0, head, 3] == pytest.approx(expected.item(), rel=1e-4)
 
@@ -133,7 +144,9 @@ def test_weights_that_fall_with_distance_are_explained_by_it_until_they_are_shuf
 
 @torch.no_grad()
 def test_equal_scores_condensed_scores_and_dead_rows_are_told_apart():
-    flat, sharp = (measured(make_decoder(opt.SSMax(init=init), std=std)).by_query for init, std in ((1e-30, 0.02), (500.0, 1.0)))
+    flat, sharp = (
+        measured(make_decoder(opt.SSMax(init=init), std=std)).by_query for init, std in ((1e-30, 0.02), (500.0, 1.0))
+    )
     assert (flat["queries beyond condensation"] == 0).all()
     np.testing.assert_allclose(flat["S, closed form"], 1, atol=1e-6)
     assert (sharp["queries beyond condensation"] == 1).all()

@@ -21,7 +21,9 @@ from lm.runs.loading import MODEL_FORMAT, export, save_model
 from lm.schema import to_plain
 from lm.training.train import train
 
-MODEL = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, head_size=6, n_embd=32, qkv_bias=True, tied=True, normalizer=opt.SSMax(bias=True))
+MODEL = ModelConfig(
+    n_layer=2, n_head=4, n_kv_head=2, head_size=6, n_embd=32, qkv_bias=True, tied=True, normalizer=opt.SSMax(bias=True)
+)
 TOKENS = torch.arange(40)[None]
 
 
@@ -69,11 +71,20 @@ def test_the_normalizer_of_a_saved_model_is_swapped(saved: Path, tokenizer: Path
     new = lm.load(save_model(with_normalizer(old, opt.Softmax()), tmp_path / "swapped", tokenizer)).decoder
     assert isinstance(new.config.normalizer, opt.Softmax)
     parameters = dict(new.named_parameters())
-    assert all(torch.equal(parameters[name], value) for name, value in old.named_parameters() if ".normalizer." not in name)
+    assert all(
+        torch.equal(parameters[name], value) for name, value in old.named_parameters() if ".normalizer." not in name
+    )
 
 
 def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
-    shape = ["n_head=4", "n_kv_head=2", "head_size=6", "qkv_bias=true", "tied=true", "normalizer={name: ssmax, bias: true}"]
+    shape = [
+        "n_head=4",
+        "n_kv_head=2",
+        "head_size=6",
+        "qkv_bias=true",
+        "tied=true",
+        "normalizer={name: ssmax, bias: true}",
+    ]
     config = tiny("name=tuned", f"init_from={saved}", *(f"model.{key}" for key in shape))
     train(config)
     start = read_json(config.run_folder / "environment.json")["started_from"]
@@ -82,8 +93,18 @@ def test_a_run_starts_from_a_saved_model(saved: Path, tiny):
 
 def test_commands_that_need_the_training_text_refuse_a_saved_model(saved: Path, tmp_path: Path):
     for words, message in {
-        ("eval", str(saved)): "model: a model folder: of which text its loss is to be measured is not known; name a configuration",
-        ("swap", str(saved), "--to", "softmax", "-o", str(tmp_path / "swapped")): "model: has no training run behind it",
+        (
+            "eval",
+            str(saved),
+        ): "model: a model folder: of which text its loss is to be measured is not known; name a configuration",
+        (
+            "swap",
+            str(saved),
+            "--to",
+            "softmax",
+            "-o",
+            str(tmp_path / "swapped"),
+        ): "model: has no training run behind it",
     }.items():
         result = command(*words)
         assert result.returncode == 1
@@ -110,8 +131,14 @@ ALTERED = {
         lambda description: description["spec"]["model"].update(normalizer={"name": "softmax"}),
         r"normalizer\.b is not a tensor of the model",
     ),
-    "a wrong key": (lambda description: description["spec"]["model"].update(heads=3), r"not the description of a model: .*model\.heads"),
-    "a contradiction": (lambda description: description["spec"]["model"].update(n_kv_head=3), r"n_kv_head = 3: does not divide"),
+    "a wrong key": (
+        lambda description: description["spec"]["model"].update(heads=3),
+        r"not the description of a model: .*model\.heads",
+    ),
+    "a contradiction": (
+        lambda description: description["spec"]["model"].update(n_kv_head=3),
+        r"n_kv_head = 3: does not divide",
+    ),
     "no length": (lambda description: description["spec"].pop("seq_len"), r"seq_len = null: is missing"),
     "no spec": (lambda description: description.update(spec=[]), r"its `spec` must be a map, not '\[\]'"),
     "no digests": (
@@ -122,12 +149,18 @@ ALTERED = {
         lambda description: description.update(tensor_sha256=[]),
         r"its `tensor_sha256` must be a map \(text: text\), not '\[\]'",
     ),
-    "training as text": (lambda description: description.update(training="x"), r"its `training` must be a map or null, not 'x'"),
+    "training as text": (
+        lambda description: description.update(training="x"),
+        r"its `training` must be a map or null, not 'x'",
+    ),
     "little training": (
         lambda description: description.update(training={"step": 4}),
         r"its `training\.tokens` must be an integer, not 'missing'",
     ),
-    "another version": (lambda description: description.update(format=1), f"format 1, this version of lm reads {MODEL_FORMAT}"),
+    "another version": (
+        lambda description: description.update(format=1),
+        f"format 1, this version of lm reads {MODEL_FORMAT}",
+    ),
 }
 
 
@@ -155,16 +188,24 @@ def test_training_and_spec_of_an_export_are_of_one_model(tiny, tmp_path: Path):
         lm.load(folder)
 
 
-@pytest.mark.parametrize(("tied", "normalizer"), [(False, "{name: ssmax, bias: true}"), (True, "{name: softmax, temperature: 0.5}")])
+@pytest.mark.parametrize(
+    ("tied", "normalizer"), [(False, "{name: ssmax, bias: true}"), (True, "{name: softmax, temperature: 0.5}")]
+)
 def test_a_run_a_checkpoint_and_an_export_give_the_same_model(tiny, tmp_path: Path, tied: bool, normalizer: str):
     config = tiny("name=given", f"model.tied={str(tied).lower()}", f"model.normalizer={normalizer}")
     train(config)
     folder = config.run_folder
     result = command("export", str(folder), "-o", str(tmp_path / "exported"))
     assert result.returncode == 0, result.stderr
-    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == ["lm.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == [
+        "lm.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     tokens = torch.arange(40)[None]
-    models = [lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))]
+    models = [
+        lm.load(path) for path in (folder, folder / "checkpoints" / "step-000008.ckpt", str(tmp_path / "exported"))
+    ]
     for model in models:
         assert not model.decoder.training
         assert torch.equal(model.decoder.logits(tokens), models[0].decoder.logits(tokens))

@@ -65,7 +65,9 @@ STOPS = [(signal.SIGTERM, "group"), (signal.SIGINT, "group"), (signal.SIGTERM, "
 
 @pytest.mark.parametrize(("number", "target"), STOPS)
 @pytest.mark.slow
-def test_a_signal_stops_two_ranks_with_a_checkpoint(arguments: list[str], tmp_path: Path, number: signal.Signals, target: str):
+def test_a_signal_stops_two_ranks_with_a_checkpoint(
+    arguments: list[str], tmp_path: Path, number: signal.Signals, target: str
+):
     process = start(arguments, *LONG, "trainer.max_steps=100000", "trainer.devices=2", "name=stopped")
     folder = tmp_path / "runs" / "stopped"
     wait_for_step(folder, 5, process)
@@ -120,7 +122,9 @@ def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_pat
     """torchrun passes SIGTERM on and exits with a status of its own."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lm", "train"]
     options = [*LONG, "trainer.max_steps=100000", "trainer.devices=2", "name=stopped"]
-    process = subprocess.Popen([*launch, *arguments, *options], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*launch, *arguments, *options], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     folder = tmp_path / "runs" / "stopped"
     wait_for_step(folder, 5, process)
     process.terminate()
@@ -130,7 +134,9 @@ def test_torchrun_told_to_stop_leaves_a_checkpoint(arguments: list[str], tmp_pat
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[str], tmp_path: Path, kills: int, record_property):
+def test_a_run_killed_at_random_moments_ends_bitwise_the_same(
+    arguments: list[str], tmp_path: Path, kills: int, record_property
+):
     """SIGKILL, every other one while a checkpoint is being written (its temporary file is there)."""
     rng = random.Random(kills)
     options = [
@@ -140,7 +146,13 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         "eval.sequences=4",
         f"trainer.max_steps={10 * kills}",
     ]
-    options += ["model.n_embd=128", "model.dropout=0.1", swap_to("ssmax"), "log.progress=none", "eval.long_context.length_factor=0"]
+    options += [
+        "model.n_embd=128",
+        "model.dropout=0.1",
+        swap_to("ssmax"),
+        "log.progress=none",
+        "eval.long_context.length_factor=0",
+    ]
     folder, in_saves = tmp_path / "runs" / "killed", 0
     for number in range(kills):
         process = forked(tmp_path / "output", command, "train", *arguments, *options, "name=killed", "resume=auto")
@@ -161,7 +173,9 @@ def test_a_run_killed_at_random_moments_ends_bitwise_the_same(arguments: list[st
         result = lm("train", *arguments, *options, f"name={name}", "resume=auto")
         assert result.returncode == 0, result.stderr
     names = differences(folder, tmp_path / "runs" / "straight")
-    record_property("bitwise", ["ssmax", f"{kills} kills, {in_saves} in a save", "equal" if not names else ", ".join(names)])
+    record_property(
+        "bitwise", ["ssmax", f"{kills} kills, {in_saves} in a save", "equal" if not names else ", ".join(names)]
+    )
     assert not names
     assert not [path for path in folder.rglob(".*") if path.is_file()]
 
@@ -221,12 +235,16 @@ main()
 
 
 @pytest.mark.slow  # 40 s
-def test_the_first_of_two_ranks_ends_in_its_own_time_and_both_have_the_threads_asked_for(arguments: list[str], tmp_path: Path, monkeypatch):
+def test_the_first_of_two_ranks_ends_in_its_own_time_and_both_have_the_threads_asked_for(
+    arguments: list[str], tmp_path: Path, monkeypatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "main.py").write_text(SLOW_END)
     options = ["name=slow", "trainer.devices=2", "trainer.threads=2", "trainer.max_steps=100000", *LONG]
     command = [sys.executable, str(tmp_path / "main.py"), "train", *arguments, *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     wait_for_step(tmp_path / "runs" / "slow", 3, process)
     process.terminate()
     _, stderr = process.communicate(timeout=300)
@@ -240,7 +258,9 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(arguments: list[st
     assert lm("train", *arguments, "name=full", "trainer.max_steps=4").returncode == 0
     folder = tmp_path / "runs" / "full"
     size = (folder / "checkpoints" / "last.ckpt").stat().st_size
-    process = forked(tmp_path / "output", within, size // 2, "train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto")
+    process = forked(
+        tmp_path / "output", within, size // 2, "train", *arguments, "name=full", "trainer.max_steps=8", "resume=auto"
+    )
     process.join()
     output = (tmp_path / "output").read_text()
     assert process.exitcode == 1

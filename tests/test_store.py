@@ -25,7 +25,15 @@ from lm.files import file_sha256, plain_sha256, write_sealed
 @pytest.mark.parametrize("size", ["flipped", "truncated", "missing"])
 @pytest.mark.parametrize(
     "name",
-    ["train-00000.bin", "val-00000.bin", "train.offsets.npy", "val.offsets.npy", "tokenizer.json", "token_bytes.npy", "manifest.json"],
+    [
+        "train-00000.bin",
+        "val-00000.bin",
+        "train.offsets.npy",
+        "val.offsets.npy",
+        "tokenizer.json",
+        "token_bytes.npy",
+        "manifest.json",
+    ],
 )
 def test_a_damaged_store_does_not_open(data: DataConfig, name: str, size: str):
     path = prepare(data).path / name
@@ -35,7 +43,11 @@ def test_a_damaged_store_does_not_open(data: DataConfig, name: str, size: str):
     elif size == "truncated":
         path.write_bytes(content[:-1] if name != "manifest.json" else content[:-3])
     else:
-        digits = [index for index, byte in enumerate(content) if chr(byte).isdigit()] if name == "manifest.json" else [len(content) // 2]
+        digits = (
+            [index for index, byte in enumerate(content) if chr(byte).isdigit()]
+            if name == "manifest.json"
+            else [len(content) // 2]
+        )
         content[digits[len(digits) // 2]] ^= 1
         path.write_bytes(content)
     with pytest.raises(DataError) as error:
@@ -79,7 +91,9 @@ def unchecked(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def test_a_large_store_is_read_once_until_a_file_changes(unchecked: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+def test_a_large_store_is_read_once_until_a_file_changes(
+    unchecked: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
     import lm.files as module
 
     names, digest = [], module.file_sha256
@@ -133,7 +147,10 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
         "sources": [{**facts["sources"][0], "n_tokens": n_tokens}],
     }
     files = {**store.manifest["files"], path.name: {"bytes": n_bytes, "sha256": file_sha256(path)}, **offsets_entry}
-    write_sealed(store.path / MANIFEST, {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}})
+    write_sealed(
+        store.path / MANIFEST,
+        {**store.manifest, "files": files, "splits": {**store.manifest["splits"], "train": facts}},
+    )
     script = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\nfrom lm.data.store import Store\n"
         "import lm.progress\nfrom lm.machine import peak_process_bytes\nbefore = peak_process_bytes()\n"
@@ -198,10 +215,14 @@ def test_take_gives_windows_across_the_borders_of_shards(sharded: tuple[Store, S
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(split)).take(starts, length), expected)
     assert split.take(np.array([], np.int64), 5).shape == (0, 5)
     for index in (0, split.n_documents - 1):
-        np.testing.assert_array_equal(split.document(index), tokens_of(split)[split.offsets[index] : split.offsets[index + 1]])
+        np.testing.assert_array_equal(
+            split.document(index), tokens_of(split)[split.offsets[index] : split.offsets[index + 1]]
+        )
 
 
-def test_a_split_that_fills_its_last_shard_has_no_empty_one(data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_split_that_fills_its_last_shard_has_no_empty_one(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     n_tokens = prepare(data).train.n_tokens
     monkeypatch.setattr("lm.data.store.SHARD_TOKENS", n_tokens)
     store = prepare(dataclasses.replace(data, root=str(tmp_path / "sharded")))
@@ -217,6 +238,15 @@ def test_a_deleted_shard_is_named(sharded: tuple[Store, Store]):
 
 def test_the_fingerprint_is_that_of_stores_from_before_shards():
     digest = {"bytes": 1, "sha256": "a"}
-    names = ("train-00000.bin", "train.offsets.npy", "val-00000.bin", "val.offsets.npy", "tokenizer.json", "token_bytes.npy")
-    before = "".join(f"{name} a\n" for name in ("train.bin", "train.offsets.npy", "val.bin", "val.offsets.npy", "tokenizer.json"))
+    names = (
+        "train-00000.bin",
+        "train.offsets.npy",
+        "val-00000.bin",
+        "val.offsets.npy",
+        "tokenizer.json",
+        "token_bytes.npy",
+    )
+    before = "".join(
+        f"{name} a\n" for name in ("train.bin", "train.offsets.npy", "val.bin", "val.offsets.npy", "tokenizer.json")
+    )
     assert fingerprint(dict.fromkeys(names, digest)) == hashlib.sha256(before.encode()).hexdigest()

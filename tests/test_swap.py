@@ -66,7 +66,14 @@ def test_match_after_softmax_is_one_over_the_mean_of_ln_n(length: int, s: float)
     assert s == pytest.approx(length / math.lgamma(length + 1), abs=1e-5)
 
 
-OLD = [opt.Softmax(), opt.Softmax(temperature=0.5), opt.LogN(), opt.SSMax(init=0.4), opt.LogN(base=64.0), opt.SSMax(init=0.3, bias=True)]
+OLD = [
+    opt.Softmax(),
+    opt.Softmax(temperature=0.5),
+    opt.LogN(),
+    opt.SSMax(init=0.4),
+    opt.LogN(base=64.0),
+    opt.SSMax(init=0.3, bias=True),
+]
 
 
 @pytest.mark.parametrize("old", OLD)
@@ -83,12 +90,16 @@ def test_match_keeps_the_mean_factor_on_the_logits_of_every_pair(old: object, ne
         torch.testing.assert_close(factors, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("options", [*OLD, SSMAX_BIAS, opt.PN(), opt.LogN(clip=True), opt.SSMax(n="sample"), opt.Relu2(), opt.Sink()])
+@pytest.mark.parametrize(
+    "options", [*OLD, SSMAX_BIAS, opt.PN(), opt.LogN(clip=True), opt.SSMax(n="sample"), opt.Relu2(), opt.Sink()]
+)
 def test_score_factors_are_those_of_the_scores(tiny, options: object):
     model = decoder(tiny, options)
     factors = score_factors(model, [1, 16, 32])
     for layer, normalizer in enumerate(model.normalizers()):
-        q, k = torch.randn(2, 1, 2, 32, normalizer.layer.head_size, generator=torch.Generator().manual_seed(0)).unbind(0)
+        q, k = torch.randn(2, 1, 2, 32, normalizer.layer.head_size, generator=torch.Generator().manual_seed(0)).unbind(
+            0
+        )
         for place, length in enumerate((1, 16, 32)):
             with torch.no_grad():
                 scores = normalizer.scores(q[:, :, :length], k[:, :, :length], AttentionLayout.full(length))[0, :, -1]
@@ -99,7 +110,9 @@ def test_score_factors_are_those_of_the_scores(tiny, options: object):
 def test_layers_with_other_scores_have_no_score_factors_and_the_others_are_still_compared(tiny):
     old = decoder(tiny, opt.Layers([opt.Cosine(), opt.Window(4)]))
     assert score_factors(old, [16]).isnan().tolist() == [[[True, True], [False, False]]]
-    lines, warning = swap_module._factor_lines(old, with_normalizer(old, opt.Layers([opt.Cosine(), opt.SSMax(init=0.9)])))
+    lines, warning = swap_module._factor_lines(
+        old, with_normalizer(old, opt.Layers([opt.Cosine(), opt.SSMax(init=0.9)]))
+    )
     assert lines[-1] == "factor on the scores at n = 32, layers 1: 1 -> 3.12"
     assert "3.1 times the old one at n = 32" in warning
     assert swap_module._factor_lines(old, with_normalizer(old, opt.Cosine())) == ([], "")
@@ -109,7 +122,10 @@ def test_normalizers_are_matched_by_the_swap_that_their_options_name(tiny):
     normalizers = [opt.Window(2), opt.SSMax(bias=True, init=0.3, n="fixed:64"), opt.Softmax(), opt.Relu2(form="1/n^2")]
     name, override = shlex.split(opt.Layers(normalizers).swap_arguments())
     expected = [*normalizers[:1], opt.SSMax(bias=True, n="fixed:64"), *normalizers[2:]]
-    assert (name, tiny("model.n_layer=4", "model.normalizer.name=layers", override).model.normalizer) == ("layers", opt.Layers(expected))
+    assert (name, tiny("model.n_layer=4", "model.normalizer.name=layers", override).model.normalizer) == (
+        "layers",
+        opt.Layers(expected),
+    )
 
 
 def test_softmax_becomes_affine_ssmax_without_any_change(tiny):
@@ -131,14 +147,19 @@ def test_a_swap_keeps_every_weight_around_the_normalizer(tiny, start: str):
     for name in catalogue.ENTRIES:
         new = with_normalizer(old, catalogue.OPTIONS[name]())
         assert new.config.normalizer == catalogue.OPTIONS[name]()
-        assert same(other_weights, {name: value for name, value in new.state_dict().items() if not is_normalizer_parameter(name)})
+        assert same(
+            other_weights,
+            {name: value for name, value in new.state_dict().items() if not is_normalizer_parameter(name)},
+        )
         assert new.state_dict().keys() == Decoder(new.config, 400, 32, seed=None).state_dict().keys()
 
 
 def test_a_pair_that_needs_other_weights_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
     old = decoder(tiny)
     old.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
-    with pytest.raises(RunError, match=r"softmax can't become ssmax: they need other weights around them \(extra, 1 in all\)"):
+    with pytest.raises(
+        RunError, match=r"softmax can't become ssmax: they need other weights around them \(extra, 1 in all\)"
+    ):
         with_normalizer(old, opt.SSMax())
 
 
@@ -269,10 +290,20 @@ def test_a_fit_gives_and_lowers_the_divergence_of_the_new_distribution_from_the_
 
 
 def test_of_a_task_only_answers_count_at_every_length_and_in_a_fit(tiny):
-    options = ("data.tasks=[{task: {name: mqar, pairs: 2, queries: 2}}]", "eval.swap_lengths=[0.125, 0.5, 1, 2]", "eval.sequences=4")
-    config = tiny(*options, "eval.long_context={length_factor: 0, sequences: 5}", "eval.recall={length_factors: [1], sequences: 8}")
+    options = (
+        "data.tasks=[{task: {name: mqar, pairs: 2, queries: 2}}]",
+        "eval.swap_lengths=[0.125, 0.5, 1, 2]",
+        "eval.sequences=4",
+    )
+    config = tiny(
+        *options,
+        "eval.long_context={length_factor: 0, sequences: 5}",
+        "eval.recall={length_factors: [1], sequences: 8}",
+    )
     sequences = swap_sequences(prepare(config.data), config)
-    assert [(part.length, len(part.sequences)) for part in sequences] == [(16, 5), (32, 4), (64, 5)], "no room in 4 tokens"
+    assert [(part.length, len(part.sequences)) for part in sequences] == [(16, 5), (32, 4), (64, 5)], (
+        "no room in 4 tokens"
+    )
     assert all((part.answers.sum(1) == 2).all() for part in sequences)
     old = sharp(tiny)
     new, batch = with_normalizer(old, opt.SSMax(init=1.0)), sequences[1].batch([0, 1, 2, 3])
@@ -297,7 +328,10 @@ def swap(
     source: Path, out: Path, target: str = "ssmax", init: str | None = None, *overrides: str, checkpoint: str = "last"
 ) -> tuple[Interval, float]:
     """The change of the loss at the training length, and the KL divergence there."""
-    curves = {result.metric: result for result in swap_run(source, checkpoint, target, init, out, list(overrides)).evaluation.series}
+    curves = {
+        result.metric: result
+        for result in swap_run(source, checkpoint, target, init, out, list(overrides)).evaluation.series
+    }
     return interval_of(curves["change of loss"], 0), curves["KL divergence"].means[0]
 
 
@@ -310,7 +344,9 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     curves = series(out, "swap", 40)
     means = {(result.metric, result.what): result.overall_mean for result in curves}
-    assert {result.what for result in curves if result.metric == "loss before"} == {f"sequences of {length}" for length in (32, 64, 128)}
+    assert {result.what for result in curves if result.metric == "loss before"} == {
+        f"sequences of {length}" for length in (32, 64, 128)
+    }
     model = load(out)
     assert (model.config.name, model.config.model.normalizer, model.metadata["step"]) == ("out", opt.SSMax(), 40)
     validation = series(trained, "validation", 40)[0].overall_mean
@@ -326,7 +362,8 @@ def test_lm_swap_makes_a_run_folder_of_its_own_and_leaves_the_source_alone(train
     assert after == pytest.approx(means["loss after", "sequences of 32"], abs=1e-5)
     assert command("report", str(trained), str(out), "-o", str(tmp_path / "report")).returncode == 0
     assert (
-        "| softmax -> ssmax after training (init match) | 1 |" in (tmp_path / "report/table.md").read_text().partition("Change of loss")[2]
+        "| softmax -> ssmax after training (init match) | 1 |"
+        in (tmp_path / "report/table.md").read_text().partition("Change of loss")[2]
     )
     refusal = command("swap", str(trained), "--to", "ssmax", "-o", str(out))
     assert (refusal.returncode, refusal.stderr) == (1, f"error: {out}: exists already; choose another\n")
@@ -388,7 +425,9 @@ def test_a_swap_prints_the_interval_of_every_length(trained: Path, tmp_path: Pat
     assert "inference setting" not in output  # a swap has none
 
 
-def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("lm.evaluation.swap.FIT_BATCHES", 2)
     match = swap(trained, tmp_path / "match", "ssmax", "match")
     fit = swap(trained, tmp_path / "fit", "ssmax", "fit")
@@ -396,9 +435,14 @@ def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, 
     assert (affine[0].mean, affine[0].bounded, affine[1]) == (0.0, False, 0.0)
     assert fit[1] < match[1]
     assert abs(fit[0].mean) <= abs(match[0].mean) + 1e-4
-    normalizer_weights = [{n: v for n, v in weights(tmp_path / name).items() if is_normalizer_parameter(n)} for name in ("match", "fit")]
+    normalizer_weights = [
+        {n: v for n, v in weights(tmp_path / name).items() if is_normalizer_parameter(n)} for name in ("match", "fit")
+    ]
     assert not same(*normalizer_weights)
-    other_weights = [{n: v for n, v in weights(tmp_path / name).items() if not is_normalizer_parameter(n)} for name in ("match", "fit")]
+    other_weights = [
+        {n: v for n, v in weights(tmp_path / name).items() if not is_normalizer_parameter(n)}
+        for name in ("match", "fit")
+    ]
     assert same(*other_weights)
     assert same(other_weights[0], weights(trained))
 
@@ -406,7 +450,9 @@ def test_affine_ssmax_changes_nothing_and_fit_no_more_than_match(trained: Path, 
 @pytest.mark.parametrize(("init", "s"), [("unit", 1.0), ("0.3", 0.3), ("match", 32 / math.lgamma(33))])
 def test_first_values_as_asked(trained: Path, tmp_path: Path, init: str, s: float):
     swap(trained, tmp_path / "out", "ssmax", init)
-    assert all(normalizer.s.tolist() == pytest.approx([s, s]) for normalizer in load(tmp_path / "out").decoder.normalizers())
+    assert all(
+        normalizer.s.tolist() == pytest.approx([s, s]) for normalizer in load(tmp_path / "out").decoder.normalizers()
+    )
 
 
 def test_without_init_a_normalizer_starts_at_its_default(trained: Path, tmp_path: Path):
@@ -423,21 +469,36 @@ def test_an_earlier_checkpoint_and_an_export_can_be_swapped_and_swapped_back(tra
     assert same(weights(trained), weights(tmp_path / "back"))
 
 
-def test_a_fit_takes_sequences_of_the_training_length_and_any_normalizer_with_parameters(tiny, tmp_path: Path, monkeypatch):
-    config = tiny("name=short", "data.lengths={name: curriculum, starts: {0: 8, 0.5: 32}}", "model.normalizer=cosine", "eval.sequences=8")
+def test_a_fit_takes_sequences_of_the_training_length_and_any_normalizer_with_parameters(
+    tiny, tmp_path: Path, monkeypatch
+):
+    config = tiny(
+        "name=short",
+        "data.lengths={name: curriculum, starts: {0: 8, 0.5: 32}}",
+        "model.normalizer=cosine",
+        "eval.sequences=8",
+    )
     train(config)
     shapes: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "lm.evaluation.swap.fit_normalizers", lambda old, new, batches: shapes.extend(batch.tokens.shape for batch in batches) or (1, 0)
+        "lm.evaluation.swap.fit_normalizers",
+        lambda old, new, batches: shapes.extend(batch.tokens.shape for batch in batches) or (1, 0),
     )
     swap(config.run_folder, tmp_path / "fitted", "ssmax", "fit")
     assert {length for _, length in shapes} == {32}
     swap(config.run_folder, tmp_path / "cosine", "cosine", "fit")
-    result = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "matched"), "eval.swap_lengths=[1, 999]")
+    result = command(
+        "swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "matched"), "eval.swap_lengths=[1, 999]"
+    )
     assert "not measured: 31,968 tokens (eval.swap_lengths), which no held-out document has" in result.stdout
-    nothing = command("swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "nothing"), "eval.swap_lengths=[]")
+    nothing = command(
+        "swap", str(config.run_folder), "--to", "ssmax", "-o", str(tmp_path / "nothing"), "eval.swap_lengths=[]"
+    )
     assert "nothing measured" in nothing.stdout
-    assert "note: cosine has no factor on q.k that ssmax could match: parameters have their initial values" in result.stdout
+    assert (
+        "note: cosine has no factor on q.k that ssmax could match: parameters have their initial values"
+        in result.stdout
+    )
 
 
 def test_a_swap_that_makes_no_sense_is_one_line(
@@ -457,12 +518,20 @@ def test_a_swap_that_makes_no_sense_is_one_line(
     assert "--init = 'fit': ssmax (scale=none) has no parameters to fit" in refused(
         "--to", "ssmax", "--init", "fit", "model.normalizer.scale=none"
     )
-    assert "model.normalizer = 'log_n': the new normalizer is --to ssmax" in refused("--to", "ssmax", "model.normalizer=log_n")
-    assert "model.normalizer.init = 0.5: --init says unit" in refused("--to", "ssmax", "--init", "unit", "model.normalizer.init=0.5")
+    assert "model.normalizer = 'log_n': the new normalizer is --to ssmax" in refused(
+        "--to", "ssmax", "model.normalizer=log_n"
+    )
+    assert "model.normalizer.init = 0.5: --init says unit" in refused(
+        "--to", "ssmax", "--init", "unit", "model.normalizer.init=0.5"
+    )
     assert "--init = 'fit': log_n has no parameters to fit; drop --init" in refused("--to", "log_n", "--init", "fit")
-    assert "--init = 'unit': log_n has no option init; drop --init, or give fit" in refused("--to", "log_n", "--init", "unit")
+    assert "--init = 'unit': log_n has no option init; drop --init, or give fit" in refused(
+        "--to", "log_n", "--init", "unit"
+    )
     assert "model.normalizer.init = inf: must be match | unit or a number" in refused("--to", "ssmax", "--init", "inf")
-    assert "model.normalizer.init = 'much': must be match | unit or a number" in refused("--to", "ssmax", "--init", "much")
+    assert "model.normalizer.init = 'much': must be match | unit or a number" in refused(
+        "--to", "ssmax", "--init", "much"
+    )
     assert "model.n_head = '4': can't be changed in lm swap" in refused("--to", "ssmax", "model.n_head=4")
     assert "no such checkpoint; steps saved" in refused("--to", "ssmax", "--checkpoint", "7")
 
@@ -471,7 +540,9 @@ def test_a_swap_that_makes_no_sense_is_one_line(
 
 
 def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
-    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}, warmup_steps: 4}]"
+    phases = (
+        "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}, warmup_steps: 4}]"
+    )
     options = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
     train(tiny("name=swapped", phases, *options))
     train(tiny("name=plain", *options))
@@ -491,7 +562,9 @@ def test_a_phase_changes_the_normalizer_and_nothing_else(tiny):
 def test_swaps_at_other_steps_are_warned_of_once(tiny):
     folders = []
     for until in (0.25, 0.5):
-        config = tiny(f"name=until{until}", f"phases=[{{until: {until}, normalizer: softmax}}, {{until: 1, normalizer: ssmax}}]")
+        config = tiny(
+            f"name=until{until}", f"phases=[{{until: {until}, normalizer: softmax}}, {{until: 1, normalizer: ssmax}}]"
+        )
         train(config)
         folders.append(config.run_folder)
     warning = compare_runs([read_run(folder) for folder in folders]).warning
@@ -501,17 +574,34 @@ def test_swaps_at_other_steps_are_warned_of_once(tiny):
 def test_new_runs_start_from_other_weights(trained: Path, tiny, tmp_path: Path, capsys: pytest.CaptureFixture):
     swap(trained, tmp_path / "out")
     config = tiny(
-        "name=next", "model.normalizer=ssmax", f"init_from={tmp_path / 'out'}", "optim.warmup_steps=0", "trainer.checkpoint_every=1"
+        "name=next",
+        "model.normalizer=ssmax",
+        f"init_from={tmp_path / 'out'}",
+        "optim.warmup_steps=0",
+        "trainer.checkpoint_every=1",
     )
     train(config)
     assert "weights from" in capsys.readouterr().out
     assert dict(curve(config.run_folder))[1] < dict(curve(trained))[1] - 0.5
-    train(tiny("name=next", "resume=auto", "model.normalizer=ssmax", f"init_from={tmp_path / 'out'}", "optim.warmup_steps=0"))
+    train(
+        tiny(
+            "name=next",
+            "resume=auto",
+            "model.normalizer=ssmax",
+            f"init_from={tmp_path / 'out'}",
+            "optim.warmup_steps=0",
+        )
+    )
 
 
 def test_only_the_normalizer_is_trained_if_asked(trained: Path, tiny, tmp_path: Path):
     swap(trained, tmp_path / "out")
-    options = ["model.normalizer=ssmax", f"init_from={tmp_path / 'out'}", "train_only=normalizer", "trainer.checkpoint_every=3"]
+    options = [
+        "model.normalizer=ssmax",
+        f"init_from={tmp_path / 'out'}",
+        "train_only=normalizer",
+        "trainer.checkpoint_every=3",
+    ]
     config = tiny("name=few", *options)
     train(config)
     before, after = weights(tmp_path / "out"), weights(config.run_folder)
@@ -579,7 +669,9 @@ def test_a_report_says_what_was_swapped_and_what_weights_had_seen(trained: Path,
     assert command("eval", str(tmp_path / "out"), "eval.sequences=64").returncode == 0
     options = ["eval.sequences=64", "trainer.max_steps=40", "trainer.checkpoint_every=20"]
     train(tiny("name=longer", "model.normalizer={name: ssmax, init: unit}", f"init_from={tmp_path / 'out'}", *options))
-    comparison = compare_runs([read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)])
+    comparison = compare_runs(
+        [read_run(folder) for folder in (trained, tmp_path / "out", tiny("name=longer").run_folder)]
+    )
     labels = [arm.label for arm in comparison.arms]
     assert labels[0] == "softmax"
     assert labels[1] == "softmax -> ssmax after training (init match)"

@@ -16,7 +16,9 @@ INDICES, SUBSETS = st.integers(0, 2**32 - 1), st.sampled_from(["train", "test"])
 
 @given(index=INDICES, subset=SUBSETS, length=st.integers(32, 200), queries=st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(index: int, subset: str, length: int, queries: int):
+def test_recall_asks_each_key_once_and_shows_each_value_in_its_pair_alone(
+    index: int, subset: str, length: int, queries: int
+):
     task = MQAR(queries=queries)
     sequence = example(task, 1, index, length, subset)
     tokens, answers = sequence.tokens, sequence.questions[:, 0]
@@ -87,7 +89,11 @@ def test_varied_recall_trains_on_fewer_pairs_and_tests_on_all():
 
 def test_options_that_contradict_each_other_are_named():
     assert not [*MQAR().problems(), *Maximum().problems()]
-    assert [problem.path for problem in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == ["queries", "pairs", "pairs"]
+    assert [problem.path for problem in MQAR(keys=4, values=4, pairs=5, queries=6).problems()] == [
+        "queries",
+        "pairs",
+        "pairs",
+    ]
     assert [problem.path for problem in Maximum(priorities=4, payloads=4).problems()] == ["items", "items"]
 
 
@@ -127,7 +133,9 @@ def test_the_largest_is_what_is_asked_for(index: int, subset: str, length: int):
     assert (tokens == tokens[-1]).sum() == 2
 
 
-@given(index=INDICES, subset=SUBSETS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95))
+@given(
+    index=INDICES, subset=SUBSETS, length=st.integers(24, 120), symbols=st.integers(2, 5), ignored=st.floats(0, 0.95)
+)
 @settings(max_examples=60, deadline=None)
 def test_a_read_gives_what_was_written_last(index: int, subset: str, length: int, symbols: int, ignored: float):
     task = FlipFlop(symbols=symbols, ignored=ignored)

@@ -46,7 +46,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     folder, raw = tmp_path_factory.mktemp("tasks"), np.random.PCG64(7).random_raw
     for number in range(12):
         words = [f"{'abcdefgh'[int(w) % 8]}{'aeiou'[int(w >> 8) % 5]}{int(w >> 16) % 300}" for w in raw(1500)]
-        (folder / f"{number:02d}.txt").write_text("The special number is: ".join(" ".join(words[i : i + 50]) for i in range(0, 1500, 50)))
+        (folder / f"{number:02d}.txt").write_text(
+            "The special number is: ".join(" ".join(words[i : i + 50]) for i in range(0, 1500, 50))
+        )
     data = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(400), val_fraction=0.3, root=str(folder / "stores"))
     return Text(prepare(data))
 
@@ -64,7 +66,9 @@ def check(task: Task, sequence: Example, length: int) -> None:
     assert (sequence.questions[:, 0] >= 1).all()
     assert sequence.questions[-1, 1] == length + 1, "a sequence ends with an answer"
     assert sequence.answers.sum() == (sequence.questions[:, 1] - sequence.questions[:, 0]).sum()
-    for (start, stop), (begin, end), (first, last) in zip(sequence.questions, sequence.evidence, sequence.needles, strict=True):
+    for (start, stop), (begin, end), (first, last) in zip(
+        sequence.questions, sequence.evidence, sequence.needles, strict=True
+    ):
         assert sequence.answers[start - 1 : stop - 1].all()
         if end:
             assert first <= begin < end <= last <= start
@@ -99,7 +103,9 @@ def test_sequences_of_text_are_of_the_length_asked_for_and_show_their_answers(
 
 
 def digest(task: Task, length: int, text: Text | None = None) -> str:
-    sequences = [example(task, 1, index, length, subset, text).tokens for subset in ("train", "test") for index in range(4)]
+    sequences = [
+        example(task, 1, index, length, subset, text).tokens for subset in ("train", "test") for index in range(4)
+    ]
     return hashlib.sha256(np.stack(sequences).astype("<i8").tobytes()).hexdigest()[:16]
 
 
@@ -137,7 +143,10 @@ def test_text_sequences_depend_on_their_arguments_alone(text: Text):
 @pytest.mark.parametrize("task", SYMBOLIC, ids=label)
 def test_seeds_parts_and_indices_give_different_sequences(task: Task):
     sequences = {
-        example(task, seed, index, 64, subset).tokens.tobytes() for seed in (1, 2) for index in range(50) for subset in ("train", "test")
+        example(task, seed, index, 64, subset).tokens.tobytes()
+        for seed in (1, 2)
+        for index in range(50)
+        for subset in ("train", "test")
     }
     assert len(sequences) == 200
 
@@ -180,7 +189,9 @@ def test_sequences_too_few_to_keep_training_and_test_apart_are_an_error():
     ids=lambda value: label(value) if isinstance(value, Task) else str(value),
 )
 def test_the_entropy_of_sequences_is_that_of_many_draws(task: Task, length: int):
-    draws = [example(task, 1, index, length, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)]
+    draws = [
+        example(task, 1, index, length, "test" if index % 8 == 0 else "train").tokens.tobytes() for index in range(4000)
+    ]
     counts = np.array(list(Counter(draws).values())) / 4000
     assert -(counts * np.log(counts)).sum() == pytest.approx(task.entropy(length), rel=0.1)
 
@@ -198,11 +209,16 @@ def test_test_sequences_that_can_not_all_differ_are_refused():
         "data.source=package",
     ]
     load_config([TINY, *symbols, "data.tasks=[{task: flip_flop}]", f"eval.sequences={count}"])
-    with pytest.raises(ConfigError, match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {count} test sequences of 16"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^eval\.sequences = 5000: can't all differ: flip_flop has about {count} test sequences of 16",
+    ):
         load_config([TINY, *symbols, "data.tasks=[{task: flip_flop}]", "eval.sequences=5000"])
 
 
-@pytest.mark.parametrize("task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: copy, symbols: 2, span: 100}"])
+@pytest.mark.parametrize(
+    "task", ["{name: mqar, keys: 1, values: 1, pairs: 1, queries: 1}", "{name: copy, symbols: 2, span: 100}"]
+)
 def test_a_run_whose_task_has_no_sequences_is_refused_in_one_line(tmp_path: Path, task: str):
     overrides = [
         "data.seq_len=32",
@@ -226,7 +242,9 @@ HOSTILE = st.sampled_from(
 def options_of(name: str) -> st.SearchStrategy[dict[str, object]]:
     """Options of a task, one of them at its bounds or beyond."""
     names = [option.name for option in fields(TASKS[name])]
-    usual = st.fixed_dictionaries({}, optional={spec.name: USUAL[spec.type] for spec in fields(TASKS[name]) if spec.type in USUAL})
+    usual = st.fixed_dictionaries(
+        {}, optional={spec.name: USUAL[spec.type] for spec in fields(TASKS[name]) if spec.type in USUAL}
+    )
     hostile = st.dictionaries(st.sampled_from(names), HOSTILE, max_size=1)
     return st.tuples(usual, hostile).map(lambda parts: {"name": name, **parts[0], **parts[1]})
 
@@ -238,7 +256,9 @@ def options_of(name: str) -> st.SearchStrategy[dict[str, object]]:
     index=INDICES,
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(text: Text, options: dict, length: int, subset: str, index: int):
+def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(
+    text: Text, options: dict, length: int, subset: str, index: int
+):
     problems: list[Problem] = []
     task = build(TASKS[options["name"]], options, "task", problems)
     problems += cross_key_problems(task, "task")
@@ -259,7 +279,11 @@ def test_any_options_give_a_valid_sequence_or_an_error_of_one_line(text: Text, o
 
 
 def test_the_table_names_each_task():
-    assert [task.name for task in TASKS.values()] == list(TASKS) == ["mqar", "copy", "induction", "max", "flip_flop", "needle", "passkey"]
+    assert (
+        [task.name for task in TASKS.values()]
+        == list(TASKS)
+        == ["mqar", "copy", "induction", "max", "flip_flop", "needle", "passkey"]
+    )
 
 
 # ---------------------------------------------------------------- random numbers
@@ -317,9 +341,15 @@ def test_the_needle_lies_at_its_depth_to_the_token(text: Text, depth: float, len
         for task in (Needle(depth=depth), Passkey(depth=depth)):
             sequence = example(task, 1, index, length, "train", text)
             (start, stop), question = sequence.needles[0], sequence.questions[0]
-            asking = text.encode("\nWhat is the special magic") if isinstance(task, Needle) else text.encode(" What is the pass key")
+            asking = (
+                text.encode("\nWhat is the special magic")
+                if isinstance(task, Needle)
+                else text.encode(" What is the pass key")
+            )
             end = next(
-                place for place in range(question[0] - len(asking), 0, -1) if (sequence.tokens[place : place + len(asking)] == asking).all()
+                place
+                for place in range(question[0] - len(asking), 0, -1)
+                if (sequence.tokens[place : place + len(asking)] == asking).all()
             )
             filler = end - (stop - start)
             assert start == round(depth * filler)
@@ -331,12 +361,17 @@ def test_needles_and_their_questions_say_what_they_should(text: Text, index: int
     task = Needle(needles=2, distractors=1)
     sequence = example(task, 1, index, 600, "test", text)
     assert text.decode(sequence.tokens).count("The special magic") == 5
-    for (first, last), (begin, end), number in zip(sequence.needles, sequence.evidence, numbers_of(text, sequence), strict=True):
+    for (first, last), (begin, end), number in zip(
+        sequence.needles, sequence.evidence, numbers_of(text, sequence), strict=True
+    ):
         sentence = text.decode(sequence.tokens[first:last])
         city = sentence.removeprefix(" The special magic ").partition(" number")[0]
         assert sentence == f" The special magic {city} number is: {number}."
         assert text.decode(sequence.tokens[begin:end]) == f" {number}"
-        assert f"\nWhat is the special magic {city} number? The special magic {city} number is: {number}" in text.decode(sequence.tokens)
+        assert (
+            f"\nWhat is the special magic {city} number? The special magic {city} number is: {number}"
+            in text.decode(sequence.tokens)
+        )
 
 
 def test_the_control_is_without_needle_but_with_its_distractors(text: Text):
@@ -345,13 +380,17 @@ def test_the_control_is_without_needle_but_with_its_distractors(text: Text):
     assert content.count("number is: ") >= 4
     (number,) = numbers_of(text, sequence)
     assert content.endswith(number)
-    assert "The special magic" not in text.decode(example(Needle(absent=True), 1, 0, 300, "test", text).tokens).partition("\nWhat")[0]
+    assert (
+        "The special magic"
+        not in text.decode(example(Needle(absent=True), 1, 0, 300, "test", text).tokens).partition("\nWhat")[0]
+    )
 
 
 @pytest.mark.parametrize("task", [Needle(distractors=1), Passkey()], ids=label)
 def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: Task):
     by_subset = {
-        subset: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, subset, text))} for subset in ("train", "test")
+        subset: {n for i in range(60) for n in numbers_of(text, example(task, 1, i, 300, subset, text))}
+        for subset in ("train", "test")
     }
     assert not by_subset["train"] & by_subset["test"]
     for subset, numbers in by_subset.items():
@@ -359,7 +398,9 @@ def test_training_and_test_sequences_of_text_share_no_number(text: Text, task: T
 
 
 def test_filler_is_of_the_split_and_within_a_document(text: Text):
-    assert text._splits["train"].n_tokens > text._splits["test"].n_tokens, "0.3 of the text is held out, for test sequences"
+    assert text._splits["train"].n_tokens > text._splits["test"].n_tokens, (
+        "0.3 of the text is held out, for test sequences"
+    )
     for subset, split in text._splits.items():
         content = tokens_of(split).tobytes()
         for index in range(30):

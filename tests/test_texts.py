@@ -64,7 +64,9 @@ def test_each_text_is_measured_in_training_by_its_name_and_whole(tiny, verse: Pa
     assert last["text/verse/loss"] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(arguments: list[str], tmp_path: Path, verse: Path, code: Path):
+def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(
+    arguments: list[str], tmp_path: Path, verse: Path, code: Path
+):
     assert lm("train", *arguments, "name=run", OFF).returncode == 0
     run = tmp_path / "runs" / "run"
     result = lm("eval", str(run), asked(verse, code), "-o", str(tmp_path / "all.csv"))
@@ -74,7 +76,11 @@ def test_a_finished_run_is_measured_on_texts_that_it_did_not_know_of(arguments: 
     assert "verse" in (tmp_path / "all.csv").read_text()
     second_result = lm("eval", str(run), asked(verse, code))
     numbers = json.loads(lm("eval", str(run), asked(verse, code), "--json").stdout)
-    csv_line = next(line for line in csv.DictReader((tmp_path / "all.csv").open()) if (line["where"], line["metric"]) == ("verse", "loss"))
+    csv_line = next(
+        line
+        for line in csv.DictReader((tmp_path / "all.csv").open())
+        if (line["where"], line["metric"]) == ("verse", "loss")
+    )
     (json_line,) = (line for line in numbers if (line["where"], line["metric"]) == ("verse", "loss"))
     assert json_line["value"] == pytest.approx(float(csv_line["value"]))
     assert second_result.stdout.count("(cached)") == result.stdout.count("step 8") > 0
@@ -89,7 +95,11 @@ def test_documents_are_divided_into_those_that_select_and_report_where_there_are
     decoder = load(tiny("name=run").run_folder).decoder
     from lm.model.device import Device
 
-    by_name = {curve.what: curve for curve in texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None) if curve.samples}
+    by_name = {
+        curve.what: curve
+        for curve in texts.measure(decoder, Device(torch.device("cpu"), False), lambda n: None)
+        if curve.samples
+    }
     assert by_name["code"].data_fingerprint == texts.stores["code"].fingerprint
     assert by_name["verse"].data_fingerprint == ""  # all of one document reports
 
@@ -103,21 +113,33 @@ def test_a_text_decides_an_experiment(arguments: list[str], tmp_path: Path, vers
     assert result.returncode == 0, result.stderr
     assert "text/code/loss" in result.stdout
     with pytest.raises(ConfigError, match=r"primary\.metric = 'text/cod/loss'.*did you mean 'text/code/loss'"):
-        read_experiment(written(tmp_path, tune=None, primary=primary | {"metric": "text/cod/loss"}), [*arguments[1:], *overrides])
+        read_experiment(
+            written(tmp_path, tune=None, primary=primary | {"metric": "text/cod/loss"}), [*arguments[1:], *overrides]
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ("{of: {x: {name: files, paths: [no-such-folder]}}}", DataError, r"eval\.texts\.of\.x: .*no-such-folder"),
-        ("{of: {x: {name: files, paths: [SHORT]}}}", ConfigError, r"eval\.texts\.of\.x = .*has \d+ tokens, and a sequence needs 33"),
+        (
+            "{of: {x: {name: files, paths: [SHORT]}}}",
+            ConfigError,
+            r"eval\.texts\.of\.x = .*has \d+ tokens, and a sequence needs 33",
+        ),
         ("{of: {x: {name: nothing}}}", ConfigError, r"eval\.texts\.of\.x\.name = 'nothing': unknown name"),
         ("{of: {x: {name: files}}}", ConfigError, r"eval\.texts\.of\.x\.paths = \[\]: no files given"),
-        ("{of: {a/b: {name: files, paths: [SHORT]}}}", ConfigError, r"eval\.texts\.of\.a/b = 'a/b': can't be the name of a text"),
+        (
+            "{of: {a/b: {name: files, paths: [SHORT]}}}",
+            ConfigError,
+            r"eval\.texts\.of\.a/b = 'a/b': can't be the name of a text",
+        ),
         ("{of: [SHORT]}", ConfigError, r"eval\.texts\.of = .*must be a map from names to blocks"),
     ],
 )
-def test_texts_that_can_not_be_measured_are_refused_before_the_run_is_made(tiny, tmp_path: Path, given: str, error: type, message: str):
+def test_texts_that_can_not_be_measured_are_refused_before_the_run_is_made(
+    tiny, tmp_path: Path, given: str, error: type, message: str
+):
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(error, match=message):
         train(tiny("name=run", OFF, f"eval.texts={given.replace('SHORT', str(tmp_path / 'short.txt'))}"))

@@ -51,11 +51,21 @@ def test_the_page_says_of_each_statement_what_came_out(script):
     models = [statements.Described("words", "softmax", Softmax(), Path("run"), 8, 64, series)]
     by_source = {statement.source: statement for statement in statements.compared(models)}
     assert (by_source["Su, 9019"].values["softmax"], by_source["Su, 9019"].outcome) == ("0.70 (1.00)", "yes")
-    assert (by_source["Mudarisov, Alg. 1"].values["softmax"], by_source["Mudarisov, Alg. 1"].outcome) == ("exponent 2.000", "no")
-    explained = tuple(replace(series[0], metric=f"variance explained by {place}") for place in ("key position", "distance"))
+    assert (by_source["Mudarisov, Alg. 1"].values["softmax"], by_source["Mudarisov, Alg. 1"].outcome) == (
+        "exponent 2.000",
+        "no",
+    )
+    explained = tuple(
+        replace(series[0], metric=f"variance explained by {place}") for place in ("key position", "distance")
+    )
     arms = {"linear features": Linear(), "linear, decay": Linear(decay=True), "linear-like": Softmax()}
-    linear = [statements.Described("more", arm, normalizer, Path("other"), 8, 64, explained) for arm, normalizer in arms.items()]
-    outcomes = {statement.says: statement.holds for statement in statements.compared(linear) if statement.source == "Su, 9889"}
+    linear = [
+        statements.Described("more", arm, normalizer, Path("other"), 8, 64, explained)
+        for arm, normalizer in arms.items()
+    ]
+    outcomes = {
+        statement.says: statement.holds for statement in statements.compared(linear) if statement.source == "Su, 9889"
+    }
     assert outcomes == {
         "linear attention mostly expresses absolute position": {"linear features": True}, "a decay can't adapt": {"linear, decay": True},
     }  # fmt: skip
@@ -74,7 +84,10 @@ def test_of_each_normalizer_on_text_the_run_of_the_lowest_seed_is_described(scri
     theory = script("theory")
     for name, normalizer, seed in (("ssmax-2", "ssmax", 2), ("ssmax-3", "ssmax", 3), ("softmax-1", "softmax", 1)):
         write_config(tiny(f"model.normalizer={normalizer}", f"seed={seed}"), tmp_path / name)
-    assert list(theory.first_runs(tmp_path).items()) == [("softmax", tmp_path / "softmax-1"), ("ssmax", tmp_path / "ssmax-2")]
+    assert list(theory.first_runs(tmp_path).items()) == [
+        ("softmax", tmp_path / "softmax-1"),
+        ("ssmax", tmp_path / "ssmax-2"),
+    ]
 
 
 def test_it_is_one_at_the_learning_rate_that_its_arm_was_judged_at(script, tiny, tmp_path):
@@ -109,7 +122,9 @@ def test_the_folder_of_a_size_has_its_verdicts_in_that_of_the_experiment(script,
 def test_the_command_writes_the_page_and_its_picture(script, tmp_path, monkeypatch):
     statements, theory = script("theory_statements"), script("theory")
     monkeypatch.setattr(theory, "first_runs", lambda experiment: {"softmax": experiment / "run"})
-    monkeypatch.setattr(theory, "described", lambda arm, folder: statements.Described("words", arm, Softmax(), folder, 8, 64, ()))
+    monkeypatch.setattr(
+        theory, "described", lambda arm, folder: statements.Described("words", arm, Softmax(), folder, 8, 64, ())
+    )
     theory.main(["--text", "runs/words", "runs/more", "--out", str(tmp_path / "theory.md")])
     assert {path.name for path in tmp_path.iterdir()} == {"theory.md", "theory-statements.csv", "theory-statements.svg"}
     assert "scripts/theory.py --text runs/words runs/more\n" in (tmp_path / "theory.md").read_text()

@@ -66,7 +66,9 @@ def megatron(folder: Path, ids: list[list[int]], code: int = 8, end: bool = True
     pointers = np.append([0], np.cumsum(sizes.astype("<i8"))[:-1]) * dtype.itemsize
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sizes), len(borders))
     np.concatenate(sequences).astype(dtype).tofile(folder / "train.bin")
-    (folder / "train.idx").write_bytes(head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.array(borders, "<i8").tobytes())
+    (folder / "train.idx").write_bytes(
+        head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.array(borders, "<i8").tobytes()
+    )
     return folder / "train.idx"
 
 
@@ -77,12 +79,16 @@ def jsonl(folder: Path, ids: list[list[int]]) -> Path:
 
 def parquet(folder: Path, ids: list[list[int]], dtype: str = "uint16", column: str = "input_ids") -> Path:
     kind = pyarrow.list_(getattr(pyarrow, dtype)())
-    pyarrow.parquet.write_table(pyarrow.table({column: pyarrow.array(ids, kind)}), folder / "ids.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(
+        pyarrow.table({column: pyarrow.array(ids, kind)}), folder / "ids.parquet", row_group_size=7
+    )
     return folder / "ids.parquet"
 
 
 def saved(folder: Path, ids: list[list[int]]) -> Path:
-    datasets.Dataset.from_dict({"text": ["" for _ in ids], "input_ids": ids}).save_to_disk(folder / "saved", num_shards=2)
+    datasets.Dataset.from_dict({"text": ["" for _ in ids], "input_ids": ids}).save_to_disk(
+        folder / "saved", num_shards=2
+    )
     return folder / "saved"
 
 
@@ -90,10 +96,17 @@ WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
     "nanogpt": ("nanogpt", nanogpt),
     "modded-nanogpt": ("modded-nanogpt", modded),
     "llm.c of Llama 3": ("modded-nanogpt", lambda folder, ids: modded(folder, ids, 20240801, 7, "<u4")),
-    **{f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code)) for code in DTYPES if code > 2},
+    **{
+        f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code))
+        for code in DTYPES
+        if code > 2
+    },
     "megatron without end of text": ("megatron", lambda folder, ids: megatron(folder, ids, end=False, size=10**6)),
     "jsonl": ("column", jsonl),
-    **{f"parquet of {kind}": ("column", lambda folder, ids, kind=kind: parquet(folder, ids, kind)) for kind in ("int32", "uint64")},
+    **{
+        f"parquet of {kind}": ("column", lambda folder, ids, kind=kind: parquet(folder, ids, kind))
+        for kind in ("int32", "uint64")
+    },
     "saved": ("saved", saved),
 }
 
@@ -107,7 +120,9 @@ def test_every_format_is_written_here():
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_ids_are_read_back_document_for_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str):
+def test_ids_are_read_back_document_for_document(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str
+):
     kind, write = WRITERS[name]
     data = config(tmp_path, tokenizer, kind, write(tmp_path, ids))
     vocabulary = Vocabulary(tokenizer)
@@ -127,14 +142,18 @@ def test_ids_are_read_back_document_for_document(tmp_path: Path, tokenizer: Toke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_million_ids_and_their_borders_are_those_that_were_written(tmp_path: Path, tokenizer: TokenizerFile, name: str):
+def test_a_million_ids_and_their_borders_are_those_that_were_written(
+    tmp_path: Path, tokenizer: TokenizerFile, name: str
+):
     random = np.random.default_rng(0)
     lengths = random.integers(1, 4000, 520)
     long_documents = [random.integers(0, END, length).tolist() for length in lengths]
     assert sum(lengths) > 10**6
     kind, write = WRITERS[name]
     data = config(tmp_path, tokenizer, kind, write(tmp_path, long_documents))
-    assert [document.tolist() for document in documents(data.source, vocabulary=Vocabulary(tokenizer))] == long_documents
+    assert [
+        document.tolist() for document in documents(data.source, vocabulary=Vocabulary(tokenizer))
+    ] == long_documents
 
 
 def test_ids_make_the_tokens_that_their_text_makes(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
@@ -144,7 +163,8 @@ def test_ids_make_the_tokens_that_their_text_makes(tmp_path: Path, tokenizer: To
         prepare(files_config(write_texts(tmp_path / "texts", TEXTS), tmp_path, tokenizer=tokenizer)),
     ]
     first, second = (
-        sorted(split.document(n).tolist() for split in (store.train, store.val) for n in range(split.n_documents)) for store in stores
+        sorted(split.document(n).tolist() for split in (store.train, store.val) for n in range(split.n_documents))
+        for store in stores
     )
     assert first == second
     assert np.array_equal(stores[0].token_bytes, stores[1].token_bytes)
@@ -164,17 +184,26 @@ def test_a_stream_without_borders_is_one_document(tmp_path: Path, tokenizer: Tok
     """As nanoGPT prepares Shakespeare."""
     for name, part in (("train", ids[:30]), ("val", ids[30:])):
         np.concatenate(part).astype("<u2").tofile(tmp_path / f"{name}.bin")
-    store = prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "train.bin", validation_paths=[str(tmp_path / "val.bin")]))
+    store = prepare(
+        config(tmp_path, tokenizer, "nanogpt", tmp_path / "train.bin", validation_paths=[str(tmp_path / "val.bin")])
+    )
     assert (store.train.n_documents, store.val.n_documents) == (1, 1)
     assert store.train.document(0)[1:].tolist() == [token for document in ids[:30] for token in document]
 
 
 def test_text_and_ids_mix(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     folder = write_texts(tmp_path / "texts", [f"{text} again" for text in TEXTS])
-    parts = [WeightedSource(0.5, Files([str(folder)])), WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column"))]
+    parts = [
+        WeightedSource(0.5, Files([str(folder)])),
+        WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column")),
+    ]
     for workers in (1, 2):
         root = str(tmp_path / f"stores{workers}")
-        store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, prepare_workers=workers, root=root))
+        store = prepare(
+            files_config(
+                folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, prepare_workers=workers, root=root
+            )
+        )
         assert store.manifest["token_bytes"] == "exact"
         assert sum(source.n_documents for source in store.train.sources + store.val.sources) == 2 * len(TEXTS)
     assert len({Store.open(path).fingerprint for path in tmp_path.glob("stores*/*") if path.is_dir()}) == 1
@@ -182,9 +211,15 @@ def test_text_and_ids_mix(tmp_path: Path, tokenizer: TokenizerFile, ids: list[li
 
 def test_a_text_and_its_ids_are_one_document(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
     folder = write_texts(tmp_path / "texts", TEXTS)
-    parts = [WeightedSource(0.5, Files([str(folder)])), WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column"))]
+    parts = [
+        WeightedSource(0.5, Files([str(folder)])),
+        WeightedSource(0.5, Tokens([str(jsonl(tmp_path, ids))], "column")),
+    ]
     store = prepare(files_config(folder, tmp_path, source=Mixture(parts), tokenizer=tokenizer, deduplicate=False))
-    documents_by_split = [{split.document(place)[1:].tobytes() for place in range(split.n_documents)} for split in (store.train, store.val)]
+    documents_by_split = [
+        {split.document(place)[1:].tobytes() for place in range(split.n_documents)}
+        for split in (store.train, store.val)
+    ]
     assert not set.intersection(*documents_by_split)
 
 
@@ -193,7 +228,9 @@ def test_blank_documents_and_copies_are_left_out(tmp_path: Path, tokenizer: Toke
     assert store.manifest["left_out"] == {"blank": 1, "short": 0, "long": 0, "copies": 20}
 
 
-def test_a_prepared_store_is_opened_again_and_another_file_makes_another(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+def test_a_prepared_store_is_opened_again_and_another_file_makes_another(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
+):
     data = config(tmp_path, tokenizer, "megatron", megatron(tmp_path, ids))
     store = prepare(data)
     assert prepare(data).path == store.path
@@ -211,7 +248,9 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
 
 def swapped(content: bytes) -> bytes:
     """The same numbers of four bytes, the most significant byte first."""
-    return np.frombuffer(content[: len(content) // 4 * 4], "<u4").byteswap().tobytes() + content[len(content) // 4 * 4 :]
+    return (
+        np.frombuffer(content[: len(content) // 4 * 4], "<u4").byteswap().tobytes() + content[len(content) // 4 * 4 :]
+    )
 
 
 def four_bytes(content: bytes) -> bytes:
@@ -319,16 +358,22 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
     }  # fmt: skip
 
 
-def test_a_file_of_another_kind_that_a_glob_matches_is_named(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+def test_a_file_of_another_kind_that_a_glob_matches_is_named(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
+):
     nanogpt(tmp_path, ids), jsonl(tmp_path, ids)
-    with pytest.raises(DataError, match=r"ids\.jsonl: is or has no \.bin file, which data\.source\.format=nanogpt reads"):
+    with pytest.raises(
+        DataError, match=r"ids\.jsonl: is or has no \.bin file, which data\.source\.format=nanogpt reads"
+    ):
         prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "[it][dr]*"))
     (tmp_path / "trees").mkdir()  # which a glob passes over
     assert prepare(config(tmp_path, tokenizer, "nanogpt", tmp_path / "tr*")).train.n_tokens
 
 
 @pytest.mark.parametrize("name", refused_files(Path(), [[1]] * 4))
-def test_files_that_are_damaged_or_do_not_fit_are_one_line(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str):
+def test_files_that_are_damaged_or_do_not_fit_are_one_line(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]], name: str
+):
     (tmp_path / "files").mkdir()
     kind, write, expected = refused_files(tmp_path / "files", ids)[name]
     path = write()
@@ -347,7 +392,9 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
 ):
     path = nanogpt(tmp_path, [*ids[:20], [5, 4000], *ids[20:]])
     errors: list[Unreadable] = []
-    read_documents = list(documents(Tokens([str(path)], "nanogpt"), on_error=errors.append, vocabulary=Vocabulary(tokenizer)))
+    read_documents = list(
+        documents(Tokens([str(path)], "nanogpt"), on_error=errors.append, vocabulary=Vocabulary(tokenizer))
+    )
     assert [document.tolist() for document in read_documents] == ids
     assert [error.n_bytes for error in errors] == [6]
     store = prepare(dataclasses.replace(config(tmp_path, tokenizer, "nanogpt", path), on_error="skip"))
@@ -372,12 +419,18 @@ def test_options_that_do_not_go_together_are_named(source: str, path: str):
     assert path in str(error.value)
 
 
-def test_a_model_is_trained_on_ids_from_the_command_line(tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]):
+def test_a_model_is_trained_on_ids_from_the_command_line(
+    tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
+):
     options = [
         f"data.source={{name: tokens, format: modded-nanogpt, paths: [{modded(tmp_path, ids)}]}}",
         f"data.root={tmp_path / 'stores'}",
     ]
-    options += [f"data.tokenizer={{name: file, path: {tokenizer.path}, end_of_text: </s>}}", "data.seq_len=32", "data.val_fraction=0.3"]
+    options += [
+        f"data.tokenizer={{name: file, path: {tokenizer.path}, end_of_text: </s>}}",
+        "data.seq_len=32",
+        "data.val_fraction=0.3",
+    ]
     result = lm("prepare", "configs/softmax.yaml", *options)
     assert result.returncode == 0, result.stderr
     assert f"{len(TEXTS)} documents" in result.stdout
@@ -393,7 +446,10 @@ def test_a_model_is_trained_on_ids_from_the_command_line(tmp_path: Path, tokeniz
         (["import", "train.bin", "-o", "out"], "text and token ids are read by lm prepare"),
         (["prepare", "train.bin"], "text and token ids are named by data.source (lm prepare --help)"),
         (["prepare", "notes.txt"], "text and token ids are named by data.source (lm prepare --help)"),
-        (["prepare", "data.source={name: files, paths: [train.bin]}"], "token ids are read by data.source={name: tokens, ...}"),
+        (
+            ["prepare", "data.source={name: files, paths: [train.bin]}"],
+            "token ids are read by data.source={name: tokens, ...}",
+        ),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )

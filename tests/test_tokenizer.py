@@ -11,7 +11,15 @@ import pytest
 from texts import TEXTS, files_config, stored_texts, tokens_of, write_texts
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from lm.config.data_config import DataConfig, Files, GPT2Tokenizer, PretrainedTokenizer, TiktokenTokenizer, TokenizerFile, TrainedTokenizer
+from lm.config.data_config import (
+    DataConfig,
+    Files,
+    GPT2Tokenizer,
+    PretrainedTokenizer,
+    TiktokenTokenizer,
+    TokenizerFile,
+    TrainedTokenizer,
+)
 from lm.config.load import load_config
 from lm.data.encoding import MAX_WORD_LENGTH, Document, can_cut_between_words, encode_all, split_long_words, split_text
 from lm.data.inspect import store_description
@@ -25,13 +33,17 @@ def test_a_trained_tokenizer_knows_every_byte_and_is_deterministic():
     first, second = (train_tokenizer(iter(TEXTS), TrainedTokenizer(300)) for _ in range(2))
     assert first.to_str() == second.to_str()
     assert first.token_to_id(END_OF_TEXT) == 0
-    assert sorted(first.id_to_token(index) for index in range(1, 257)) == sorted(token for token in first.get_vocab() if len(token) == 1)
+    assert sorted(first.id_to_token(index) for index in range(1, 257)) == sorted(
+        token for token in first.get_vocab() if len(token) == 1
+    )
     characters = "".join(map(chr, [*range(0x800), *range(0xE000, 0x11000), *range(0x10FF00, 0x110000)]))
     assert first.decode(encode(first, [characters])[0], skip_special_tokens=False) == characters
 
 
 def test_a_vocabulary_beyond_the_text_is_an_error_that_names_what_fits(data: DataConfig):
-    with pytest.raises(DataError, match=r"data\.tokenizer\.vocab_size = 60000: .* supports only (\d+) entries") as error:
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer\.vocab_size = 60000: .* supports only (\d+) entries"
+    ) as error:
         prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(60000)))
     supported = int(str(error.value).split("only ")[1].split()[0])
     assert prepare(dataclasses.replace(data, tokenizer=TrainedTokenizer(supported))).vocab_size == supported
@@ -123,7 +135,9 @@ def test_more_than_65536_entries_are_stored_as_uint32(tmp_path: Path):
         ("abc  def", {"pre_tokenizer": {"type": "Whitespace"}}, "is decoded as"),
     ],
 )
-def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, text: str, changes: dict[str, dict[str, str]], lost: str):
+def test_a_tokenizer_that_loses_text_is_refused(
+    tmp_path: Path, text: str, changes: dict[str, dict[str, str]], lost: str
+):
     spec = words_tokenizer(tmp_path / "letters.json", 13, **changes)
     with pytest.raises(DataError, match=r"data\.tokenizer.*unchanged.*byte-level") as error:
         prepare(files_config(write_texts(tmp_path / "texts", [text, "a b"]), tmp_path, tokenizer=spec))
@@ -132,8 +146,16 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, text: str, chang
 
 
 WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-A, B, END = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}
-TEMPLATE = {"type": "TemplateProcessing", "pair": [A, B], "special_tokens": {"</s>": {"id": "</s>", "ids": [400], "tokens": ["</s>"]}}}
+A, B, END = (
+    {"Sequence": {"id": "A", "type_id": 0}},
+    {"Sequence": {"id": "B", "type_id": 1}},
+    {"SpecialToken": {"id": "</s>", "type_id": 0}},
+)
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "pair": [A, B],
+    "special_tokens": {"</s>": {"id": "</s>", "ids": [400], "tokens": ["</s>"]}},
+}
 CHANGING = {  # settings of a tokenizer.json under which text would not come back
     "lower case (as many bytes as before)": {"normalizer": {"type": "Lowercase"}},
     "Unicode normalisation": {"normalizer": {"type": "NFC"}},
@@ -142,7 +164,9 @@ CHANGING = {  # settings of a tokenizer.json under which text would not come bac
     "replacing": {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}},
     "a prefix space": {"pre_tokenizer": WITH_SPACE},
     "no bytes before merging": {"pre_tokenizer": None},
-    "dropping spaces": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, WITH_SPACE]}},
+    "dropping spaces": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, WITH_SPACE]}
+    },
     "no decoder": {"decoder": None},
     "another decoder": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
     "the text twice": {"post_processor": {**TEMPLATE, "single": [A, A]}},
@@ -174,21 +198,34 @@ def changed_tokenizer(path: Path, changes: dict[str, dict], vocab_size: int = 40
     tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(vocab_size))
     tokenizer.add_special_tokens(["</s>"])
     content = json.loads(tokenizer.to_str())
-    token = {"id": vocab_size + 1, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    token = {
+        "id": vocab_size + 1,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
     content["added_tokens"] += [token | changes["added"]] if "added" in changes else []
     content["model"] |= changes.get("model", {})
-    path.write_text(json.dumps(content | {name: value for name, value in changes.items() if name not in ("added", "model")}))
+    path.write_text(
+        json.dumps(content | {name: value for name, value in changes.items() if name not in ("added", "model")})
+    )
     return TokenizerFile(str(path), "</s>")
 
 
 @pytest.mark.parametrize("changes", CHANGING.values(), ids=CHANGING.keys())
-def test_a_byte_level_tokenizer_that_changes_text_is_refused(data: DataConfig, tmp_path: Path, changes: dict[str, dict]):
+def test_a_byte_level_tokenizer_that_changes_text_is_refused(
+    data: DataConfig, tmp_path: Path, changes: dict[str, dict]
+):
     with pytest.raises(DataError, match="does not give text back unchanged"):
         prepare(dataclasses.replace(data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
 
 
 @pytest.mark.parametrize("changes", HARMLESS.values(), ids=HARMLESS.keys())
-def test_a_byte_level_tokenizer_that_does_not_change_text_is_exact(data: DataConfig, tmp_path: Path, changes: dict[str, dict]):
+def test_a_byte_level_tokenizer_that_does_not_change_text_is_exact(
+    data: DataConfig, tmp_path: Path, changes: dict[str, dict]
+):
     store = prepare(dataclasses.replace(data, tokenizer=changed_tokenizer(tmp_path / "tokenizer.json", changes)))
     assert sorted(stored_texts(store)) == sorted(TEXTS)
     assert store.manifest["token_bytes"] == "exact"
@@ -196,7 +233,10 @@ def test_a_byte_level_tokenizer_that_does_not_change_text_is_exact(data: DataCon
 
 def test_a_tokenizer_with_dropout_is_refused(data: DataConfig, tmp_path: Path):
     spec = changed_tokenizer(tmp_path / "tokenizer.json", {"model": {"dropout": 0.1}})
-    with pytest.raises(DataError, match=r"tokenizer\.json: model\.dropout = 0\.1 gives a text different tokens each time; set it to null"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer\.json: model\.dropout = 0\.1 gives a text different tokens each time; set it to null",
+    ):
         prepare(dataclasses.replace(data, tokenizer=spec))
 
 
@@ -278,7 +318,9 @@ def test_a_tokenizer_is_trained_on_short_words(tmp_path: Path, monkeypatch: pyte
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"abcdefgh{number} " * 500)
     store = prepare(DataConfig(Files(paths=[str(tmp_path)]), TrainedTokenizer(262), root=str(tmp_path / "stores")))
-    assert max(map(len, Tokenizer.from_file(str(store.path / "tokenizer.json")).get_vocab().keys() - {END_OF_TEXT})) == 4
+    assert (
+        max(map(len, Tokenizer.from_file(str(store.path / "tokenizer.json")).get_vocab().keys() - {END_OF_TEXT})) == 4
+    )
 
 
 def test_long_words_are_cut():
@@ -314,14 +356,21 @@ def trained(tmp_path: Path):
     del model["vocab"][END_OF_TEXT]
     vocab = {token: index - 1 for token, index in model["vocab"].items()}
     (tmp_path / "encoder.json").write_text(json.dumps(vocab))
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{first} {second}\n" for first, second in model["merges"]))
-    lines = [f"{base64.b64encode(spelled(token)).decode()} {rank}\n" for token, rank in sorted(vocab.items(), key=lambda item: item[1])]
+    (tmp_path / "vocab.bpe").write_text(
+        "#version: 0.2\n" + "".join(f"{first} {second}\n" for first, second in model["merges"])
+    )
+    lines = [
+        f"{base64.b64encode(spelled(token)).decode()} {rank}\n"
+        for token, rank in sorted(vocab.items(), key=lambda item: item[1])
+    ]
     (tmp_path / "r50k_base.tiktoken").write_text("".join(lines))
     return tokenizer
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "tiktoken"])
-def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_from(data: DataConfig, trained, tmp_path: Path, kind: str):
+def test_gpt2_and_rank_files_give_the_tokens_of_the_tokenizer_they_were_made_from(
+    data: DataConfig, trained, tmp_path: Path, kind: str
+):
     files = GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe"))
     spec = files if kind == "gpt2" else TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken"))
     tokenizer = tokenizer_of(spec)
@@ -343,11 +392,15 @@ def test_gpt2_files_with_line_ends_of_windows_are_read(trained, tmp_path: Path):
 def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
     (tmp_path / "cut.tiktoken").write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes()[100:])
     (tmp_path / "text.txt").write_text("hello world again\n")
-    encoder, merges, truncated, text = (str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt"))
+    encoder, merges, truncated, text = (
+        str(tmp_path / name) for name in ("encoder.json", "vocab.bpe", "cut.tiktoken", "text.txt")
+    )
     negative, empty, vocabularies = str(tmp_path / "negative.tiktoken"), str(tmp_path / "empty"), []
     Path(negative).write_bytes((tmp_path / "r50k_base.tiktoken").read_bytes() + b"\nYWFhYWFhYWE= -1")
     Path(empty).touch()
-    for number, content in enumerate(("{}", '{"a": -1}', '{"a": 1e3}', '{"a": 4294967296}', '{"a": 0, "b": 0}', '{"a":' * 9999)):
+    for number, content in enumerate(
+        ("{}", '{"a": -1}', '{"a": 1e3}', '{"a": 4294967296}', '{"a": 0, "b": 0}', '{"a":' * 9999)
+    ):
         vocabularies.append(str(tmp_path / f"{number}.json"))
         Path(vocabularies[-1]).write_text(content)
     cases = [
@@ -379,7 +432,11 @@ def test_the_real_gpt2_and_tiktoken_files_give_the_known_ids(tmp_path: Path):
     specs = {
         "gpt2": (GPT2Tokenizer(str(tmp_path / "encoder.json"), str(tmp_path / "vocab.bpe")), ids, 50256),
         "r50k": (TiktokenTokenizer(str(tmp_path / "r50k_base.tiktoken")), ids, 50256),
-        "cl100k": (TiktokenTokenizer(str(tmp_path / "cl100k_base.tiktoken")), [9906, 1917, 11, 420, 374, 480, 2898, 12, 17, 13], 100257),
+        "cl100k": (
+            TiktokenTokenizer(str(tmp_path / "cl100k_base.tiktoken")),
+            [9906, 1917, 11, 420, 374, 480, 2898, 12, 17, 13],
+            100257,
+        ),
     }
     for spec, expected, end in specs.values():
         tokenizer = tokenizer_of(spec)
@@ -394,7 +451,12 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "text.json").write_bytes(b"\xff\xfe")
     good = write_tokenizer(tmp_path / "tokenizer.json")
-    cases = {"missing.json": "No such file", "no.json": "not a tokenizer.json", "text.json": "not a tokenizer.json", ".": "directory"}
+    cases = {
+        "missing.json": "No such file",
+        "no.json": "not a tokenizer.json",
+        "text.json": "not a tokenizer.json",
+        ".": "directory",
+    }
     for name, expected in cases.items():
         with pytest.raises(DataError, match=expected) as error:
             prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(tmp_path / name))))
@@ -407,7 +469,9 @@ def test_bad_tokenizer_files_are_one_line(data: DataConfig, tmp_path: Path):
 def test_a_vocabulary_beyond_reason_is_refused_before_anything_is_allocated(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_size = 2147483648"):
         load_config(["data.tokenizer.vocab_size=2147483648"])
-    with pytest.raises(DataError, match=r"letters\.json: its largest id is 2,147,483,648; a vocabulary has at most 16,777,216 entries"):
+    with pytest.raises(
+        DataError, match=r"letters\.json: its largest id is 2,147,483,648; a vocabulary has at most 16,777,216 entries"
+    ):
         tokenizer_of(words_tokenizer(tmp_path / "letters.json", 2**31))
     assert "valid Unicode" in next(TrainedTokenizer(300, ["<\ud800>"]).problems()).reason
 
@@ -435,7 +499,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(data: DataConfig, hub: Path, tmp_path: Path):
+def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(
+    data: DataConfig, hub: Path, tmp_path: Path
+):
     by_file = prepare(dataclasses.replace(data, tokenizer=TokenizerFile(str(hub / "tokenizer.json"), "</s>")))
     remote, local = PretrainedTokenizer("someone/model", "v1", "</s>"), PretrainedTokenizer(str(hub), None, "</s>")
     store = prepare(dataclasses.replace(data, tokenizer=remote))
@@ -443,7 +509,10 @@ def test_a_pretrained_models_tokenizer_is_that_of_its_file_wherever_it_lies(data
     assert store.manifest["tokenizer_origin"] == {"model": "someone/model", "commit": COMMIT}
     assert f"tokenizer    someone/model at {COMMIT}" in list(store_description(store, 0))
     assert prepare(dataclasses.replace(data, tokenizer=local)).path == store.path
-    assert "tokenizer_origin" not in prepare(dataclasses.replace(data, tokenizer=local, root=str(tmp_path / "other"))).manifest
+    assert (
+        "tokenizer_origin"
+        not in prepare(dataclasses.replace(data, tokenizer=local, root=str(tmp_path / "other"))).manifest
+    )
     other = json.loads((hub / "tokenizer.json").read_text())
     (hub / "tokenizer.json").write_text(json.dumps(other | {"truncation": None}))
     assert prepare(dataclasses.replace(data, tokenizer=remote)).path != store.path
@@ -466,7 +535,12 @@ def test_older_files_of_a_pretrained_model_are_converted(data: DataConfig, train
         ("./some/model", None, "</s>", "no such folder or file, and not a name on the hub"),
         ("\0", None, "</s>", "no such folder or file, and not a name on the hub"),
         ("x" * 5000, None, "</s>", "no such folder or file, and not a name on the hub"),
-        ("someone/other", None, "</s>", "someone/other: no such folder, and the hub does not give it: 404: no such model"),
+        (
+            "someone/other",
+            None,
+            "</s>",
+            "someone/other: no such folder, and the hub does not give it: 404: no such model",
+        ),
         ("someone/model", "v1", "<s>", "someone/model: no token '<s>'; set data.tokenizer.end_of_text to one"),
         ("{hub}", "v1", "</s>", "is on this machine, not on the hub; set data.tokenizer.revision to null"),
         ("{hub}/..", None, "</s>", "no tokenizer there: neither tokenizer.json nor vocab.json"),

@@ -29,7 +29,13 @@ WITHOUT_TEXT = ["data.seq_len=64", "eval.long_context.length_factor=0", "eval.re
 
 
 def test_a_run_learns_and_leaves_a_complete_run_folder(tiny, capsys: pytest.CaptureFixture):
-    config = tiny("name=whole", "trainer.max_steps=40", "trainer.checkpoint_every=10", "trainer.keep_checkpoints=2", "eval.every=10")
+    config = tiny(
+        "name=whole",
+        "trainer.max_steps=40",
+        "trainer.checkpoint_every=10",
+        "trainer.keep_checkpoints=2",
+        "eval.every=10",
+    )
     assert train(config) == 0
     folder = config.run_folder
     assert parse(yaml.safe_load((folder / "config.yaml").read_text())) == config
@@ -71,7 +77,9 @@ def test_losses_are_means_since_the_line_before(tiny):
     options = ["optim.z_loss=0.1", "trainer.max_steps=6", "eval.long_context.length_factor=0"]
     for every in (1, 6):
         train(tiny(f"name=every{every}", f"log.every={every}", *options))
-    steps, (first, last) = ([line for line in metrics(tiny(f"name=every{every}").run_folder) if "train/loss" in line] for every in (1, 6))
+    steps, (first, last) = (
+        [line for line in metrics(tiny(f"name=every{every}").run_folder) if "train/loss" in line] for every in (1, 6)
+    )
     for name in ("train/loss", "train/z_loss"):
         values = [line[name] for line in steps]
         assert first[name] == pytest.approx(values[0])
@@ -85,11 +93,18 @@ def test_a_tilde_is_the_home_folder_in_every_path(tiny, tmp_path: Path, monkeypa
     config = tiny("name=first", "runs=~/runs", "data.root=~/data", *short)
     assert train(config) == 0
     tokenizer = "data.tokenizer={name: file, path: ~/runs/first/tokenizer.json}"
-    assert train(tiny("name=second", "runs=~/runs", "data.root=~/data", tokenizer, "init_from=~/runs/first", *short)) == 0
+    assert (
+        train(tiny("name=second", "runs=~/runs", "data.root=~/data", tokenizer, "init_from=~/runs/first", *short)) == 0
+    )
     branch = ["branch_from=~/runs/first/checkpoints/last.ckpt", "trainer.max_steps=4", short[1]]
     assert train(tiny("name=third", "runs=~/runs", "data.root=~/data", *branch)) == 0
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"runs", "data"}
-    assert train(tiny("name=first", "runs=~/runs", "data.root=~/data", "resume=~/runs/first/checkpoints/last.ckpt", *short)) == 0
+    assert (
+        train(
+            tiny("name=first", "runs=~/runs", "data.root=~/data", "resume=~/runs/first/checkpoints/last.ckpt", *short)
+        )
+        == 0
+    )
     assert not (tmp_path / "~").exists()
     with pytest.raises(RunError, match="~nobody-of-this-name/runs: no such user"):
         train(tiny("name=nobody", "runs=~nobody-of-this-name/runs"))
@@ -97,12 +112,21 @@ def test_a_tilde_is_the_home_folder_in_every_path(tiny, tmp_path: Path, monkeypa
 
 def test_a_metrics_log_that_can_not_be_written_is_one_line(tmp_path: Path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"):
+    with pytest.raises(
+        RunError, match=r"metrics\.jsonl: can't log step 3: No space left on device; go on with resume=auto"
+    ):
         MetricLog(tmp_path / "metrics.jsonl", [], True).write({"step": 3, "train/loss": 1.0})
 
 
 def test_the_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch):
-    words = ["lm", "train", "a b.yaml", "data.source.paths=[x, 'y z']", "phases=[{until: 1, normalizer: ssmax}]", "name=$HOME"]
+    words = [
+        "lm",
+        "train",
+        "a b.yaml",
+        "data.source.paths=[x, 'y z']",
+        "phases=[{until: 1, normalizer: ssmax}]",
+        "name=$HOME",
+    ]
     monkeypatch.setattr("sys.argv", words)
     assert shlex.split(command_line()) == words
 
@@ -112,7 +136,9 @@ def test_steps_micro_batches_ranks_and_seeds_have_each_their_own_dropout():
     cases, seeds = list(product((0, 1), (0, 1, 7), (0, 1, 2), (0, 1, 3))), []
     with torch.random.fork_rng():
         for seed, step, micro_batch, rank in [*cases, *cases]:
-            module = SimpleNamespace(config=SimpleNamespace(seed=seed), global_step=step, accumulation=3, global_rank=rank)
+            module = SimpleNamespace(
+                config=SimpleNamespace(seed=seed), global_step=step, accumulation=3, global_rank=rank
+            )
             module.device = torch.device("cpu")
             TrainModule.on_train_batch_start(module, None, 3 * step + micro_batch)
             seeds.append(torch.initial_seed())
@@ -139,7 +165,9 @@ def test_the_logged_loss_is_the_mean_of_all_steps_since_the_last_line(tiny):
             assert loss == pytest.approx(sum(steps[first:step]) / (step - first), rel=1e-6 if name == "text" else 0.05)
 
 
-@pytest.mark.parametrize("options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"])
+@pytest.mark.parametrize(
+    "options", [[], ["trainer.micro_batch=2"], [TASK, *WITHOUT_TEXT]], ids=["whole", "micro-batches", "task"]
+)
 def test_a_step_waits_for_its_device_once(tiny, monkeypatch: pytest.MonkeyPatch, options: list[str]):
     """Counted on a CPU as calls of what brings a tensor's values to the host; on a GPU: test_gpu.py."""
     calls, by_step = Counter(), []
@@ -196,7 +224,11 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(arguments: list[str], tmp_
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_stops_the_run_and_says_where(tiny, monkeypatch: pytest.MonkeyPatch, what: str):
     poison(monkeypatch, {6}, what)
-    place = "finite in each parameter, largest finite norm" if what == "loss" else "not finite in embedding.weight and 14 of 14 others"
+    place = (
+        "finite in each parameter, largest finite norm"
+        if what == "loss"
+        else "not finite in embedding.weight and 14 of 14 others"
+    )
     with pytest.raises(RunError, match=rf"step 6: the loss is .* \({place}"):
         train(tiny("name=blown"))
     assert load_checkpoint(tiny("name=blown").run_folder / "checkpoints" / "last.ckpt")["lm"]["step"] == 4
@@ -227,17 +259,27 @@ def test_what_came_after_the_resumed_step_is_cut_back(tmp_path: Path):
     for step in (2, 3):
         (tmp_path / "evaluations" / f"validation.step-{step:06d}.json").write_text("{}")
     (tmp_path / "checkpoints").mkdir()
-    for name in (".gitignore", ".nfs000001", "checkpoints/.last.ckpt", unfinished(tmp_path / "metrics.jsonl") + "abcdefgh"):
+    for name in (
+        ".gitignore",
+        ".nfs000001",
+        "checkpoints/.last.ckpt",
+        unfinished(tmp_path / "metrics.jsonl") + "abcdefgh",
+    ):
         (tmp_path / name).write_text("")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     assert truncate_after(tmp_path, 2) == []
-    assert sorted(p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]) == [".gitignore", ".nfs000001"]
+    assert sorted(p.name for p in [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]) == [
+        ".gitignore",
+        ".nfs000001",
+    ]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert [p.name for p in (tmp_path / "evaluations").iterdir()] == ["validation.step-000002.json"]
 
 
-@pytest.mark.parametrize("damaged", [b'{"st', b"", b"[]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "text": "\xff"}', b"\x00\x00"])
+@pytest.mark.parametrize(
+    "damaged", [b'{"st', b"", b"[]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": 1, "text": "\xff"}', b"\x00\x00"]
+)
 def test_a_damaged_line_in_the_middle_costs_that_line_alone_and_is_told(tmp_path: Path, damaged: bytes):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
@@ -252,5 +294,7 @@ def test_sequences_of_several_lengths_are_trained_and_logged(tiny):
     lengths = [line["sequence_length"] for line in metrics(config.run_folder) if "sequence_length" in line]
     assert len(lengths) == 12
     assert set(lengths) == {8, 32}
-    assert {line["tokens"] for line in metrics(config.run_folder) if "sequence_length" in line} == {256 * step for step in range(1, 13)}
+    assert {line["tokens"] for line in metrics(config.run_folder) if "sequence_length" in line} == {
+        256 * step for step in range(1, 13)
+    }
     assert parse(yaml.safe_load((config.run_folder / "config.yaml").read_text())) == config

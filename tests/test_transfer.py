@@ -58,8 +58,19 @@ def step(decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, lr: f
 # ---------------------------------------------------------------- the definition
 
 
-FULL = {"n_kv_head": None, "bias": True, "norm": "layer", "position": Learned(), "embedding_norm": "rms", "normalizer": opt.SSMax()}
-SHAPES = {"all kinds of parameters": FULL, "tied": {"tied": True, "qk_norm": True}, "values": {"value_residual": "embedding"}}
+FULL = {
+    "n_kv_head": None,
+    "bias": True,
+    "norm": "layer",
+    "position": Learned(),
+    "embedding_norm": "rms",
+    "normalizer": opt.SSMax(),
+}
+SHAPES = {
+    "all kinds of parameters": FULL,
+    "tied": {"tied": True, "qk_norm": True},
+    "values": {"value_residual": "embedding"},
+}
 SHAPES["the first layer's values"] = {"value_residual": "first_layer", "output_gate": "element", "differential": True}
 
 
@@ -99,7 +110,9 @@ def test_adamw_trains_the_model_with_explicit_multipliers(shape: str):
 
 
 def test_initial_values_have_the_base_model_s_size_times_the_factors():
-    decoder, base = (dict(model(width, depth, value_residual="embedding").named_parameters()) for width, depth in ((512, 8), (32, 2)))
+    decoder, base = (
+        dict(model(width, depth, value_residual="embedding").named_parameters()) for width, depth in ((512, 8), (32, 2))
+    )
     m, depth = 16, 4
     for name, factor in {
         "embedding.weight": 1, "head.weight": 1, "value_embedding.1.weight": 1, "norm.weight": 1 / m,
@@ -114,7 +127,9 @@ def test_initial_values_have_the_base_model_s_size_times_the_factors():
 def test_the_base_model_starts_and_is_trained_as_without(optimizer: AdamW):
     decoders = [model(32, 2, transfer) for transfer in (True, False)]
     assert same(*(decoder.state_dict() for decoder in decoders))
-    transferred, plain = (make_optimizer(decoder, OptimConfig(optimizer=optimizer)).param_groups for decoder in decoders)
+    transferred, plain = (
+        make_optimizer(decoder, OptimConfig(optimizer=optimizer)).param_groups for decoder in decoders
+    )
     assert [{**group, "params": None} for group in transferred] == [{**group, "params": None} for group in plain]
 
 
@@ -145,7 +160,13 @@ CASES: dict[str, tuple[dict[str, object], AdamW, float]] = {
     "muon, original": ({}, Muon(adjust_lr="original"), 2e-2),
     "tied": ({"tied": True}, AdamW(), 1e-2),
     "modern": (
-        {"out_init": "zero", "qk_norm": True, "mlp": "relu2", "value_residual": "first_layer", "normalizer": opt.SSMax()},
+        {
+            "out_init": "zero",
+            "qk_norm": True,
+            "mlp": "relu2",
+            "value_residual": "first_layer",
+            "normalizer": opt.SSMax(),
+        },
         AdamW(),
         1e-2,
     ),
@@ -179,12 +200,20 @@ def test_four_times_the_depth_changes_as_much():
 
 @pytest.mark.parametrize(
     ("normalizer", "reading"),
-    [(opt.ASEntmax(), {"w_b", "w_g"}), (opt.Forget(), {"w"}), (opt.SSMax(bias=True), set()), (opt.QASSMax(), set()), (opt.PN(), set())],
+    [
+        (opt.ASEntmax(), {"w_b", "w_g"}),
+        (opt.Forget(), {"w"}),
+        (opt.SSMax(bias=True), set()),
+        (opt.QASSMax(), set()),
+        (opt.PN(), set()),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_normalizer_s_matrices_of_the_layer_s_input_are_hidden_matrices(normalizer: Options, reading: set[str]):
     groups = parameter_groups(model(64, 2, normalizer=normalizer), OptimConfig())
-    factors = {name: group["lr_factor"] for group in groups if group["name"] == "normalizer" for name, _ in group["params"]}
+    factors = {
+        name: group["lr_factor"] for group in groups if group["name"] == "normalizer" for name, _ in group["params"]
+    }
     assert factors
     assert {name.rsplit(".", 1)[1] for name, factor in factors.items() if factor == 0.5} == reading
     assert set(factors.values()) <= {1.0, 0.5}
@@ -206,7 +235,8 @@ def test_muon_s_rates_are_scaled_by_what_its_updates_need(adjust_lr: str, hidden
 def test_epsilon_is_scaled_but_in_matrices_of_muon_which_has_none():
     groups = {kind.name: parameter_groups(model(64, 4), OptimConfig(optimizer=kind)) for kind in (AdamW(), Muon())}
     matrices = {
-        kind: {group.get("eps") for group in groups_of_kind if group["name"] == "matrices"} for kind, groups_of_kind in groups.items()
+        kind: {group.get("eps") for group in groups_of_kind if group["name"] == "matrices"}
+        for kind, groups_of_kind in groups.items()
     }
     assert matrices == {"adamw": {1e-8 / 4, 1e-8 / 2}, "muon": {None}}
     assert {group["eps"] for group in groups["muon"] if group["name"] in ("embedding", "head")} == {1e-8 / 2}
@@ -229,7 +259,11 @@ def test_a_matrix_of_heads_is_no_matrix_of_the_layer_s_input(monkeypatch: pytest
 
 
 def test_factors_of_groups_multiply_and_the_banner_shows_the_product(tiny, capsys: pytest.CaptureFixture):
-    options = ["model.transfer={base_width: 16, base_depth: 1}", "optim.groups.matrices.lr_factor=3", "trainer.max_steps=2"]
+    options = [
+        "model.transfer={base_width: 16, base_depth: 1}",
+        "optim.groups.matrices.lr_factor=3",
+        "trainer.max_steps=2",
+    ]
     assert train(tiny("name=a", *options)) == 0
     out = capsys.readouterr().out
     assert "transfer    lr is that of a base model of 1/2 of the width and 1/2 of the depth" in out
@@ -247,19 +281,36 @@ def test_runs_clip_by_the_norm_of_gradients_with_factors_in_the_forward_pass(tin
 
     def clipped(module: TrainModule, *arguments: object, **options: object) -> None:
         gradients = {name: p.grad.clone() for name, p in module.decoder.named_parameters()}
-        factors = {name: 1 / 2 if name == "norm.weight" else 1 / 4 if name.endswith(".out.weight") else 1 for name in gradients}
-        squares = {name: float((factors[name] * gradient).double().square().sum()) for name, gradient in gradients.items()}
+        factors = {
+            name: 1 / 2 if name == "norm.weight" else 1 / 4 if name.endswith(".out.weight") else 1 for name in gradients
+        }
+        squares = {
+            name: float((factors[name] * gradient).double().square().sum()) for name, gradient in gradients.items()
+        }
         of_block = sum(square for name, square in squares.items() if name.startswith("blocks.1."))
         clip(module, *arguments, **options)
         logged = module.grad_norm, module.layer_grad_norms["train/grad_norm/layer1"]
         assert logged == pytest.approx((sum(squares.values()) ** 0.5, of_block**0.5), rel=1e-5)
         scale = 0.01 / module.grad_norm
-        assert all(torch.allclose(p.grad, scale * gradients[name], rtol=1e-3) for name, p in module.decoder.named_parameters())
+        assert all(
+            torch.allclose(p.grad, scale * gradients[name], rtol=1e-3) for name, p in module.decoder.named_parameters()
+        )
         norms.append(logged)
 
     monkeypatch.setattr(TrainModule, "configure_gradient_clipping", clipped)
     shape = ["model.n_layer=4", "model.transfer={base_width: 16, base_depth: 1}"]
-    assert train(tiny("trainer.max_steps=2", "optim.grad_clip=0.01", "log.every=1", "eval.long_context.length_factor=0", *shape)) == 0
+    assert (
+        train(
+            tiny(
+                "trainer.max_steps=2",
+                "optim.grad_clip=0.01",
+                "log.every=1",
+                "eval.long_context.length_factor=0",
+                *shape,
+            )
+        )
+        == 0
+    )
     assert len(norms) == 2
 
 
@@ -284,15 +335,27 @@ def test_exports_and_swaps_know_nothing_of_it(tmp_path: Path):
     decoder = model(64, 4)
     tokens = batches(1)[0].tokens
     folder = save_model(decoder, tmp_path / "model")
-    assert lm("import", str(export_for_transformers(folder, "last", tmp_path / "hf")), "-o", str(tmp_path / "back")).returncode == 0
-    for other in (with_normalizer(decoder, decoder.config.normalizer), load(folder).decoder, load(tmp_path / "back").decoder):
+    assert (
+        lm(
+            "import", str(export_for_transformers(folder, "last", tmp_path / "hf")), "-o", str(tmp_path / "back")
+        ).returncode
+        == 0
+    )
+    for other in (
+        with_normalizer(decoder, decoder.config.normalizer),
+        load(folder).decoder,
+        load(tmp_path / "back").decoder,
+    ):
         torch.testing.assert_close(other.logits(tokens), decoder.logits(tokens), rtol=0, atol=1e-6)
     assert load(folder).decoder.config.transfer == decoder.config.transfer
     assert load(tmp_path / "back").decoder.config.transfer is None
 
 
 def test_a_run_is_resumed_with_its_base_model_and_no_other(tiny):
-    base, short = "model.transfer={base_width: 16, base_depth: 1}", ["trainer.max_steps=4", "trainer.checkpoint_every=2"]
+    base, short = (
+        "model.transfer={base_width: 16, base_depth: 1}",
+        ["trainer.max_steps=4", "trainer.checkpoint_every=2"],
+    )
     for name, optimizer in (("adamw", "adamw"), ("muon", "muon")):
         options = [base, f"optim.optimizer={optimizer}", *short]
         for run in ("straight", "resumed"):
@@ -316,11 +379,15 @@ def test_weights_in_other_proportions_are_refused(tiny, tmp_path: Path):
     start, plain = (f"init_from={folder}" for folder in folders)
     for options, width, depth in (([], 32, 2), (["model.transfer.base_depth=1"], 32, 1)):
         message = rf"^model\.transfer = {{base_width: {width}, base_depth: {depth}}}: the weights of [^\n]* have other proportions"
-        with pytest.raises(ConfigError, match=message + r"[^\n]*; set model\.transfer={base_width: 16, base_depth: 2}$"):
+        with pytest.raises(
+            ConfigError, match=message + r"[^\n]*; set model\.transfer={base_width: 16, base_depth: 2}$"
+        ):
             check_before_data(tiny(start, *options), None)
     with pytest.raises(ConfigError, match=r"^model\.transfer = [^\n]*; drop it$"):
         check_before_data(tiny(plain, "model.transfer.base_width=16"), None)
-    assert check_before_data(tiny(start, "model.transfer={base_width: 16, base_depth: 2}"), None)[1]  # the same, written otherwise
+    assert check_before_data(tiny(start, "model.transfer={base_width: 16, base_depth: 2}"), None)[
+        1
+    ]  # the same, written otherwise
 
 
 REFUSED = {
@@ -341,7 +408,10 @@ REFUSED = {
         r"model\.transfer\.base_width = 16: gives a base model of n_mlp = 49\.5: n_mlp is in proportion to the width; [^\n]* of 32$",
     ),
     "no width": (["model.transfer.base_width=0"], r"model\.transfer\.base_width = 0: must be >= 1"),
-    "another key": (["model.transfer.width=32"], r"model\.transfer\.width = 32: unknown key; did you mean 'base_width'\?"),
+    "another key": (
+        ["model.transfer.width=32"],
+        r"model\.transfer\.width = 32: unknown key; did you mean 'base_width'\?",
+    ),
 }
 
 
@@ -358,7 +428,10 @@ def test_an_optimizer_without_a_rule_is_refused(tiny, monkeypatch: pytest.Monkey
         name: ClassVar[str] = "momentum"
 
     monkeypatch.setitem(training_config.OPTIMIZERS, "momentum", Momentum)
-    with pytest.raises(ConfigError, match=r"^optim\.optimizer = 'momentum': has no rule for rates that transfer .*; drop model\.transfer$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optim\.optimizer = 'momentum': has no rule for rates that transfer .*; drop model\.transfer$",
+    ):
         tiny("optim.optimizer=momentum", "model.transfer.base_depth=1")
 
 

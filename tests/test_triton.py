@@ -15,8 +15,18 @@ triton = pytest.importorskip("triton", minversion="3.4")
 
 def test_the_interpreted_kernel_agrees_with_the_definition():
     """A process of its own: Triton decides at its import, and interpreted it would serve other tests, slowly."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / "interpreted.py")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).parent / "interpreted.py"),
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
     assert result.returncode == 0, result.stdout
 
 
@@ -46,7 +56,9 @@ def test_the_kernels_compile_for_a_gpu_and_fit_into_its_shared_memory(
     runs += [(triton_kernels._backward_keys, {"FIRST": first}) for first in (True, False)]
     for kernel, extra in runs:
         constants = settings | extra
-        types = {"T": "i32"} | dict.fromkeys(("b", "db", "sums", "mean"), "*fp32") | dict.fromkeys(constants, "constexpr")
+        types = (
+            {"T": "i32"} | dict.fromkeys(("b", "db", "sums", "mean"), "*fp32") | dict.fromkeys(constants, "constexpr")
+        )
         signature = {name: types.get(name, matrix) for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants}

@@ -102,7 +102,9 @@ MEMBERS = {
 @pytest.mark.parametrize("user", USERS)
 def test_a_flipped_byte_of_a_checkpoint_is_found_before_it_is_used(run: Path, use, user: str, member: str):
     flip_member(run / "checkpoints" / "last.ckpt", member)
-    words = rf"last\.ckpt: {MEMBERS[member]} was altered \(its CRC differs\); the newest beside it is .*step-000004\.ckpt"
+    words = (
+        rf"last\.ckpt: {MEMBERS[member]} was altered \(its CRC differs\); the newest beside it is .*step-000004\.ckpt"
+    )
     refuses(use, user, run, words)
 
 
@@ -132,9 +134,15 @@ def exchanged(*names: str) -> Callable[[dict[str, bytes]], object]:
 
 WEIGHTS, MOMENTS = "its weights were altered", "its tensors of the optimizer were altered"
 REWRITTEN = {  # an archive whose CRCs hold; data/2 and data/8 are of one shape, data/16 and data/17 are moments of one parameter
-    "shortened": (lambda content: content.update({"data/0": content["data/0"][:-4]}), r"embedding\.weight was altered \(it has not its"),
+    "shortened": (
+        lambda content: content.update({"data/0": content["data/0"][:-4]}),
+        r"embedding\.weight was altered \(it has not its",
+    ),
     "cut to nothing": (lambda content: content.update({"data/3": b""}), "was altered"),
-    "lengthened": (lambda content: content.update({"data/0": content["data/0"] + bytes(64)}), r"embedding\.weight was altered"),
+    "lengthened": (
+        lambda content: content.update({"data/0": content["data/0"] + bytes(64)}),
+        r"embedding\.weight was altered",
+    ),
     "weights exchanged": (exchanged("data/2", "data/8"), WEIGHTS),
     "moments exchanged": (exchanged("data/16", "data/17"), MOMENTS),
     "bytes of another": (lambda content: content.update({"data/0": bytes(len(content["data/0"]))}), WEIGHTS),
@@ -157,7 +165,9 @@ def test_an_archive_written_anew_with_all_that_it_held_is_no_other(run: Path):
     intact = weights(run)
     members(run / "checkpoints" / "last.ckpt", lambda content: None)
     assert same(weights(run), intact)
-    members(run / "checkpoints" / "last.ckpt", lambda content: None, zipfile.ZIP_DEFLATED)  # which torch would take for the numbers
+    members(
+        run / "checkpoints" / "last.ckpt", lambda content: None, zipfile.ZIP_DEFLATED
+    )  # which torch would take for the numbers
     with pytest.raises(RunError, match=r"embedding\.weight was altered"):
         lm.load(run)
 
@@ -168,7 +178,9 @@ def test_the_digest_of_a_checkpoint_s_weights_is_that_of_its_evaluations_and_old
     (result,) = evaluate_runs([run])
     assert content.pop("sha256")["state_dict"] == result.evaluation.weights_sha256
     torch.save(content, path.with_name("older"))
-    assert load_checkpoint(path.with_name("older")).keys() == load_checkpoint(path).keys() - {"sha256"} == content.keys()
+    assert (
+        load_checkpoint(path.with_name("older")).keys() == load_checkpoint(path).keys() - {"sha256"} == content.keys()
+    )
     content["sha256"] = None
     torch.save(content, path.with_name("older"))
     with pytest.raises(RunError, match=WEIGHTS):
@@ -227,7 +239,10 @@ def test_exports_of_models_of_several_lengths_are_read_back(tiny, tmp_path: Path
 
 def test_weights_are_read_in_one_place_each():
     """Whoever reads weights by other ways reads them unverified; models of others have no checksum of ours."""
-    calls_of = {path.name: re.findall(r"torch\.load\(|load_file\(|safe_open\(", path.read_text()) for path in (ROOT / "lm").rglob("*.py")}
+    calls_of = {
+        path.name: re.findall(r"torch\.load\(|load_file\(|safe_open\(", path.read_text())
+        for path in (ROOT / "lm").rglob("*.py")
+    }
     readers = {name: {*calls} for name, calls in calls_of.items() if calls}
     assert readers == {"checkpoints.py": {"torch.load("}, "loading.py": {"load_file("}, "importing.py": {"safe_open("}}
 
@@ -255,12 +270,21 @@ def first(content: dict) -> dict[str, torch.Tensor]:
 
 
 MISMATCHES = {
-    "shape": (lambda content: first(content).update(exp_avg=torch.zeros(3)), r"exp_avg has shape \(3,\), .* implies \(96, 32\)"),
+    "shape": (
+        lambda content: first(content).update(exp_avg=torch.zeros(3)),
+        r"exp_avg has shape \(3,\), .* implies \(96, 32\)",
+    ),
     "number": (lambda content: first(content).update(exp_avg=0.0), r"exp_avg has shape None"),
-    "pose": (lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)), "exp_avg is not contiguous"),
+    "pose": (
+        lambda content: first(content).update(exp_avg=torch.zeros(()).expand(96, 32)),
+        "exp_avg is not contiguous",
+    ),
     "no state": (lambda content: content["optimizer"].update({"norm.weight": 3}), r"norm\.weight has 3 in place of"),
     "moment": (lambda content: first(content).pop("exp_avg_sq"), "exp_avg_sq is missing"),
-    "other moment": (lambda content: first(content).update(momentum=torch.zeros(96, 32)), "momentum is not part of its state"),
+    "other moment": (
+        lambda content: first(content).update(momentum=torch.zeros(96, 32)),
+        "momentum is not part of its state",
+    ),
     "parameter": (lambda content: content["optimizer"].pop("norm.weight"), r"norm\.weight is missing"),
     "other parameter": (lambda content: content["optimizer"].update({"norm.bias": {}}), r"norm\.bias is not trained"),
 }
@@ -275,7 +299,14 @@ def test_an_optimizers_state_that_does_not_fit_is_refused(run: Path, use, mismat
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("skipped", None), ("skipped_in_a_row", 0.5), ("elapsed_s", "1"), ("best", 3), ("best", [1]), ("nll_since_line", float("nan"))],
+    [
+        ("skipped", None),
+        ("skipped_in_a_row", 0.5),
+        ("elapsed_s", "1"),
+        ("best", 3),
+        ("best", [1]),
+        ("nll_since_line", float("nan")),
+    ],
 )
 def test_what_a_run_remembers_has_its_type(run: Path, use, name: str, value: object):
     rewritten(run / "checkpoints" / "last.ckpt", lambda content: content["lm"].update({name: value}))
@@ -289,7 +320,15 @@ def test_the_best_validation_of_a_run_has_its_fields(run: Path, use, name: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("precision", "16"), ("precision", None), ("compile", 1), ("starts", None), ("starts", [1]), ("started_from", "x")]
+    ("name", "value"),
+    [
+        ("precision", "16"),
+        ("precision", None),
+        ("compile", 1),
+        ("starts", None),
+        ("starts", [1]),
+        ("started_from", "x"),
+    ],
 )
 def test_what_a_resumed_run_goes_by_in_its_environment_has_its_type(run: Path, use, name: str, value: object):
     write_json(run / "environment.json", read_json(run / "environment.json") | {name: value})
@@ -309,7 +348,9 @@ def test_weights_that_are_not_finite_are_refused(run: Path, use, user: str, valu
 
 
 @pytest.mark.parametrize("user", OF_EXPORTS)
-def test_an_export_of_weights_that_are_not_finite_is_refused(run: Path, use, user: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_export_of_weights_that_are_not_finite_is_refused(
+    run: Path, use, user: str, monkeypatch: pytest.MonkeyPatch
+):
     decoder = lm.load(run).decoder
     decoder.norm.weight.data[3] = float("nan")
     with monkeypatch.context() as patched:
@@ -344,7 +385,9 @@ def test_nothing_is_interpolated_in_what_is_read_back(run: Path, tmp_path: Path,
 
 def test_what_a_user_writes_is_interpolated(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LM_TEST_ROWS", "3")
-    (tmp_path / "own.yaml").write_text("eval: {sequences: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.sequences}'}}")
+    (tmp_path / "own.yaml").write_text(
+        "eval: {sequences: '${oc.decode:${oc.env:LM_TEST_ROWS}}', needle: {trials: '${eval.sequences}'}}"
+    )
     config = load_config([str(tmp_path / "own.yaml"), "name=${oc.env:LM_TEST_ROWS}", "runs=${name}"])
     assert (config.eval.sequences, config.eval.needle.trials, config.name, config.runs) == (3, 3, "3", "3")
     (result,) = evaluate_runs([run], suite=str(tmp_path / "own.yaml"))
@@ -381,7 +424,12 @@ def test_a_run_whose_checkpoint_holds_another_model_is_not_resumed(run: Path, us
 def test_a_checkpoint_of_another_run_is_refused(run: Path, use, user: str):
     """Of the same configuration and data: only its identity tells."""
     shutil.copyfile(run.parent / "b" / "checkpoints" / "last.ckpt", run / "checkpoints" / "last.ckpt")
-    refuses(use, user, run, r"a/checkpoints/last\.ckpt: is a checkpoint of the run \w+, .*environment\.json says \w+: .*bring back the one")
+    refuses(
+        use,
+        user,
+        run,
+        r"a/checkpoints/last\.ckpt: is a checkpoint of the run \w+, .*environment\.json says \w+: .*bring back the one",
+    )
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -410,7 +458,9 @@ def test_the_tokenizer_that_a_run_records_must_be_there(run: Path, use):
         (folder / "tokenizer.json").unlink()
         for user in USERS:
             if user != "resume":  # which writes the store's anew
-                refuses(use, user, folder, r"tokenizer\.json: missing, and the model was trained with it; bring it back")
+                refuses(
+                    use, user, folder, r"tokenizer\.json: missing, and the model was trained with it; bring it back"
+                )
 
 
 @pytest.mark.parametrize("user", [user for user in USERS if user != "resume"])  # which writes the store's anew
@@ -432,13 +482,17 @@ def test_a_configuration_cut_short_is_never_filled_with_defaults(run: Path):
             intact.data, intact.model, intact.optim, intact.trainer, intact.eval
         )  # fmt: skip
     file.write_text(content[: content.index("\neval:") + 30])
-    with pytest.raises(RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.config\.load\.to_yaml"):
+    with pytest.raises(
+        RunError, match=r"config\.yaml: cut short: it has no log; bring it back, or write .*: lm\.config\.load\.to_yaml"
+    ):
         evaluate_runs([run])
     file.write_text(to_yaml(lm.load(run).config))
     evaluate_runs([run])
 
 
-@pytest.mark.parametrize("change", ["seed: 9", "init_std: 0.5", "val_fraction: 0.3", "lr: 0.5", "n_embd: 64", "normalizer: ssmax"])
+@pytest.mark.parametrize(
+    "change", ["seed: 9", "init_std: 0.5", "val_fraction: 0.3", "lr: 0.5", "n_embd: 64", "normalizer: ssmax"]
+)
 def test_a_configuration_that_is_not_the_checkpoints_is_refused(run: Path, change: str):
     name = change.partition(":")[0]
     file = run / "config.yaml"
@@ -447,7 +501,10 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(run: Path, chang
         if name in block:
             block |= yaml.safe_load(change)
     file.write_text(yaml.safe_dump(plain, sort_keys=False))
-    with pytest.raises(RunError, match=rf"config\.yaml: is not of the run of .*last\.ckpt: .*{name} = .*: the checkpoint was trained with"):
+    with pytest.raises(
+        RunError,
+        match=rf"config\.yaml: is not of the run of .*last\.ckpt: .*{name} = .*: the checkpoint was trained with",
+    ):
         evaluate_runs([run])
 
 
@@ -455,7 +512,13 @@ def test_what_a_resume_or_an_evaluation_may_change_may_differ(run: Path, tiny):
     phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]"
     train(tiny("name=plan", phases, *SHORT))
     boundary = tiny("name=plan").run_folder / "checkpoints" / "step-000002.ckpt"
-    changes = ["eval.sequences=6", "log.every=2", "trainer.keep_checkpoints=3", "optim.on_nonfinite=skip", f"resume={boundary}"]
+    changes = [
+        "eval.sequences=6",
+        "log.every=2",
+        "trainer.keep_checkpoints=3",
+        "optim.on_nonfinite=skip",
+        f"resume={boundary}",
+    ]
     train(tiny("name=plan", phases.replace("ssmax", "log_n"), *SHORT, *changes))
     for checkpoint in ("2", "4"):
         (result,) = evaluate_runs([tiny("name=plan").run_folder], checkpoint)
@@ -467,7 +530,12 @@ def test_an_edited_result_is_measured_again(run: Path, capsys: pytest.CaptureFix
     (second,) = evaluate_runs([run], overrides=["eval.sequences=5"])
     assert (first.cached, second.cached) == (False, True)
     capsys.readouterr()
-    for damage in (lambda text: text.replace('"step": ', '"step": 1'), lambda text: text[:100], lambda text: "[]", lambda text: "{}"):
+    for damage in (
+        lambda text: text.replace('"step": ', '"step": 1'),
+        lambda text: text[:100],
+        lambda text: "[]",
+        lambda text: "{}",
+    ):
         caches = list((run / "evaluations" / "cache").glob("*.json"))
         for file in caches:
             file.write_text(damage(file.read_text()))

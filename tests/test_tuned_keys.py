@@ -38,7 +38,8 @@ def loss(run: Run, best: dict[str, tuple[float, float]] = BEST) -> float:
     """A bowl over both keys for each arm; SSMax is better by 0.1."""
     optim = run.config.optim
     squares = [
-        math.log2(value / centre) ** 2 for value, centre in zip((optim.lr, optim.optimizer.weight_decay), best[run.arm], strict=True)
+        math.log2(value / centre) ** 2
+        for value, centre in zip((optim.lr, optim.optimizer.weight_decay), best[run.arm], strict=True)
     ]
     return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * sum(squares) + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
 
@@ -71,17 +72,24 @@ def test_each_arm_is_judged_at_its_best_pair(on_a_grid):
     assert on_a_grid.choice("").rates == BEST
     tuning = [run for run in on_a_grid.known_runs() if run.stage == "tune"]
     assert len(tuning) == 2 * 3 * 4 * 2
-    assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in tuning} == {run.rate for run in tuning}
+    assert {(run.config.optim.lr, run.config.optim.optimizer.weight_decay) for run in tuning} == {
+        run.rate for run in tuning
+    }
     softmax, ssmax = summary_entries(on_a_grid)
     assert (softmax["rate"], ssmax["rate"], ssmax["verdict"]) == ("0.02 / 0.1", "0.02 / 0.2", "better")
     assert set(ssmax["means_by_rate"]) == {"0.02 / 0.2", "0.02 / 0.1"}
-    assert "ssmax: final seeds are trained at 0.02 / 0.1 and 0.02 / 0.2, as tuning chose" in "\n".join(on_a_grid.notes())
+    assert "ssmax: final seeds are trained at 0.02 / 0.1 and 0.02 / 0.2, as tuning chose" in "\n".join(
+        on_a_grid.notes()
+    )
 
 
 def test_the_plan_counts_the_runs_of_all_pairs(tmp_path):
     lines = "\n".join(plan_lines(experiment(tmp_path), None, "unknown"))
     values = "0.05, 0.1, 0.2, 0.4 (12 together)"
-    assert f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3" in lines
+    assert (
+        f"tuning optim.lr over 0.01, 0.02, 0.04 and {DECAY} over {values} with seeds 101, 102; final seeds 1, 2, 3"
+        in lines
+    )
     assert f"{2 * (12 * 2 + 2 * 3)} runs; the grid may grow twice" in lines
     assert "done: 0 of the 48 runs known so far" in lines
 
@@ -102,7 +110,10 @@ def test_the_table_of_tuning_has_both_keys_and_chooses_the_same_pairs(tmp_path, 
     [
         (lambda text: text.replace(f" / {DECAY}", ""), r"rates.csv: line \d+ needs a rate above 0"),
         (lambda text: text.replace(" / 0.1,", " / -0.1,"), r"rates.csv: line \d+ needs a rate above 0"),
-        (lambda text: text.replace(DECAY, "optim.grad_clip"), f"tune.key = 'optim.lr / {DECAY}': the table rates.csv is of optim.lr / "),
+        (
+            lambda text: text.replace(DECAY, "optim.grad_clip"),
+            f"tune.key = 'optim.lr / {DECAY}': the table rates.csv is of optim.lr / ",
+        ),
         (
             lambda text: re.sub(r"(ssmax,.*0.02 / 0.1),102", r"\1,103", text),
             "tune.table = 'rates.csv': has other seeds of ssmax than of softmax at 0.02 / 0.1",
@@ -138,7 +149,9 @@ def test_a_grid_that_changed_keeps_the_runs_that_it_still_has(tmp_path, on_a_gri
     assert unfinished == {(rate, 0.3) for rate in (1e-2, 2e-2, 4e-2)}, "the others were trained"
     assert {run.config.name for run in coarser.known_runs() if run.outcome.ended} < before
     assert not other_runs_note(coarser), "another rate is no other configuration"
-    with pytest.raises(RunError, match=r"\d+ ended runs here are of another configuration: trainer.max_steps=8 \(asked for: 6\)"):
+    with pytest.raises(
+        RunError, match=r"\d+ ended runs here are of another configuration: trainer.max_steps=8 \(asked for: 6\)"
+    ):
         open_experiment(tmp_path / "trial.yaml", [*given(tmp_path), "trainer.max_steps=6"])
 
 
@@ -161,10 +174,16 @@ def test_an_arm_without_parameters_of_a_normalizer_has_one_run_for_all_their_rat
     assert tuning == {"softmax": 3 * 2, "ssmax": 3 * 3 * 2}, "the final seeds are counted at two rates"
     names = {arm: {run.config.name for run in procedure.known_runs() if run.arm == arm} for arm in BEST}
     assert {arm: len(runs) for arm, runs in names.items()} == tuning
-    factors = {arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known_runs() if run.arm == arm} for arm in BEST}
+    factors = {
+        arm: {run.config.optim.groups.normalizer.lr_factor for run in procedure.known_runs() if run.arm == arm}
+        for arm in BEST
+    }
     assert factors == {"softmax": {1.0}, "ssmax": {1.0, 10.0, 100.0}}
     finish_all(
-        procedure, lambda run: 5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
+        procedure,
+        lambda run: (
+            5 + abs(math.log(run.config.optim.groups.normalizer.lr_factor / 10)) + abs(run.config.optim.lr - 2e-2)
+        ),
     )
     assert procedure.choice("").rates == {"softmax": (2e-2, 10), "ssmax": (2e-2, 10)}
 
@@ -176,7 +195,12 @@ def test_runs_of_other_tuned_keys_are_no_error(tmp_path):
         for run in experiment(folder, tune=before).known_runs():
             finish(run, 5.0)
             (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
-        assert other_runs_note(open_experiment(written(folder, tune=after), [*given(folder), "trainer.max_steps=6"], anew=True)) == ""
+        assert (
+            other_runs_note(
+                open_experiment(written(folder, tune=after), [*given(folder), "trainer.max_steps=6"], anew=True)
+            )
+            == ""
+        )
 
 
 def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(tmp_path):
@@ -185,7 +209,9 @@ def test_runs_of_an_arm_that_lacks_a_tuned_key_are_of_another_configuration_too(
         finish(run, 5.0)
         (run.config.run_folder / CONFIG).write_text(to_yaml(run.config))
     reopened = open_experiment(written(tmp_path, tune=tune), [*given(tmp_path), "trainer.max_steps=6"], anew=True)
-    assert other_runs_note(reopened).startswith("12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)")
+    assert other_runs_note(reopened).startswith(
+        "12 ended runs here are of another configuration: trainer.max_steps=8 (asked for: 6)"
+    )
 
 
 @pytest.mark.slow
@@ -205,7 +231,13 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
         return 5 - 0.1 * (run.arm == "ssmax") + 0.2 * square + 1e-3 * run.seed * (1 + (run.arm == "ssmax"))
 
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(PAGE_FILE | {"arms": arms, "tune": tune}, sort_keys=False))
-    keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]
+    keys = [
+        "data.source.paths=[texts]",
+        "trainer.max_steps=200",
+        "data.seq_len=64",
+        "optim.batch_tokens=8192",
+        f"runs={tmp_path / 'runs'}",
+    ]
     procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), measured)
     frame = lm.results(tmp_path / "runs")
     assert {rate.split(" / ")[1] for rate in frame["rate"][frame["arm"] != "ssmax"]} == {"any"}
@@ -222,7 +254,9 @@ def test_results_of_arms_that_lack_a_tuned_key_are_judged_as_the_experiment_does
             assert row["difference low"] == pytest.approx(low) if exact else row["difference low"] <= low + 1e-9
             assert row["difference high"] == pytest.approx(high) if exact else row["difference high"] >= high - 1e-9
     smaller_table = (
-        lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", baseline=baseline, matters=0.02) if baseline == "softmax" else None
+        lm.judge(frame[frame["arm"] != "ssmax"], metric="val loss", baseline=baseline, matters=0.02)
+        if baseline == "softmax"
+        else None
     )
     assert smaller_table is None or smaller_table.set_index("arm")["rate"].to_dict() == {"softmax": 2e-2, "relu2": 4e-2}
 
@@ -232,7 +266,13 @@ def test_the_page_has_a_panel_for_each_key(tmp_path, monkeypatch):
     monkeypatch.setattr("lm.report.pictures._render", lambda *arguments: "<svg />")
     file = PAGE_FILE | {"arms": FILE["arms"], "tune": TUNE}
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
-    keys = ["data.source.paths=[texts]", "trainer.max_steps=200", "data.seq_len=64", "optim.batch_tokens=8192", f"runs={tmp_path / 'runs'}"]
+    keys = [
+        "data.source.paths=[texts]",
+        "trainer.max_steps=200",
+        "data.seq_len=64",
+        "optim.batch_tokens=8192",
+        f"runs={tmp_path / 'runs'}",
+    ]
     procedure = build_all(Procedure(read_experiment(tmp_path / "trial.yaml", keys)), loss)
     page = write_page([procedure], tmp_path / "out")
     words = text_of(page)

@@ -25,7 +25,9 @@ def bowl(best: float, rates: tuple[float, ...] = GRID) -> dict[float, list[float
 
 
 def test_each_arm_gets_the_rate_of_its_lowest_mean_loss():
-    result = tuning_outcome([(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))})
+    result = tuning_outcome(
+        [(1e-3, 2e-3, 4e-3, 8e-3)], {"a": bowl(2e-3, (*GRID, 8e-3)), "b": bowl(4e-3, (*GRID, 8e-3))}
+    )
     assert (result.rates, result.missing, result.at_edge) == ({"a": 2e-3, "b": 4e-3}, (), ())
 
 
@@ -81,10 +83,15 @@ def test_an_arm_that_diverges_everywhere_has_no_rate():
 DECAYS = (0.1, 0.2, 0.4, 0.8)  # of a second key, whose grid is of another length
 
 
-def bowl_of_two(best: tuple[float, float], axes: tuple[tuple[float, ...], ...] = (GRID, DECAYS)) -> dict[tuple[float, float], list[float]]:
+def bowl_of_two(
+    best: tuple[float, float], axes: tuple[tuple[float, ...], ...] = (GRID, DECAYS)
+) -> dict[tuple[float, float], list[float]]:
     """Losses of two seeds, least at the pair of values `best`."""
     return {
-        pair: [4 + sum(math.log2(value / centre) ** 2 for value, centre in zip(pair, best, strict=True)) + seed for seed in (0.0, 0.1)]
+        pair: [
+            4 + sum(math.log2(value / centre) ** 2 for value, centre in zip(pair, best, strict=True)) + seed
+            for seed in (0.0, 0.1)
+        ]
         for pair in grid_rates(axes)
     }
 
@@ -112,14 +119,18 @@ def test_a_grid_of_two_keys_grows_where_the_best_is_at_the_edge_of_one(best, mis
 
 def test_an_arm_at_the_edge_of_the_second_key_has_no_rate():
     most = [GRID, (*DECAYS, 1.6, 3.2)]
-    result = tuning_outcome([GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)})
+    result = tuning_outcome(
+        [GRID, DECAYS], {"a": bowl_of_two((2e-3, 0.2), most), "b": bowl_of_two((2e-3, 100.0), most)}
+    )
     assert (result.rates, result.at_edge, result.missing) == ({"a": (2e-3, 0.2)}, ("b",), ())
     assert rate_choice({"a": bowl_of_two((2e-3, 0.8))}).at_edge == ("a",), "as of a table"
 
 
 def test_a_key_that_may_not_have_the_value_ends_its_own_growth_alone():
     losses = {"a": bowl_of_two((8e-3, 0.8))}
-    assert set(tuning_outcome([GRID, DECAYS], losses, lambda rate: rate[1] <= 1).missing) == {(8e-3, decay) for decay in DECAYS}
+    assert set(tuning_outcome([GRID, DECAYS], losses, lambda rate: rate[1] <= 1).missing) == {
+        (8e-3, decay) for decay in DECAYS
+    }
 
 
 def test_of_equal_means_the_middle_of_both_keys_wins():
@@ -129,7 +140,10 @@ def test_of_equal_means_the_middle_of_both_keys_wins():
 
 @pytest.mark.parametrize(
     ("rate", "cell", "words"),
-    [(1.23456789e-3, 1.23456789e-3, "0.00123457"), ((1.23456789e-3, 16, 0.1), "0.00123456789 / 16 / 0.1", "0.00123457 / 16 / 0.1")],
+    [
+        (1.23456789e-3, 1.23456789e-3, "0.00123457"),
+        ((1.23456789e-3, 16, 0.1), "0.00123456789 / 16 / 0.1", "0.00123457 / 16 / 0.1"),
+    ],
 )
 def test_a_rate_is_read_back_from_its_cell_exactly(rate, cell, words):
     assert rate_cell(rate) == cell

@@ -17,7 +17,11 @@ from lm.report.tables import csv_text
 
 FILE = {
     "base": str(ROOT / "tests" / "tiny.yaml"),
-    "arms": {"softmax": {"model.normalizer": "softmax"}, "ssmax": {"model.normalizer": "ssmax"}, "log_n": {"model.normalizer": "log_n"}},
+    "arms": {
+        "softmax": {"model.normalizer": "softmax"},
+        "ssmax": {"model.normalizer": "ssmax"},
+        "log_n": {"model.normalizer": "log_n"},
+    },
     "seeds": [1, 2, 3],
     "tune": {"grid": [1e-2, 2e-2, 4e-2], "seeds": [101, 102]},
 }
@@ -64,7 +68,9 @@ def test_a_table_chooses_the_rates_that_the_grid_chose(tmp_path, table, on_a_gri
 
 
 def test_seeds_of_a_second_look_choose_no_rates_either(tmp_path, table):
-    with pytest.raises(ConfigError, match=r"tune.table = \[102\]: are final seeds; the runs that choose a rate must not judge it"):
+    with pytest.raises(
+        ConfigError, match=r"tune.table = \[102\]: are final seeds; the runs that choose a rate must not judge it"
+    ):
         experiment(tmp_path, tune={"table": "rates.csv"}, more_seeds=[102, 103])
 
 
@@ -75,15 +81,24 @@ def test_an_arm_may_be_left_out(tmp_path, table):
 
 
 def test_rates_in_a_table_of_an_arm_that_is_not_tuned_are_left_out(tmp_path, table):
-    table.write_text("".join(line for line in table.read_text().splitlines(True) if not ("log_n" in line and ",102," in line)))
+    table.write_text(
+        "".join(line for line in table.read_text().splitlines(True) if not ("log_n" in line and ",102," in line))
+    )
     arms = FILE["arms"] | {"log_n": {"from": "softmax", "swap": {"to": "log_n"}, "train": False}}
-    lines = summary_entries(finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), lambda run: 5 + 1e-3 * run.seed))
+    lines = summary_entries(
+        finish_all(experiment(tmp_path, arms=arms, tune={"table": "rates.csv"}), lambda run: 5 + 1e-3 * run.seed)
+    )
     assert [len(line["differences_by_rate"]) for line in lines[1:]] == [4, 0]
 
 
 def test_a_table_of_another_configuration_is_said(tmp_path, table):
     table = experiment(
-        tmp_path, "model.n_embd=64", "trainer.max_steps=12", "trainer.precision=auto", "log.every=5", tune={"table": "rates.csv"}
+        tmp_path,
+        "model.n_embd=64",
+        "trainer.max_steps=12",
+        "trainer.precision=auto",
+        "log.every=5",
+        tune={"table": "rates.csv"},
     )
     reason = "rates were tuned for another configuration: model.n_embd, trainer.max_steps differ"
     assert table.notes()[: len(BEST)] == [f"{arm}: {reason}" for arm in BEST]
@@ -116,10 +131,16 @@ def test_a_run_that_diverged_is_in_the_table(tmp_path, table):
     ("change", "message"),
     [
         (lambda text: text.replace("log_n,", "log,"), "tune.table = 'rates.csv': has no log_n"),
-        (lambda text: text.replace("optim.lr", "optim.grad_clip"), "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip"),
+        (
+            lambda text: text.replace("optim.lr", "optim.grad_clip"),
+            "tune.key = 'optim.lr': the table rates.csv is of optim.grad_clip",
+        ),
         (lambda text: text.replace(",102,", ",2,"), r"tune.table = \[2\]: are final seeds"),
         (lambda text: text.replace(",102,", ",101,"), "rates.csv: has a run twice"),
-        (lambda text: "\n".join(line for line in text.splitlines() if ",102," not in line), "fewer than 2 seeds at one"),
+        (
+            lambda text: "\n".join(line for line in text.splitlines() if ",102," not in line),
+            "fewer than 2 seeds at one",
+        ),
         (
             lambda text: text.replace("ssmax,optim.lr,0.02,102,", "ssmax,optim.lr,0.02,103,"),
             "has other seeds of ssmax than of softmax at 0.02",

@@ -69,11 +69,17 @@ def at_rates(*means: float) -> np.ndarray:
         ((-0.02, -0.02, -0.03, -0.03), False, "better"),  # at both of the baseline's rates, by one of its own
         ((0.02, 0.02, -0.03, -0.03), False, "better"),  # its other rate is worse: that is no rate to take
         ((-0.02, 0.02, -0.03, 0.002), False, "undecided"),  # the baseline at 8 is as good
-        ((0.02, 0.02, -0.03, -0.03), True, "undecided"),  # of a metric that doesn't choose rates every pair must show it
+        (
+            (0.02, 0.02, -0.03, -0.03),
+            True,
+            "undecided",
+        ),  # of a metric that doesn't choose rates every pair must show it
         ((-0.02, -0.02, -0.03, -0.03), True, "better"),
     ],
 )
-def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: tuple[float, ...], every: bool, expected: str):
+def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(
+    means: tuple[float, ...], every: bool, expected: str
+):
     by_rates = at_rates(*means)
     assert kind(Comparison(by_rates, (1, 0), all_pairs=every)) == expected
     mirrored = Comparison(-by_rates, (1, 0), all_pairs=every, higher_is_better=True)
@@ -83,7 +89,9 @@ def test_an_arm_is_better_if_it_beats_the_baseline_at_each_of_its_rates(means: t
 
 
 def test_an_arm_is_worse_only_against_the_baseline_at_a_rate_of_both():
-    by_rates = at_rates(0.0, 0.03, 0.0, 0.03)  # the baseline is better at its second rate, at which the arm was not trained
+    by_rates = at_rates(
+        0.0, 0.03, 0.0, 0.03
+    )  # the baseline is better at its second rate, at which the arm was not trained
     comparison = Comparison(by_rates, (0, 1))
     assert kind(comparison) == "worse"
     separate = replace(comparison, n_shared_rates=1)
@@ -110,7 +118,9 @@ def test_the_interval_is_that_of_both_arms_at_their_best():
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
-def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(lost: float, every: bool):
+def test_nothing_is_claimed_where_a_rate_that_is_not_judged_has_a_difference_that_is_not_finite(
+    lost: float, every: bool
+):
     by_rates = at_rates(-0.03, -0.03, -0.03, -0.03)
     comparison = Comparison(by_rates, (1, 0), all_pairs=every)
     assert kind(comparison) == "better"
@@ -134,18 +144,58 @@ def test_a_difference_that_hangs_on_one_rate_says_so():
 @pytest.mark.parametrize(
     ("comparison", "words", "reason"),
     [
-        (Comparison(spread(0.0, 0.001, 5)), "no difference above 0.02 (5 seeds)", "the interval holds 0 and lies within 0.02"),
-        (Comparison(spread(0.0, 0.1, 5)), "undecided: the interval is too wide (5 seeds)", "the interval holds 0, and differences of more"),
-        (Comparison(spread(-0.01, 0.005, 10)), "a difference below 0.02 (10 seeds)", "the interval leaves out 0 and lies within 0.02 (p ="),
-        (Comparison(spread(-0.1, 0.005, 5)), "better by more than 0.02 (5 seeds)", "the interval leaves out 0 and every difference below "),
-        (Comparison(spread(0.1, 0.005, 5)), "worse by more than 0.02 (5 seeds)", "the interval leaves out 0 and every difference below "),
-        (Comparison(spread(-0.019, 0.005, 10)), "better, perhaps by less than 0.02 (10 seeds)", "the interval leaves out 0 (p ="),
-        (Comparison([0.0] * 3), "undecided: all seeds agree, and are too few (3 seeds)", "all 3 seeds differ by the same"),
+        (
+            Comparison(spread(0.0, 0.001, 5)),
+            "no difference above 0.02 (5 seeds)",
+            "the interval holds 0 and lies within 0.02",
+        ),
+        (
+            Comparison(spread(0.0, 0.1, 5)),
+            "undecided: the interval is too wide (5 seeds)",
+            "the interval holds 0, and differences of more",
+        ),
+        (
+            Comparison(spread(-0.01, 0.005, 10)),
+            "a difference below 0.02 (10 seeds)",
+            "the interval leaves out 0 and lies within 0.02 (p =",
+        ),
+        (
+            Comparison(spread(-0.1, 0.005, 5)),
+            "better by more than 0.02 (5 seeds)",
+            "the interval leaves out 0 and every difference below ",
+        ),
+        (
+            Comparison(spread(0.1, 0.005, 5)),
+            "worse by more than 0.02 (5 seeds)",
+            "the interval leaves out 0 and every difference below ",
+        ),
+        (
+            Comparison(spread(-0.019, 0.005, 10)),
+            "better, perhaps by less than 0.02 (10 seeds)",
+            "the interval leaves out 0 (p =",
+        ),
+        (
+            Comparison([0.0] * 3),
+            "undecided: all seeds agree, and are too few (3 seeds)",
+            "all 3 seeds differ by the same",
+        ),
         (Comparison(spread(0.0, 0.1, 2)), "incomplete: a verdict takes 3 seeds", "2 seeds in common"),
-        (Comparison(spread(0.0, 0.1, 3), n_planned_seeds=5), "incomplete: 3 of 5 seeds have ended", "3 of 5 seeds have ended"),
-        (Comparison((), is_tuned=False), "not tuned: no best learning rate inside the grid", "the best learning rate is at the edge"),
+        (
+            Comparison(spread(0.0, 0.1, 3), n_planned_seeds=5),
+            "incomplete: 3 of 5 seeds have ended",
+            "3 of 5 seeds have ended",
+        ),
+        (
+            Comparison((), is_tuned=False),
+            "not tuned: no best learning rate inside the grid",
+            "the best learning rate is at the edge",
+        ),
         (Comparison(spread(0.0, 0.1, 3), n_diverged_runs=1), "unstable: 1 final run diverged", "1 final run diverged"),
-        (Comparison(spread(0.0, 0.1, 3), unreached_runs="1 of a"), "not reached: runs have no number of tokens", "1 of a"),
+        (
+            Comparison(spread(0.0, 0.1, 3), unreached_runs="1 of a"),
+            "not reached: runs have no number of tokens",
+            "1 of a",
+        ),
     ],
 )
 def test_words_hold_for_one_situation_and_name_the_margin(comparison: Comparison, words: str, reason: str):
@@ -161,7 +211,10 @@ def test_seeds_that_agree_are_not_called_too_few_where_another_rate_leaves_it_op
     verdict = verdicts({"a": Comparison(by_rates)}, 0.05)["a"]
     assert (verdict.kind, verdict.interval.high) == ("undecided", 0.1)
     assert verdict.open_reason == "the interval is too wide"
-    assert verdict.reason == "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.05"
+    assert (
+        verdict.reason
+        == "the interval, over all rates that the arms were trained at, holds 0, and differences of more than 0.05"
+    )
 
 
 def test_words_of_a_ratio_name_the_factor():
@@ -185,17 +238,23 @@ def test_a_reason_says_how_many_seeds_a_difference_of_interest_takes():
     assert verdict.seeds_needed[0] == seeds_needed(0.03, MATTERS) == 20
     ends = [0.03 * np.sqrt(4 / chi2.ppf(tail, 4)) for tail in (0.975, 0.025)]
     assert [*verdict.seeds_needed[1:]] == [seeds_needed(end, MATTERS) for end in ends] == [9, 148]
-    assert verdict.reason.endswith("to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)")
+    assert verdict.reason.endswith(
+        "to find one of 0.02 4 times in 5 takes 20 seeds (9 to 148, as the spread itself is known from few)"
+    )
     assert verdict.interval.noise_source == "5 seeds"
     verdict_of_few = verdicts({"a": Comparison(spread(0.01, 0.3, 3))}, MATTERS)["a"]
-    assert verdict_of_few.reason.endswith("takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)")
+    assert verdict_of_few.reason.endswith(
+        "takes more than 1,000 seeds (481 to more than 1,000, as the spread itself is known from few)"
+    )
 
 
 def test_p_values_are_those_of_the_t_tests_and_of_the_sign_flip_test():
     values = np.random.default_rng(0).normal(0.005, 0.01, 7)
     assert p_difference(Comparison(values)) == pytest.approx(ttest_1samp(values, 0).pvalue)
     assert p_exact(Comparison(values)) == pytest.approx(_flipped(values, "two-sided"))
-    assert sign_flip(values[:6].reshape(2, 3)) == pytest.approx([_flipped(trio, "greater") for trio in (values[:3], values[3:6])])
+    assert sign_flip(values[:6].reshape(2, 3)) == pytest.approx(
+        [_flipped(trio, "greater") for trio in (values[:3], values[3:6])]
+    )
     assert [p_exact(Comparison(values[:n])) is None for n in (5, 6)] == [True, False]
     assert p_exact(Comparison([0.01] * 30)) == pytest.approx(2**-29)
     assert p_exact(Comparison([0.01] * 31)) is None
@@ -246,12 +305,16 @@ def test_no_interval_is_a_point_without_the_sign_flip_test(units: int):
 def families() -> st.SearchStrategy[list[list[float]]]:
     """Differences of a few comparisons, with ties."""
     value = st.one_of(st.sampled_from([0.0, 1 / 128, -1 / 128, 0.02, -0.02]), st.floats(-0.1, 0.1))
-    return st.integers(3, 9).flatmap(lambda seeds: st.lists(st.lists(value, min_size=seeds, max_size=seeds), min_size=1, max_size=5))
+    return st.integers(3, 9).flatmap(
+        lambda seeds: st.lists(st.lists(value, min_size=seeds, max_size=seeds), min_size=1, max_size=5)
+    )
 
 
 @given(families(), st.sampled_from([1, 2]))
 def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], looks: int):
-    found_verdicts = verdicts({number: Comparison(values) for number, values in enumerate(family)}, MATTERS, looks=looks)
+    found_verdicts = verdicts(
+        {number: Comparison(values) for number, values in enumerate(family)}, MATTERS, looks=looks
+    )
     for verdict in found_verdicts.values():
         low, high = verdict.interval.low, verdict.interval.high
         without_0, is_within = low > 0 or high < 0, low > -MATTERS and high < MATTERS
@@ -261,7 +324,9 @@ def test_no_word_contradicts_the_interval_beside_it(family: list[list[float]], l
         }  # fmt: skip
         assert verdict.kind in expected[without_0, is_within]
         assert (verdict.p <= 0.05) == without_0 or abs(verdict.p - 0.05) < 1e-6
-        assert not verdict.single_interval.bounded or (low <= verdict.single_interval.low and verdict.single_interval.high <= high)
+        assert not verdict.single_interval.bounded or (
+            low <= verdict.single_interval.low and verdict.single_interval.high <= high
+        )
 
 
 def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
@@ -274,7 +339,9 @@ def test_intervals_of_a_family_are_each_longer_so_that_all_hold_together():
         verdict = verdicts(dict.fromkeys(range(comparisons), comparison), MATTERS, looks=looks)[0]
         half, half_alone = (t.ppf(1 - 0.025 / number, 6) * 0.03 / np.sqrt(7) for number in (family, looks))
         assert verdict.interval.as_list() == pytest.approx([0.03, 0.03 - half, 0.03 + half])
-        assert verdict.single_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone]), "for all looks together"
+        assert verdict.single_interval.as_list() == pytest.approx([0.03, 0.03 - half_alone, 0.03 + half_alone]), (
+            "for all looks together"
+        )
         assert verdict.document_interval.as_list() == pytest.approx(on_other_text[0, 0].interval(family).as_list())
         assert verdict.p == pytest.approx(min(1, family * ttest_1samp(values, 0).pvalue))
         assert verdict.p_exact == pytest.approx(min(1, family * p_exact(comparison)))
@@ -291,7 +358,9 @@ def test_power_is_that_of_the_noncentral_t():
     needed = seeds_needed(1.0, 0.8)
     assert power(needed, 1.0, 0.8) >= 0.8 > power(needed - 1, 1.0, 0.8)
     assert seeds_needed(1.0, 1e-4) is None
-    assert (seeds_needed(1e-18, 0.1), seeds_needed(0.0, 0.1)) == (3, 6), "without spread as many as the sign-flip test takes"
+    assert (seeds_needed(1e-18, 0.1), seeds_needed(0.0, 0.1)) == (3, 6), (
+        "without spread as many as the sign-flip test takes"
+    )
     assert [power(5, 1.0, difference) for difference in (5.0, 15.0, 1e6, 1e18)] == pytest.approx([1.0] * 4, abs=1e-3)
 
 
@@ -306,7 +375,9 @@ MANY = pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mar
 
 @MANY
 def test_simulated_experiments_with_equal_arms_have_few_false_verdicts_and_intervals_that_hold(count: int):
-    counts, coverage = many(World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(count))
+    counts, coverage = many(
+        World("4 equal arms, heavy tails", 5, (0.0,) * 4, equal_on_text=True, heavy=True), range(count)
+    )
     assert counts["false"] / count <= 0.06
     assert 0.95 <= coverage[:, 0].mean() <= 0.995
     assert counts["together"] / count >= 0.94
@@ -322,7 +393,9 @@ def test_simulated_arms_at_the_margin_are_seldom_called_equivalent(count: int):
 
 @MANY
 def test_simulated_accuracies_in_steps_have_few_false_verdicts(count: int):
-    counts, _ = many(World("an accuracy near 1", 3, (0.0,) * 4, equal_on_text=True, tuning="none", ceiling=True), range(count))
+    counts, _ = many(
+        World("an accuracy near 1", 3, (0.0,) * 4, equal_on_text=True, tuning="none", ceiling=True), range(count)
+    )
     assert counts["false"] / count <= 0.05
 
 

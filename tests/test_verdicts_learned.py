@@ -43,9 +43,17 @@ def test_p_is_that_of_fishers_exact_test():
         (LearnedCounts([(3, 0)], 3, n_planned_seeds=3), "undecided", "can show a difference from 4 seeds on"),
         (LearnedCounts([(4, 0)], 4, n_planned_seeds=4), "better", "p = 0.029"),
         (LearnedCounts([(4, 0)], 4, n_planned_seeds=5), "incomplete", "4 of 5 seeds have ended"),
-        (LearnedCounts([(5, 0)], 5, n_diverged_runs=2, n_planned_seeds=5), "better", "2 diverged, and count as not learned"),
+        (
+            LearnedCounts([(5, 0)], 5, n_diverged_runs=2, n_planned_seeds=5),
+            "better",
+            "2 diverged, and count as not learned",
+        ),
         (LearnedCounts([(0, 0)], 0, is_tuned=False), "not tuned", "edge"),
-        (LearnedCounts([(5, 0), (5, 5)], 5, n_planned_seeds=5), "undecided", "not so at the other rates that the arms were trained at"),
+        (
+            LearnedCounts([(5, 0), (5, 5)], 5, n_planned_seeds=5),
+            "undecided",
+            "not so at the other rates that the arms were trained at",
+        ),
         (LearnedCounts([(5, 0), (5, 1)], 5, n_planned_seeds=5), "better", "p = 0.048"),
         (LearnedCounts([(3, 0), (3, 3)], 3, n_planned_seeds=3), "undecided", "can show a difference from 4 seeds on"),
     ],
@@ -80,12 +88,24 @@ def test_equal_arms_that_share_seeds_are_told_apart_no_more_often_than_alpha():
 def recall(accuracy: float) -> Series:
     """Accuracy of 8 questions in sequences of 32 and of 512."""
     samples = tuple(
-        Sample(f"of {length}", np.full((8, 1), value), np.ones(8), np.arange(8)) for length, value in ((32, 1.0), (512, accuracy))
+        Sample(f"of {length}", np.full((8, 1), value), np.ones(8), np.arange(8))
+        for length, value in ((32, 1.0), (512, accuracy))
     )
     axis = Axis("sequence length", "tokens", "in sequences of", (32, 512))
     logged = ("recall/passkey 32", "recall/passkey 512")
     means = np.array([1.0, accuracy])
-    return Series("recall", "accuracy", "fraction", "higher", 32, means, axis=axis, samples=samples, interval="wilson", logged=logged)
+    return Series(
+        "recall",
+        "accuracy",
+        "fraction",
+        "higher",
+        32,
+        means,
+        axis=axis,
+        samples=samples,
+        interval="wilson",
+        logged=logged,
+    )
 
 
 def experiment(folder: Path, **primary: object) -> Procedure:
@@ -97,7 +117,9 @@ def experiment(folder: Path, **primary: object) -> Procedure:
         "primary": {"metric": "recall/passkey 512", "better": "higher", **primary},
     }
     path.write_text(yaml.safe_dump(file, sort_keys=False))
-    return Procedure(read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", "eval.recall.tasks=[passkey]"]))
+    return Procedure(
+        read_experiment(path, ["data.source.paths=[.]", f"runs={folder / 'runs'}", "eval.recall.tasks=[passkey]"])
+    )
 
 
 def test_recall_is_judged_by_the_runs_that_have_learned_it(tmp_path):
@@ -131,12 +153,18 @@ def test_recall_s_mean_accuracy_is_a_metric_as_any_other(tmp_path):
 
 
 def test_the_wrong_direction_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"primary.better = 'lower': of recall/passkey 512, higher is better; write `better: higher`$"):
+    with pytest.raises(
+        ConfigError, match=r"primary.better = 'lower': of recall/passkey 512, higher is better; write `better: higher`$"
+    ):
         experiment(tmp_path, learned=0.9, better="lower")
-    with pytest.raises(ConfigError, match=r"primary.learned = 90.0: recall/passkey 512 lies between 0 and 1; give a fraction"):
+    with pytest.raises(
+        ConfigError, match=r"primary.learned = 90.0: recall/passkey 512 lies between 0 and 1; give a fraction"
+    ):
         experiment(tmp_path, learned=90)
     settled = experiment(tmp_path, learned=0.9).experiment
-    procedure = Procedure(replace(settled, primary=replace(settled.primary, better="lower")))  # as of an evaluation from outside
+    procedure = Procedure(
+        replace(settled, primary=replace(settled.primary, better="lower"))
+    )  # as of an evaluation from outside
     for run in procedure.known_runs():
         finish(run, 5.0, recall(0.5))
     with pytest.raises(RunError, match="higher is better; correct the experiment"):
@@ -158,7 +186,10 @@ def test_a_difference_in_the_other_direction_at_another_rate_shows_nothing():
 
 
 def test_other_rates_are_named_where_they_alone_leave_a_family_s_comparison_open():
-    at_other_rates, at_no_rate = LearnedCounts([(9, 2), (9, 3)], 10), LearnedCounts([(8, 2), (6, 4)], 10)  # p = .0055, .020; .023, .66
+    at_other_rates, at_no_rate = (
+        LearnedCounts([(9, 2), (9, 3)], 10),
+        LearnedCounts([(8, 2), (6, 4)], 10),
+    )  # p = .0055, .020; .023, .66
     reasons = {name: verdict.reason for name, verdict in learned_verdicts(dict.fromkeys("abc", at_other_rates)).items()}
     assert all("but not so at the other rates" in reason for reason in reasons.values()), reasons
     reasons = {name: verdict.reason for name, verdict in learned_verdicts(dict.fromkeys("abc", at_no_rate)).items()}

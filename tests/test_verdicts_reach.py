@@ -13,7 +13,15 @@ from fabricated import FINGERPRINT, evaluated, finish, validate
 
 from lm.errors import ConfigError
 from lm.experiments.experiment_file import read_experiment
-from lm.experiments.page import SizeResults, _caveats, answers, differences_picture, question, rates_picture, seeds_table
+from lm.experiments.page import (
+    SizeResults,
+    _caveats,
+    answers,
+    differences_picture,
+    question,
+    rates_picture,
+    seeds_table,
+)
 from lm.experiments.plan import plan_lines
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, summary_table, tuning_table_rows
@@ -41,7 +49,9 @@ TOKENS = 256  # in a step
         ([1.0, 4.0, 5.0, 3.0], "higher", 200 * 2**0.6),
     ],
 )
-def test_tokens_are_interpolated_in_their_logarithm_before_the_first_evaluation_that_reaches_the_level(values, better, tokens):
+def test_tokens_are_interpolated_in_their_logarithm_before_the_first_evaluation_that_reaches_the_level(
+    values, better, tokens
+):
     assert tokens_to_reach([100, 200, 400, 800], values, LEVEL, better) == pytest.approx(tokens)
 
 
@@ -106,7 +116,14 @@ def test_the_verdict_is_on_the_ratio_of_tokens_paired_by_seed(tmp_path):
 def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
     procedure = experiment(tmp_path, seeds=[1, 2, 3, 4, 5])
     for run in procedure.known_runs():
-        trained(run, 10_000 if run.arm == "ssmax" and run.seed > 3 else 100 if run.arm == "softmax" and run.seed == 1 else reached(run))
+        trained(
+            run,
+            10_000
+            if run.arm == "ssmax" and run.seed > 3
+            else 100
+            if run.arm == "softmax" and run.seed == 1
+            else reached(run),
+        )
     soft, scalable = summary_entries(procedure)
     expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
     assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
@@ -123,7 +140,9 @@ def test_evaluations_on_other_sequences_than_the_last_are_left_out(tmp_path, mon
     monkeypatch.setattr("fabricated.DOCUMENTS", 25)
     monkeypatch.setattr("fabricated.FINGERPRINT", "another")
     validate(run, 2, 4.0)
-    assert procedure.known_runs()[0].outcome.tokens_to_reach(LEVEL, "lower", selection=False) == pytest.approx(1000, rel=1e-3)
+    assert procedure.known_runs()[0].outcome.tokens_to_reach(LEVEL, "lower", selection=False) == pytest.approx(
+        1000, rel=1e-3
+    )
 
 
 def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the_branch(tmp_path):
@@ -149,7 +168,8 @@ def test_tokens_are_counted_on_the_documents_that_report_or_select_and_since_the
 def test_a_metric_of_no_better_direction_reaches_a_value_in_that_of_the_experiment(tmp_path, monkeypatch):
     procedure = experiment(tmp_path)
     monkeypatch.setattr(
-        "fabricated.validation_series", lambda *arguments: [replace(curve, better="none") for curve in validation_series(*arguments)]
+        "fabricated.validation_series",
+        lambda *arguments: [replace(curve, better="none") for curve in validation_series(*arguments)],
     )
     for run in procedure.known_runs():
         trained(run, reached(run))
@@ -176,7 +196,9 @@ def test_other_rates_are_shown_by_tokens_on_the_selection_text(tmp_path, monkeyp
     (bar,) = (line for line in at_end if line["kind"] == "interval")
     assert float(bar["y"]) == pytest.approx(scalable["factor"][0] - 1, abs=1e-3)
     ratios = {float(line["x"]): float(line["y"]) for line in at_rates if line["of"] == "ssmax - softmax, mean"}
-    assert ratios == pytest.approx({float(rate): factor - 1 for rate, factor in scalable["factors_by_rate"].items()}, abs=1e-3)
+    assert ratios == pytest.approx(
+        {float(rate): factor - 1 for rate, factor in scalable["factors_by_rate"].items()}, abs=1e-3
+    )
     table = tmp_path / "rates.csv"
     table.write_text(csv_text(tuning_table_rows(procedure)))
     assert "tokens to val/loss 4.6" in next(csv.reader(table.open()))
@@ -209,9 +231,13 @@ def test_what_can_t_be_reached_is_refused(tmp_path, changes, message):
 
 def test_the_plan_counts_seeds_for_a_factor(tmp_path):
     lines = [*plan_lines(experiment(tmp_path, primary={"reach": LEVEL, "matters": 0.1, "spread": 0.05}), None, "")]
-    (seeds,) = (line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line)
+    (seeds,) = (
+        line for line in lines if "seeds to find a factor of 1.1 in tokens to val/loss 4.6 with probability" in line
+    )
     assert "if it is 0.0477, " in seeds, "half of ln 1.1"
-    assert f"power: 3 seeds find a factor of 1.1 with probability {power(3, 0.05, math.log(1.1)):.2f}, by" in " ".join(lines)
+    assert f"power: 3 seeds find a factor of 1.1 with probability {power(3, 0.05, math.log(1.1)):.2f}, by" in " ".join(
+        lines
+    )
 
 
 def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):
@@ -222,7 +248,9 @@ def test_a_tuning_run_that_did_not_reach_the_value_did_not_diverge(tmp_path):
     table = tuning_table_rows(procedure)
     assert {line["tokens to val/loss 4.6"] for line in table if line["rate"] != 2e-2} == {"not reached"}
     lines = _caveats(procedure, [SizeResults(procedure, "", procedure.judgement())])
-    runs = ", ".join(f"{arm} at {rate} seed {seed}" for arm in ("softmax", "ssmax") for rate in (0.01, 0.04) for seed in (101, 102))
+    runs = ", ".join(
+        f"{arm} at {rate} seed {seed}" for arm in ("softmax", "ssmax") for rate in (0.01, 0.04) for seed in (101, 102)
+    )
     assert f"tuning runs that did not reach val/loss 4.6: {' and '.join(runs.rsplit(', ', 1))}" in lines
     assert not any("diverged" in line for line in lines)
     (tmp_path / "rates.csv").write_text(csv_text(table))

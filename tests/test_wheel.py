@@ -20,14 +20,35 @@ import lm
 
 pytest.importorskip("build")
 pytestmark = pytest.mark.slow
-SMALL = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "optim.batch_tokens=256", "optim.warmup_steps=1", "eval.sequences=4"]
-FEW = [*SMALL, "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.threads=1", "eval.every=4", "log.progress=none"]
+SMALL = [
+    "model.n_layer=1",
+    "model.n_embd=32",
+    "model.n_head=2",
+    "optim.batch_tokens=256",
+    "optim.warmup_steps=1",
+    "eval.sequences=4",
+]
+FEW = [
+    *SMALL,
+    "trainer.max_steps=4",
+    "trainer.accelerator=cpu",
+    "trainer.threads=1",
+    "eval.every=4",
+    "log.progress=none",
+]
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """The standard output of a command that succeeds."""
-    inherited = {"PATH": f"{Path(command[0]).parent}:/usr/bin:/bin", "HOME": str(folder), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False, timeout=600)
+    inherited = {
+        "PATH": f"{Path(command[0]).parent}:/usr/bin:/bin",
+        "HOME": str(folder),
+        "WANDB_MODE": "disabled",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -36,7 +57,9 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the sdist, built from a copy of the clone."""
     copy, out = tmp_path_factory.mktemp("copy") / "clone", tmp_path_factory.mktemp("dist")
-    ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "data", "runs", "models", "wandb", "shared")
+    ignored = shutil.ignore_patterns(
+        ".*", "*.egg-info", "__pycache__", "build", "dist", "data", "runs", "models", "wandb", "shared"
+    )
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         return ignored(folder, names) if Path(folder) == ROOT else {name for name in names if name == "__pycache__"}
@@ -54,7 +77,10 @@ def away(built: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)], folder)
     (wheel,) = built.glob("*.whl")
     python = environment / "bin" / "python"
-    run([sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], folder)
+    run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)],
+        folder,
+    )
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     return environment / "bin" / "lm", folder
@@ -108,7 +134,9 @@ def test_presets_are_found_and_copied_without_the_clone(away: tuple[Path, Path])
     program, folder = away
     assert "experiments/recall" in run([str(program), "configs"], folder)
     run([str(program), "configs", "--copy", "."], folder)
-    copied, own_names = ({path.name for path in root.rglob("*.yaml")} for root in (folder / "configs", ROOT / "configs"))
+    copied, own_names = (
+        {path.name for path in root.rglob("*.yaml")} for root in (folder / "configs", ROOT / "configs")
+    )
     assert copied == own_names
 
 
@@ -116,7 +144,12 @@ def test_the_wheel_holds_the_package_alone_and_its_types(built: Path):
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"lm", f"lm_normalizers-{lm.__version__}.dist-info"}
-    assert {"lm/py.typed", "lm/configs/softmax.yaml", "lm/configs/experiments/recall.yaml", "lm/report/page.html"} <= set(names)
+    assert {
+        "lm/py.typed",
+        "lm/configs/softmax.yaml",
+        "lm/configs/experiments/recall.yaml",
+        "lm/report/page.html",
+    } <= set(names)
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lm").rglob("*.py")}
     assert modules <= set(names)
 
@@ -126,7 +159,14 @@ def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_pa
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
-    for place in ("tests/conftest.py", "tests/inventory.yaml", "docs/config.md", "configs/softmax.yaml", "scripts/setup.sh", "results"):
+    for place in (
+        "tests/conftest.py",
+        "tests/inventory.yaml",
+        "docs/config.md",
+        "configs/softmax.yaml",
+        "scripts/setup.sh",
+        "results",
+    ):
         assert (folder / place).exists(), place
     files = ["tests/test_packaging.py", "tests/test_presets.py", "tests/test_config.py", "tests/test_house.py"]
     run([sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files], folder)

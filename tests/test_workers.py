@@ -111,7 +111,11 @@ def test_a_job_that_nobody_waits_for_trains_nothing(file, arguments, monkeypatch
     monkeypatch.setattr("submitit.JobEnvironment", lambda: type("Environment", (), {"job_id": "7"}))
     monkeypatch.setattr(engine, "RECORD_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(slots.Children, "train", lambda *_: (0, 1.0))
-    for record, status in ({}, 143), ({"engine": "slurm", "id": "8", "born": ""}, 143), ({"engine": "slurm", "id": "7", "born": ""}, 0):
+    for record, status in (
+        ({}, 143),
+        ({"engine": "slurm", "id": "8", "born": ""}, 143),
+        ({"engine": "slurm", "id": "7", "born": ""}, 0),
+    ):
         write_json(log_path(folder, run, "job.json"), record)
         assert Training(run, folder)()[0] == status
 
@@ -123,7 +127,10 @@ def test_runs_that_jobs_train_are_left_to_them(file, arguments):
     remedy = "add --submit slurm to wait for it, or delete this file once the job is gone"
     for options in ([], ["--commands"]):
         result = lm("compare", str(file), *arguments[1:], *options)
-        assert (result.returncode, result.stderr.splitlines()[-1]) == (1, f"error: {path}: job 42 of slurm trains this run; {remedy}")
+        assert (result.returncode, result.stderr.splitlines()[-1]) == (
+            1,
+            f"error: {path}: job 42 of slurm trains this run; {remedy}",
+        )
     finish(procedure.known_runs()[1], 5.0)
     assert len(lm("compare", str(file), *arguments[1:], "--commands").stdout.splitlines()) == 3
     assert not path.exists(), "its run has ended"
@@ -133,9 +140,7 @@ def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
     folder = start(file, arguments[1:]).experiment.folder
     with experiment_lock(folder):
         result, start_time = lm("compare", str(file), *arguments[1:]), read_json(folder / LOCK)["since"]
-        message = (
-            f"process {os.getpid()} on {os.uname().nodename} works on it since {start_time}; --report-only and --plan show how far it is"
-        )
+        message = f"process {os.getpid()} on {os.uname().nodename} works on it since {start_time}; --report-only and --plan show how far it is"
         assert (result.returncode, result.stderr) == (1, f"error: {folder}: {message}\n")
         assert "no run has ended yet" in lm("compare", str(file), *arguments[1:], "--report-only").stderr
         assert lm("compare", str(file), *arguments[1:], "--plan").returncode == 0
@@ -163,9 +168,14 @@ with experiment_lock(Path(sys.argv[1])):
 
 
 def test_a_killed_compare_does_not_block_the_next_one(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "trial")], cwd=ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "trial")], cwd=ROOT, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
-    with pytest.raises(RunError, match=f"trial: process {process.pid} on .* works on it since"), experiment_lock(tmp_path / "trial"):
+    with (
+        pytest.raises(RunError, match=f"trial: process {process.pid} on .* works on it since"),
+        experiment_lock(tmp_path / "trial"),
+    ):
         pass
     process.kill()
     process.wait()
@@ -216,7 +226,10 @@ def test_commands_are_printed_of_the_runs_that_nobody_works_on(file, arguments):
 def test_ways_to_work_exclude_each_other(file):
     result = lm("compare", str(file), "--plan", "--commands")
     assert (result.returncode, result.stderr.strip()) == (2, "error: --plan and --commands exclude each other")
-    for options in map(str.split, ("--plan --retry", "--report-only --retry", "--report-only --anew", "--commands --out", "--plan --out")):
+    for options in map(
+        str.split,
+        ("--plan --retry", "--report-only --retry", "--report-only --anew", "--commands --out", "--plan --out"),
+    ):
         result = lm("compare", str(file), *options, *(["folder"] if options[1] == "--out" else []))
         assert (result.returncode, result.stderr.strip()) == (2, f"error: {' and '.join(options)} exclude each other")
     for options in (("--workers", "4"), ("--job-options", "partition=gpu")):
@@ -235,7 +248,9 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
     first.kill()
     first.wait()
     second = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: f'"pid": {second.pid},' in ((folder / LOCK).read_text() if (folder / LOCK).exists() else ""), tmp_path)
+    wait_until(
+        lambda: f'"pid": {second.pid},' in ((folder / LOCK).read_text() if (folder / LOCK).exists() else ""), tmp_path
+    )
     second.terminate()
     assert second.wait() in (-signal.SIGTERM, 128 + signal.SIGTERM)
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -243,7 +258,9 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
     assert (folder / "verdicts.json").exists()
     runs = open_experiment(file, arguments[1:]).known_runs()
     assert [run.outcome.ended for run in runs] == [True] * 4
-    assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, "none is trained twice"
+    assert [len(read_json(run.config.run_folder / "environment.json")["starts"]) for run in runs] == [1] * 4, (
+        "none is trained twice"
+    )
 
 
 @INSTALLED

@@ -42,7 +42,9 @@ def write_parquet(path: Path, columns: dict[str, list]) -> Path:
 
 
 def files_config(folder: Path, tmp_path: Path, **changes) -> DataConfig:
-    base = DataConfig(Files(paths=[str(folder)]), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2)
+    base = DataConfig(
+        Files(paths=[str(folder)]), TrainedTokenizer(300), root=str(tmp_path / "stores"), val_fraction=0.2
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -75,7 +77,9 @@ def fail(error: Unreadable) -> NoReturn:
     raise error
 
 
-def documents(source: Source, root: Path = Path("data"), on_error: OnError = fail, vocabulary: Vocabulary | None = None) -> Documents:
+def documents(
+    source: Source, root: Path = Path("data"), on_error: OnError = fail, vocabulary: Vocabulary | None = None
+) -> Documents:
     return reader(source).documents(source, root, on_error, vocabulary)
 
 
@@ -100,4 +104,6 @@ def start(script: str, source: Path | None, root: Path, **environment: str) -> s
         "from lm.errors import DataError\ndata = DataConfig(Files([sys.argv[1]]), TrainedTokenizer(300), root=sys.argv[2])\n"
     )
     env = {**os.environ, **environment}
-    return subprocess.Popen([sys.executable, "-c", header + script, str(source), str(root)], stdout=-1, stderr=-1, text=True, env=env)
+    return subprocess.Popen(
+        [sys.executable, "-c", header + script, str(source), str(root)], stdout=-1, stderr=-1, text=True, env=env
+    )

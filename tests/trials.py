@@ -17,5 +17,7 @@ TUNED = {**TWO_ARMS, "tune": {"grid": [1e-2, 2e-2], "seeds": [101, 102]}}
 def written(folder: Path, **changes: object) -> Path:
     """The file of `TUNED` with some keys changed; None takes one out."""
     path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (TUNED | changes).items() if value is not None}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({key: value for key, value in (TUNED | changes).items() if value is not None}, sort_keys=False)
+    )
     return path

@@ -37,15 +37,29 @@ class _NormalizerKind(Kind):
 
     def options(self, plugin_class: type) -> type:
         schema = getattr(plugin_class, "schema", None)
-        if not (isinstance(schema, type) and issubclass(schema, self.base) and is_dataclass(schema) and hasattr(schema, "full_formula")):
-            raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}")
+        if not (
+            isinstance(schema, type)
+            and issubclass(schema, self.base)
+            and is_dataclass(schema)
+            and hasattr(schema, "full_formula")
+        ):
+            raise Unavailable(
+                "is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}"
+            )
         if not (isinstance(plugin_class, type) and issubclass(plugin_class, Normalizer)):
             raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", f"see {self.page}")
         if inspect.isabstract(plugin_class):
-            raise Unavailable(f"is not whole: it has no {', '.join(sorted(plugin_class.__abstractmethods__))}", f"see {self.page}")
-        for owner, other, names in ((schema, plugin_class, _OPTION_ATTRIBUTES), (plugin_class, schema, _CODE_ATTRIBUTES)):
+            raise Unavailable(
+                f"is not whole: it has no {', '.join(sorted(plugin_class.__abstractmethods__))}", f"see {self.page}"
+            )
+        for owner, other, names in (
+            (schema, plugin_class, _OPTION_ATTRIBUTES),
+            (plugin_class, schema, _CODE_ATTRIBUTES),
+        ):
             if misplaced_names := [name for name in names if hasattr(other, name)]:
-                raise Unavailable(f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}")
+                raise Unavailable(
+                    f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}"
+                )
         if name := method_ignored_by_forward(plugin_class):
             forward_class = _defining_class(plugin_class, "forward").__name__
             reason = f"has {name} of its own, but `forward` of {forward_class}, which computes another function"
@@ -53,7 +67,9 @@ class _NormalizerKind(Kind):
         return schema
 
 
-NORMALIZER = _NormalizerKind("lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer")
+NORMALIZER = _NormalizerKind(
+    "lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer"
+)
 
 
 SINGLE = Registry(NORMALIZER, ENTRIES)  # options of one layer's normalizer
@@ -66,7 +82,8 @@ class Layers(Options):
     name = "layers"
     full_formula = "layers"
     of: list[object] = variants(
-        SINGLE, "the layers' normalizers, repeated from the first layer on, e.g. [window, window, {name: ssmax, bias: true}]"
+        SINGLE,
+        "the layers' normalizers, repeated from the first layer on, e.g. [window, window, {name: ssmax, bias: true}]",
     )
 
     def problems(self) -> list[Problem]:
@@ -95,17 +112,39 @@ OPTIONS = Registry(NORMALIZER, {**SINGLE, Layers.name: Layers})
 
 
 _DEFINITION_METHODS = ("define_scores", "normalize", "visible")
-_OPTION_ATTRIBUTES = ("full_formula", "sums_to_one", "over_sum", "fixed_by_training", "formula", "problems")  # attributes of options
-_CODE_ATTRIBUTES = ("score_map", "initialise", "define_scores", "normalize", "scale_by_position", "visible", "log_sum", "forward", "decode")
+_OPTION_ATTRIBUTES = (
+    "full_formula",
+    "sums_to_one",
+    "over_sum",
+    "fixed_by_training",
+    "formula",
+    "problems",
+)  # attributes of options
+_CODE_ATTRIBUTES = (
+    "score_map",
+    "initialise",
+    "define_scores",
+    "normalize",
+    "scale_by_position",
+    "visible",
+    "log_sum",
+    "forward",
+    "decode",
+)
 
 
 def method_ignored_by_forward(normalizer: type) -> str:
     """Return the name of a method, such as `normalize`, that the class overrides in vain, as it inherits a `forward` of lm that ignores the
     method. Empty if there is none."""
     definitions = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
-    depths = {name: normalizer.__mro__.index(_defining_class(normalizer, name)) for name in ("forward", "fused_inputs", *definitions)}
+    depths = {
+        name: normalizer.__mro__.index(_defining_class(normalizer, name))
+        for name in ("forward", "fused_inputs", *definitions)
+    }
     forward_class = _defining_class(normalizer, "forward")
-    if forward_class is Normalizer or not forward_class.__module__.startswith("lm."):  # these call the definition, or are a plugin's
+    if forward_class is Normalizer or not forward_class.__module__.startswith(
+        "lm."
+    ):  # these call the definition, or are a plugin's
         return ""
     return next((name for name in definitions if depths[name] < min(depths["forward"], depths["fused_inputs"])), "")
 
@@ -119,7 +158,9 @@ def implementation(name: str) -> type[Normalizer]:
     if name not in ENTRIES:
         return PLUGINS.implementation(name)
     module_values = vars(sys.modules[ENTRIES[name].__module__]).values()
-    return next(entry for entry in module_values if isinstance(entry, type) and getattr(entry, "schema", None) is ENTRIES[name])
+    return next(
+        entry for entry in module_values if isinstance(entry, type) and getattr(entry, "schema", None) is ENTRIES[name]
+    )
 
 
 def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
@@ -140,7 +181,11 @@ def label(plain: Mapping[str, Plain]) -> str:
     if plain["name"] == Layers.name:
         return _layers_label(map(label, plain["of"]))
     options = options_from_plain(plain)
-    return options.label() if options else label_text(plain["name"], {option: value for option, value in plain.items() if option != "name"})
+    return (
+        options.label()
+        if options
+        else label_text(plain["name"], {option: value for option, value in plain.items() if option != "name"})
+    )
 
 
 def markdown() -> str:
@@ -172,11 +217,20 @@ def markdown() -> str:
     ]
     for name, entry in ENTRIES.items():
         sums = "with `n: sum`" if entry.over_sum else "yes" if entry.sums_to_one else "no"
-        facts = entry.full_formula, entry.learned_parameters, sums, implementation(name).kernel, entry.source, entry.known
+        facts = (
+            entry.full_formula,
+            entry.learned_parameters,
+            sums,
+            implementation(name).kernel,
+            entry.source,
+            entry.known,
+        )
         lines.append(_table_row(f"`{name}`", *facts))
     lines += ["", "## Options", "", "| key | type | default | what it is |", "|---|---|---|---|"]
     for name, option in OPTIONS.items():
-        lines += [_table_row(f"`{path}`", kind, f"`{default}`", text) for path, kind, default, text in reference(option, name)]
+        lines += [
+            _table_row(f"`{path}`", kind, f"`{default}`", text) for path, kind, default, text in reference(option, name)
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -21,8 +21,13 @@ from lm.errors import one_line
 from lm.plugins import PLUGINS
 
 HEADS, SIZE, WIDTH, TRAIN_LENGTH = 4, 16, 12, 64
-OUTPUT_AXES, WEIGHT_AXES = ("sequence", "head", "token", "dimension"), ("sequence", "head", "query", "key")  # names of axes
-ERROR_PREFIX = "stopped by"  # first words of the problem where a check ends in an error other than an AssertionError of its own
+OUTPUT_AXES, WEIGHT_AXES = (
+    ("sequence", "head", "token", "dimension"),
+    ("sequence", "head", "query", "key"),
+)  # names of axes
+ERROR_PREFIX = (
+    "stopped by"  # first words of the problem where a check ends in an error other than an AssertionError of its own
+)
 AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softmax's
 
 
@@ -39,7 +44,11 @@ def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int =
 
 
 def inputs(
-    length: int, dtype: torch.dtype = torch.float64, batch: int = 2, size: int = SIZE, normalizer: Normalizer | None = None
+    length: int,
+    dtype: torch.dtype = torch.float64,
+    batch: int = 2,
+    size: int = SIZE,
+    normalizer: Normalizer | None = None,
 ) -> list[Tensor]:
     """Random q, k, v (batch, HEADS, length, size).
 
@@ -61,12 +70,16 @@ def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tenso
 def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIGHT_AXES) -> None:
     """Raise AssertionError with `message` if `condition` is false; for a tensor, add the position of its first false entry along `axes`."""
     if isinstance(condition, Tensor) and not condition.all():
-        raise AssertionError(f"{message}, at {_entry_name(int(condition.logical_not().flatten().int().argmax()), condition, axes)}")
+        raise AssertionError(
+            f"{message}, at {_entry_name(int(condition.logical_not().flatten().int().argmax()), condition, axes)}"
+        )
     if not isinstance(condition, Tensor) and not condition:
         raise AssertionError(message)
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT_AXES) -> None:
+def assert_close(
+    actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT_AXES
+) -> None:
     """Raise AssertionError if dtypes or shapes differ, or entries by more than `atol`; the message gives the entry that differs most."""
     descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
@@ -97,7 +110,9 @@ def assert_is_definition(
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
         output = function(*tensors, layout)
-        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(output.dtype)
+        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+            output.dtype
+        )
         results.append((output, *gradients(output, [*tensors, *parameters], grad)))
     names = ["output", "gradient of q", "gradient of k", "gradient of v"]
     names += [f"gradient of the parameter {name}" for name, _ in normalizer.named_parameters()]
@@ -112,7 +127,9 @@ def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expe
         step_slice, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
         output, state = normalizer.decode(q[:, :, step_slice], k[:, :, step_slice], v[:, :, step_slice], layout, state)
         start, outputs = start + step, [*outputs, output]
-    assert_close(torch.cat(outputs, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens")
+    assert_close(
+        torch.cat(outputs, 2), expected, f"output of `decode` in steps of {', '.join(map(str, steps[:5]))} ... tokens"
+    )
 
 
 # ---------------------------------------------------------------- the promises
@@ -128,9 +145,13 @@ def initial_values(options: Options) -> None:
     if not isinstance(output, Tensor):
         raise TypeError(f"`forward` gives {type(output).__name__}, not a tensor")
     if not output.isfinite().all():
-        raise ValueError("`forward` gives numbers that are not finite; a row without weight is divided by lm.attention.routes.divided")
+        raise ValueError(
+            "`forward` gives numbers that are not finite; a row without weight is divided by lm.attention.routes.divided"
+        )
     with torch.random.fork_rng([]):
-        first_normalizer, second_normalizer = (make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2))
+        first_normalizer, second_normalizer = (
+            make_normalizer(options, LayerSpec(HEADS, SIZE, WIDTH, TRAIN_LENGTH)) for _ in range(2)
+        )
     for (name, a), b in zip(first_normalizer.named_parameters(), second_normalizer.parameters(), strict=True):
         require(name.endswith("hidden.weight") or torch.equal(a, b), f"the parameter {name} is drawn")
 
@@ -158,7 +179,10 @@ def finite_differences(options: Options) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(normalizer, dict(zip(names, values, strict=True)), (q, k, v, layout))
 
-    tensors = [*inputs(6, batch=1, size=4, normalizer=normalizer), *(parameter.detach() for parameter in normalizer.parameters())]
+    tensors = [
+        *inputs(6, batch=1, size=4, normalizer=normalizer),
+        *(parameter.detach() for parameter in normalizer.parameters()),
+    ]
     for index, name in enumerate(["q", "k", "v", *(f"the parameter {name}" for name in names)]):
         leaves = [x.clone().requires_grad_(tensor_index == index) for tensor_index, x in enumerate(tensors)]
         is_right = torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6, fast_mode=True, raise_exception=False)
@@ -174,14 +198,25 @@ def row_independence(options: Options) -> None:
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
     positions = torch.arange(length) + length  # every query sees every key
     shifted_positions = positions + 7 * (positions == positions[moved_query])
-    layouts = (AttentionLayout(queries, torch.arange(length), queries + 9, causal=False) for queries in (positions, shifted_positions))
+    layouts = (
+        AttentionLayout(queries, torch.arange(length), queries + 9, causal=False)
+        for queries in (positions, shifted_positions)
+    )
     is_other = torch.arange(length) != moved_query
-    old_rows, new_rows = (normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts)  # (1, H, 5, S); NaN: no keys
+    old_rows, new_rows = (
+        normalizer.weights(q, k, layout)[:, :, is_other].nan_to_num() for layout in layouts
+    )  # (1, H, 5, S); NaN: no keys
     old_entries, new_entries = old_rows[..., is_other], new_rows[..., is_other]
-    factor = (old_entries * new_entries).sum(-1, keepdim=True) / old_entries.square().sum(-1, keepdim=True).clamp(min=1e-300)
+    factor = (old_entries * new_entries).sum(-1, keepdim=True) / old_entries.square().sum(-1, keepdim=True).clamp(
+        min=1e-300
+    )
     is_along_keys = torch.allclose(new_entries, factor * old_entries, rtol=0, atol=1e-12)
     message = f"a number that belongs to query {moved_query} changes other queries' weights"
-    message += f" of key {moved_query}: it lies along the axis of keys instead of queries, unnoticed where T = S" if is_along_keys else ""
+    message += (
+        f" of key {moved_query}: it lies along the axis of keys instead of queries, unnoticed where T = S"
+        if is_along_keys
+        else ""
+    )
     require(torch.allclose(new_rows, old_rows, rtol=0, atol=1e-12), message)
 
 
@@ -196,7 +231,10 @@ def row_sums(options: Options) -> None:
     sums = weights.sum(-1)
     sums_to_one = torch.allclose(sums[sums != 0], torch.ones((), dtype=sums.dtype))
     is_declared = options.rows_sum_to_one
-    require(sums_to_one == is_declared, f"`sums_to_one` is {is_declared}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}")
+    require(
+        sums_to_one == is_declared,
+        f"`sums_to_one` is {is_declared}, the sums of rows go from {sums.min():.4g} to {sums.max():.4g}",
+    )
 
 
 def score_independence(options: Options) -> None:
@@ -207,14 +245,27 @@ def score_independence(options: Options) -> None:
     normalizer, layout = randomized(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = inputs(11, batch=1, normalizer=normalizer)
     scores = normalizer.scores(q, k, layout)
-    require(normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout), "`weights` are not `normalize(scores)`")
-    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[:, :, 0, 0]  # (T, S, T, S)
+    require(
+        normalizer.normalize(scores, layout) == normalizer.weights(q, k, layout),
+        "`weights` are not `normalize(scores)`",
+    )
+    jacobian = torch.autograd.functional.jacobian(lambda z: normalizer.normalize(z, layout)[0, 0], scores)[
+        :, :, 0, 0
+    ]  # (T, S, T, S)
     query = torch.arange(11)
     row_jacobian = jacobian[query, :, query].clone()  # (T, S, S)
     jacobian[query, :, query] = 0
-    require(jacobian == 0, "a weight depends on a score of another query", ("query", "key", "score of query", "score of key"))
+    require(
+        jacobian == 0,
+        "a weight depends on a score of another query",
+        ("query", "key", "score of query", "score of key"),
+    )
     hidden_entries = row_jacobian.masked_fill(layout.visible()[0, 0].unsqueeze(1), 0.0)
-    require(hidden_entries == 0, "a weight depends on the score of a key that is not seen", ("query", "weight of key", "score of key"))
+    require(
+        hidden_entries == 0,
+        "a weight depends on the score of a key that is not seen",
+        ("query", "weight of key", "score of key"),
+    )
 
 
 def scale_by_position(options: Options) -> None:
@@ -240,8 +291,16 @@ def score_map(options: Options) -> None:
     require(weights.masked_fill(visible, 0.0) == 0, "a key that is not visible has weight")
     if normalizer.score_map:
         score_values = SCORE_MAPS[normalizer.score_map](normalizer.scores(q, k, layout)).masked_fill(~visible, 0.0)
-        factor = (weights * score_values).sum(-1, keepdim=True) / score_values.square().sum(-1, keepdim=True).clamp(min=1e-300)
-        assert_close(weights, factor * score_values, f"weight, by `score_map` {normalizer.score_map} of its score,", 1e-12, WEIGHT_AXES)
+        factor = (weights * score_values).sum(-1, keepdim=True) / score_values.square().sum(-1, keepdim=True).clamp(
+            min=1e-300
+        )
+        assert_close(
+            weights,
+            factor * score_values,
+            f"weight, by `score_map` {normalizer.score_map} of its score,",
+            1e-12,
+            WEIGHT_AXES,
+        )
 
 
 def causality(options: Options) -> None:
@@ -267,7 +326,9 @@ def decoding(options: Options) -> None:
     q, k, v = inputs(length, normalizer=normalizer)
     whole_output = normalizer(q, k, v, AttentionLayout.full(length))
     layouts = [AttentionLayout.full(length).select(slice(t, t + 1), t + 1) for t in range(length)]
-    outputs = [normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout) for t, layout in enumerate(layouts)]
+    outputs = [
+        normalizer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], layout) for t, layout in enumerate(layouts)
+    ]
     assert_close(torch.cat(outputs, 2), whole_output, "output of `forward` for one query at a time")
     for steps in ([1] * length, [5, 1, 1, 16, 7]):
         assert_decodes(normalizer, q, k, v, whole_output, steps)
@@ -294,7 +355,9 @@ def packed_documents(options: Options) -> None:
     tensors = inputs(sum(lengths), normalizer=normalizer)
     output = normalizer(*tensors, AttentionLayout.from_document_lengths(lengths))
     for length, document_output, *qkv in zip(lengths, *(x.split(lengths, 2) for x in (output, *tensors)), strict=True):
-        assert_close(document_output, normalizer(*qkv, AttentionLayout.full(length)), f"output of a packed document of {length}")
+        assert_close(
+            document_output, normalizer(*qkv, AttentionLayout.full(length)), f"output of a packed document of {length}"
+        )
 
 
 def document_starts(options: Options) -> None:
@@ -305,7 +368,9 @@ def document_starts(options: Options) -> None:
     normalizer = randomized(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
     leaves = inputs(33, batch=3, normalizer=normalizer)
-    assert_is_definition(normalizer, partial(by_documents, normalizer), leaves, AttentionLayout.from_positions(positions))
+    assert_is_definition(
+        normalizer, partial(by_documents, normalizer), leaves, AttentionLayout.from_positions(positions)
+    )
 
 
 def row_length(options: Options) -> None:
@@ -315,9 +380,13 @@ def row_length(options: Options) -> None:
     """
     normalizer, short_length, long_length = randomized(options), 9, 21
     q, k, v = inputs(long_length, normalizer=normalizer)
-    expected = normalizer(q[:1, :, :short_length], k[:1, :, :short_length], v[:1, :, :short_length], AttentionLayout.full(short_length))
+    expected = normalizer(
+        q[:1, :, :short_length], k[:1, :, :short_length], v[:1, :, :short_length], AttentionLayout.full(short_length)
+    )
     positions = torch.arange(long_length).expand(2, long_length)
-    batch_output = normalizer(q, k, v, AttentionLayout(positions, positions, torch.tensor([[short_length], [long_length]]), causal=True))
+    batch_output = normalizer(
+        q, k, v, AttentionLayout(positions, positions, torch.tensor([[short_length], [long_length]]), causal=True)
+    )
     assert_close(batch_output[:1, :, :short_length], expected, "output of the shorter document", 1e-12)
 
 
@@ -332,12 +401,17 @@ def one_device(options: Options) -> None:
     q = k = v = torch.empty(2, HEADS, 20, SIZE, device="meta", requires_grad=True)
     q, k = (heads.detach().requires_grad_() for heads in normalizer.append_features(x, q, k))
     positions = torch.empty(2, 20, dtype=torch.int64, device="meta")
-    for layout in (AttentionLayout.full(20, "meta"), AttentionLayout(positions, positions, positions, False, positions, positions)):
+    for layout in (
+        AttentionLayout.full(20, "meta"),
+        AttentionLayout(positions, positions, positions, False, positions, positions),
+    ):
         require(normalizer.weights(q, k, layout).is_meta, "weights are on another device")
         output = normalizer(q, k, v, layout)
         output.backward(torch.empty_like(output))
     first_output, state = normalizer.decode(q, k, v, AttentionLayout.continuing(0, 20, 30, "meta"), None)
-    next_output, _ = normalizer.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state)
+    next_output, _ = normalizer.decode(
+        q[:, :, :1], k[:, :, :1], v[:, :, :1], AttentionLayout.continuing(20, 1, 30, "meta"), state
+    )
     require(first_output.is_meta and next_output.is_meta, "the output of `decode` is on another device")
 
 
@@ -353,7 +427,10 @@ def extreme_scores(options: Options) -> None:
         large_k = torch.cat((k[..., :SIZE] * (1e4 if fill else 0.0) + fill, k[..., SIZE:]), -1)
         output = normalizer(large_q, large_k, v, AttentionLayout.full(50))
         grads = gradients(output, [q, k, v, *normalizer.parameters()], torch.ones_like(output))
-        names = ["output", *(f"gradient of {name}" for name in ("q", "k", "v", *(name for name, _ in normalizer.named_parameters())))]
+        names = [
+            "output",
+            *(f"gradient of {name}" for name in ("q", "k", "v", *(name for name, _ in normalizer.named_parameters()))),
+        ]
         for name, x in zip(names, (output, *grads), strict=True):
             require(x.isfinite(), f"the {name} is not finite, with queries and keys about {fill:g}", OUTPUT_AXES)
 
@@ -367,9 +444,15 @@ def autocast_weights(options: Options) -> None:
     q, k, _ = inputs(20, torch.float32, normalizer=normalizer)
     weights = normalizer.weights(q, k, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        weights_in_autocast, bf16_weights = normalizer.weights(q, k, layout), normalizer.weights(q.bfloat16(), k.bfloat16(), layout)
+        weights_in_autocast, bf16_weights = (
+            normalizer.weights(q, k, layout),
+            normalizer.weights(q.bfloat16(), k.bfloat16(), layout),
+        )
     require(weights_in_autocast == weights, "a weight under autocast differs from that without")
-    require(bf16_weights.dtype == torch.float32, f"the weights of bf16 inputs are in {str(bf16_weights.dtype).removeprefix('torch.')}")
+    require(
+        bf16_weights.dtype == torch.float32,
+        f"the weights of bf16 inputs are in {str(bf16_weights.dtype).removeprefix('torch.')}",
+    )
 
 
 def autocast_errors(options: Options) -> None:
@@ -379,7 +462,10 @@ def autocast_errors(options: Options) -> None:
     """
     errors, base = _autocast_errors(options), _autocast_errors(Softmax())
     for name, error in errors.items():
-        require(error <= AUTOCAST_FACTOR * base[name], f"the relative error of the {name} is {error:.2g}, softmax's is {base[name]:.2g}")
+        require(
+            error <= AUTOCAST_FACTOR * base[name],
+            f"the relative error of the {name} is {error:.2g}, softmax's is {base[name]:.2g}",
+        )
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
@@ -427,5 +513,7 @@ def _find_problem(check: Callable[..., None], options: object) -> str:
         if isinstance(error, AssertionError) and str(error):
             return one_line(error)
         failure_location, _ = PLUGINS.failure(error)
-        return f"{ERROR_PREFIX} {type(error).__name__}: {one_line(error)}" + (f"; {failure_location}" if failure_location else "")
+        return f"{ERROR_PREFIX} {type(error).__name__}: {one_line(error)}" + (
+            f"; {failure_location}" if failure_location else ""
+        )
     return ""

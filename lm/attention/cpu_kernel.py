@@ -36,7 +36,9 @@ def why_unusable(v: Tensor) -> str:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
         return f"the kernel has no {v.dtype}"
-    if usable_cores() < torch.get_num_threads():  # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
+    if (
+        usable_cores() < torch.get_num_threads()
+    ):  # OMP_PROC_BIND binds this thread to cores, and so all threads it starts
         return "this thread is bound to fewer cores than PyTorch has threads"
     return _why_unusable()
 
@@ -57,7 +59,9 @@ def _run_kernel(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -
     """Compute `causal_softmax` of some of the N heads in one call of the kernel, and write the result into `output`."""
     (n, queries, _), (keys, width) = q.shape, v.shape[1:]
     q = _pad(q, ROWS, 2)
-    k = _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / WIDTH, D / 2, WIDTH, 2)
+    k = (
+        _pad(k, WIDTH, 2).unflatten(1, (-1, WIDTH)).unflatten(3, (-1, 2)).transpose(2, 3).contiguous()
+    )  # (N, S / WIDTH, D / 2, WIDTH, 2)
     v = _pad(v, WIDTH, WIDTH).unflatten(1, (-1, 2)).transpose(2, 3).contiguous()  # (N, S / 2, E, 2)
     padded_output = v.new_empty(n, q.size(1), v.size(2))
     sizes = (n, q.size(1), 2 * v.size(1), keys - queries, q.size(2), v.size(2), torch.get_num_threads())
@@ -90,14 +94,26 @@ def _why_unusable() -> str:
         problem = "its results are not PyTorch's"
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         problem = " ".join(str(getattr(error, "stderr", None) or error).split())[:200]
-    warnings.warn(f"attention takes PyTorch's kernel for long sequences, as its own does not work here: {problem}", stacklevel=2)
+    warnings.warn(
+        f"attention takes PyTorch's kernel for long sequences, as its own does not work here: {problem}", stacklevel=2
+    )
     return f"the kernel does not work here: {problem}"
 
 
 @cache
 def _library() -> ctypes.CDLL:
     """The kernel's loaded library, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
-    command = [cpp_compiler(), "-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread", f"-DROWS={ROWS}", f"-DWIDTH={WIDTH}"]
+    command = [
+        cpp_compiler(),
+        "-O3",
+        "-std=c++17",
+        "-march=native",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-DROWS={ROWS}",
+        f"-DWIDTH={WIDTH}",
+    ]
     identity = hashlib.sha256(f"{command} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = compiled_code_folder()
     path = folder and folder / f"{SOURCE.stem}-{identity}.so"

@@ -71,18 +71,26 @@ class WindowNormalizer(SoftmaxNormalizer):
             """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` before it: (B N, H, (p + 1) w, size)."""
             pieces = F.pad(x, (0, 0, n_preceding * w, -t % w)).unflatten(2, (-1, w))
             n_blocks = pieces.size(2) - n_preceding
-            return torch.cat([pieces[:, :, i : i + n_blocks] for i in range(n_preceding + 1)], 3).transpose(1, 2).flatten(0, 1)
+            return (
+                torch.cat([pieces[:, :, i : i + n_blocks] for i in range(n_preceding + 1)], 3)
+                .transpose(1, 2)
+                .flatten(0, 1)
+            )
 
         query_index, key_index = torch.arange(w, device=q.device).unsqueeze(1), torch.arange(2 * w, device=q.device)
         mask = ((key_index > query_index) & (key_index <= query_index + w)).repeat(-(-t // w), 1, 1)  # (N, w, 2 w)
         mask[0] &= key_index >= w  # there is no block before the first
-        output = routes.fused_softmax(blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1))
+        output = routes.fused_softmax(
+            blocks(q, 0), blocks(k, 1), blocks(v, 1), layout, mask=mask.unsqueeze(1).repeat(b, 1, 1, 1)
+        )
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def _sum_over_distances(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute `forward`, (B, H, T, E), in a loop over the distances from query to key, with scores and sums in fp32 or wider."""
         t, dtype, q = q.size(2), v.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
-        scores = [F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)]
+        scores = [
+            F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)
+        ]
         weights = torch.stack(scores, -1).softmax(-1)
         output = weights[..., :1] * v
         for d in range(1, self.options.size):
@@ -164,7 +172,9 @@ class ForgetNormalizer(SoftmaxNormalizer):
         running_sum = log_f.cumsum(-1)  # (B, H, S), across documents: only differences within a document are used
         mask = visible.expand(*q.shape[:2], *visible.shape[-2:])
         first_key = mask.int().argmax(-1)  # (B, H, T), the first key of the query's document
-        log_f_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(-1, first_key)
+        log_f_sum = (mask.to(log_f.dtype) @ log_f.unsqueeze(-1)).squeeze(-1) + (running_sum - log_f).gather(
+            -1, first_key
+        )
         return logits(q, k) + log_f_sum.unsqueeze(-1) - running_sum.unsqueeze(-2)
 
 

@@ -36,14 +36,22 @@ class ElementwiseNormalizer(DividedNormalizer):
         if not layout.causal:
             return super().forward(q, k, v, layout)
         factor = self.factor(layout)
-        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype  # fp16 can't hold sums before they are divided by n
+        dtype = (
+            torch.float32 if v.dtype == torch.float16 else v.dtype
+        )  # fp16 can't hold sums before they are divided by n
         q, k, values = q.to(dtype), k.to(dtype), v.to(dtype)
-        output = elementwise_sums.elementwise_attention(self.score_map, q, k, values, self.shift(layout), over_sum=factor is None)
+        output = elementwise_sums.elementwise_attention(
+            self.score_map, q, k, values, self.shift(layout), over_sum=factor is None
+        )
         return (output if factor is None else output * factor.unsqueeze(-1)).to(v.dtype)
 
     def kernel_description(self, device: str = "cpu") -> str:
         reason = elementwise_sums.why_tiles(torch.device(device), torch.float32, self.layer.head_size)
-        kernel = f"causal tiles of keys and queries, backward by hand ({reason})" if reason else "Triton, tiles that stay on the chip"
+        kernel = (
+            f"causal tiles of keys and queries, backward by hand ({reason})"
+            if reason
+            else "Triton, tiles that stay on the chip"
+        )
         return f"{kernel}: elementwise attention needs no row statistics"
 
 
@@ -55,8 +63,13 @@ class Relu2(Options):
     known = "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures published)"
     over_sum = True
     sums_to_one = False
-    n: str = key("visible", "row length n: `visible` keys, length of the `sample`, `fixed:N`; or `sum`: divide each row by its sum")
-    form: Literal["1/(n d)", "1/n^2"] = key("1/(n d)", "relu(q.k)^2 / (n d), d the head size; or relu(q.k / n)^2, as in GAU's own code")
+    n: str = key(
+        "visible",
+        "row length n: `visible` keys, length of the `sample`, `fixed:N`; or `sum`: divide each row by its sum",
+    )
+    form: Literal["1/(n d)", "1/n^2"] = key(
+        "1/(n d)", "relu(q.k)^2 / (n d), d the head size; or relu(q.k / n)^2, as in GAU's own code"
+    )
 
     def problems(self) -> list[Problem]:
         problems = super().problems()
@@ -70,7 +83,11 @@ class Relu2Normalizer(ElementwiseNormalizer):
     score_map = "relu2"
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        return super().factor(layout) if self.options.form == "1/(n d)" else self.layer.head_size / self.row_length(layout).square()
+        return (
+            super().factor(layout)
+            if self.options.form == "1/(n d)"
+            else self.layer.head_size / self.row_length(layout).square()
+        )
 
 
 @dataclass

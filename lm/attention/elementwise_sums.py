@@ -36,7 +36,9 @@ class ScoreFunction(NamedTuple):
 
     value: Callable[[Tensor], Tensor]  # f(z)
     value_: Callable[[Tensor], Tensor]  # f(z); overwrites z
-    derivative_: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (f(z), grad x f'(z)) from z and grad; overwrites both
+    derivative_: Callable[
+        [Tensor, Tensor], tuple[Tensor, Tensor]
+    ]  # (f(z), grad x f'(z)) from z and grad; overwrites both
 
 
 def _relu2_derivative_(z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,9 @@ class _ElementwiseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, kind: str, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, kind: str, over_sum: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+    ) -> Tensor:
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         output = torch.empty(v.shape, dtype=wide_dtype if over_sum else v.dtype, device=v.device)
         sums = torch.empty((*v.shape[:2], 1), dtype=wide_dtype, device=v.device) if over_sum else None
@@ -139,7 +143,9 @@ def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = Non
     """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at a time."""
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
-    return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(0, q.shape[:2])
+    return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(
+        0, q.shape[:2]
+    )
 
 
 # ---------------------------------------------------------------- the Triton kernel, or tiles
@@ -168,7 +174,9 @@ def _why_unusable(device: torch.device) -> str:
         return "triton is not installed"
     import triton
 
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:  # triton 3.2 aborts when it compiles for wide values
+    if (
+        tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON
+    ):  # triton 3.2 aborts when it compiles for wide values
         return f"the Triton kernel needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}, this is {triton.__version__}"
     if triton_is_interpreted():
         return ""
@@ -202,13 +210,19 @@ def _kernel_agrees(kind: str, qkv: list[Tensor], shift: Tensor | None, over_sum:
     from lm.attention import triton_kernels
 
     leaves = [tensor.detach().requires_grad_() for tensor in (*qkv, *([] if shift is None else [shift]))]
-    outputs = [route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)]
+    outputs = [
+        route(kind, *leaves[:3], *(leaves[3:] or [None]), over_sum) for route in (triton_kernels.fused_attention, tiles)
+    ]
     kernel_results, tile_results = ((output, *torch.autograd.grad(output, leaves, grad)) for output in outputs)
-    return all(bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(kernel_results, tile_results, strict=True))
+    return all(
+        bool((a - b).abs().max() <= b.abs().max() / 32) for a, b in zip(kernel_results, tile_results, strict=True)
+    )
 
 
 @uncompiled
-def elementwise_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
+def elementwise_attention(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False
+) -> Tensor:
     """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by a Triton kernel or tiles (`why_tiles`).
 
     The factor 1 / sqrt(D) multiplies the scores, in fp32, as a scaled q would be rounded once more, to `q.dtype`.

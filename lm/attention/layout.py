@@ -31,7 +31,9 @@ class AttentionLayout:
     key_positions: Tensor  # (S,) or (B, S) int64, 0-based position of each key in its document
     lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
     causal: bool  # true: queries and keys are the same tokens of one document per sequence, in order; the mask is the causal triangle
-    documents: Tensor | None = None  # int64, index of each query's document, shaped as `positions`; None: one document per sequence
+    documents: Tensor | None = (
+        None  # int64, index of each query's document, shaped as `positions`; None: one document per sequence
+    )
     key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
     tail: bool = False  # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
 
@@ -69,7 +71,9 @@ class AttentionLayout:
         documents = None if self.documents is None else self.documents[..., queries]
         key_documents = None if self.key_documents is None else self.key_documents[..., :keys]
         lengths = self.lengths.expand_as(self.positions)[..., queries]
-        return AttentionLayout(self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents)
+        return AttentionLayout(
+            self.positions[..., queries], self.key_positions[..., :keys], lengths, False, documents, key_documents
+        )
 
     def from_query(self, first: int) -> "AttentionLayout":
         """The layout of all queries from index `first` in the sequence on, and of all keys."""
@@ -101,7 +105,11 @@ class AttentionLayout:
 
 @uncompiled
 def by_documents(
-    attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor], q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
 ) -> Tensor:
     """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document by itself.
 
@@ -116,7 +124,9 @@ def by_documents(
     flat_tensors = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B T, H, D)
     outputs = []
     for index, group_layout in groups:
-        group_tensors = (x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat_tensors)
+        group_tensors = (
+            x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for x in flat_tensors
+        )
         outputs.append(attend(*group_tensors, group_layout).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, index_in_outputs).unflatten(0, (b, t)).transpose(1, 2)
 
@@ -132,7 +142,10 @@ def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor,
     size_classes = sizes.clamp(min=16).double().log2().ceil()
     index_in_outputs, groups, n_outputs = torch.empty_like(positions), [], 0
     for size_class in size_classes.unique():
-        first_token, size = starts[size_classes == size_class].unsqueeze(1), sizes[size_classes == size_class].unsqueeze(1)
+        first_token, size = (
+            starts[size_classes == size_class].unsqueeze(1),
+            sizes[size_classes == size_class].unsqueeze(1),
+        )
         offset = torch.arange(int(size.max()))
         index = first_token + torch.minimum(offset, size - 1)
         is_token = offset < size

@@ -27,5 +27,7 @@ else:
             return value
 
     torch, F = _Lazy("torch"), _Lazy("torch.nn.functional")
-    elementwise_sums, layout, routes = (_Lazy(f"lm.attention.{name}") for name in ("elementwise_sums", "layout", "routes"))
+    elementwise_sums, layout, routes = (
+        _Lazy(f"lm.attention.{name}") for name in ("elementwise_sums", "layout", "routes")
+    )
     Tensor = AttentionLayout = Module = object

@@ -74,7 +74,9 @@ class LinearNormalizer(DividedNormalizer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         return self.decode(q, k, v, layout, None)[0] if layout.causal else super().forward(q, k, v, layout)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Decode as `Normalizer.decode`. The state is always one matrix per query head, head size x width of the values.
         With the option `n: sum` it has one more column."""
         k, v = self.expand_kv_heads(k, v)
@@ -115,8 +117,14 @@ class LinearNormalizer(DividedNormalizer):
             log_g = self.log_decay(q).view(-1, 1, 1)  # (H, 1, 1)
             index = torch.arange(size, device=q.device, dtype=q.dtype)
             scores *= (log_g * (index.unsqueeze(1) - index).clamp(min=0)).exp().tril().unsqueeze(1)
-            start_decay, end_decay = ((log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0)))  # (H, 1, C, 1)
-            sums, chunk_decay, states = (k * end_decay).transpose(-2, -1) @ v, (size * log_g).exp(), [state * (-n_padding * log_g).exp()]
+            start_decay, end_decay = (
+                (log_g * x.unsqueeze(1)).exp().unsqueeze(1) for x in (index + 1, index.flip(0))
+            )  # (H, 1, C, 1)
+            sums, chunk_decay, states = (
+                (k * end_decay).transpose(-2, -1) @ v,
+                (size * log_g).exp(),
+                [state * (-n_padding * log_g).exp()],
+            )
             for chunk_sum in sums.unbind(2):  # (B, H, D, E), which the chunk adds to the state
                 states.append(states[-1] * chunk_decay + chunk_sum)
             start_states, state = torch.stack(states[:-1], 2), states[-1]
@@ -124,7 +132,10 @@ class LinearNormalizer(DividedNormalizer):
         else:
             scores = scores.tril_()
             states = torch.cat((state.unsqueeze(2), k.transpose(-2, -1) @ v), 2).cumsum(2)
-            start_states, state = states[:, :, :-1], states[:, :, -1].clone()  # a view would keep the states of all chunks in memory
+            start_states, state = (
+                states[:, :, :-1],
+                states[:, :, -1].clone(),
+            )  # a view would keep the states of all chunks in memory
         output = scores @ v + q @ start_states
         return output.flatten(2, 3)[:, :, n_padding:], state
 

@@ -41,7 +41,9 @@ class Normalizer(ABC, Module):
 
     schema: ClassVar[type[Options]]
     kernel: ClassVar[str] = "query blocks"  # how training computes weights x values, for docs/normalizers.md
-    depends_on_distance: ClassVar[bool] = False  # whether scores depend on how far back a key is, in another way than by `log_decay`
+    depends_on_distance: ClassVar[bool] = (
+        False  # whether scores depend on how far back a key is, in another way than by `log_decay`
+    )
     score_map: str = ""  # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
 
     def __new__(cls, *arguments: object) -> Normalizer:
@@ -98,12 +100,19 @@ class Normalizer(ABC, Module):
     def scale_by_position(self) -> Tensor | None:
         """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if scores have another
         form."""
-        return torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64) if self.scores_are_logits else None
+        return (
+            torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64)
+            if self.scores_are_logits
+            else None
+        )
 
     @property
     def scores_are_logits(self) -> bool:
         """Whether scores are the logits z, as `define_scores` is the default and no features are appended to q and k."""
-        return all(getattr(type(self), name) is getattr(Normalizer, name) for name in ("define_scores", "query_features", "key_features"))
+        return all(
+            getattr(type(self), name) is getattr(Normalizer, name)
+            for name in ("define_scores", "query_features", "key_features")
+        )
 
     def row_length(self, layout: AttentionLayout) -> Tensor:
         """The row length n of each query, as the option `n` defines it: fp32, broadcastable to (B, H, T)."""
@@ -165,7 +174,11 @@ class Normalizer(ABC, Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         """Weights x values, like `forward`, but document by document for whole sequences that hold several documents."""
         is_whole = q.size(2) == k.size(2)
-        return layouts.by_documents(self, q, k, v, layout) if is_whole and layout.documents is not None else self(q, k, v, layout)
+        return (
+            layouts.by_documents(self, q, k, v, layout)
+            if is_whole and layout.documents is not None
+            else self(q, k, v, layout)
+        )
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
         """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None if none exist."""
@@ -191,7 +204,9 @@ class Normalizer(ABC, Module):
         group, size = self.layer.n_head // k.size(1), self.layer.head_size
         if group == 1:
             return k, v
-        key_features = k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)  # (B, H, S, F)
+        key_features = (
+            k[..., size:].unflatten(-1, (group, (k.size(-1) - size) // group)).transpose(2, 3).flatten(1, 2)
+        )  # (B, H, S, F)
         return torch.cat((k[..., :size].repeat_interleave(group, 1), key_features), -1), v.repeat_interleave(group, 1)
 
     def kernel_description(self, device: str = "cpu") -> str:
@@ -207,7 +222,11 @@ def _as_module(plain_class: type[Normalizer]) -> type[Normalizer]:
     attributes = {
         "__module__": plain_class.__module__,
         "__doc__": plain_class.__doc__,
-        "__reduce__": lambda self: (Normalizer.__new__, (plain_class,), vars(self)),  # pickle finds the plain class by its name
+        "__reduce__": lambda self: (
+            Normalizer.__new__,
+            (plain_class,),
+            vars(self),
+        ),  # pickle finds the plain class by its name
     }
     return type(plain_class)(plain_class.__name__, (plain_class, torch.nn.Module), attributes)
 

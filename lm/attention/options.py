@@ -25,7 +25,9 @@ class Options:
     source: ClassVar[str] = ""  # the paper or code that the function comes from
     known: ClassVar[str] = ""  # published figures, with their source
     sums_to_one: ClassVar[bool] = True  # whether each row of weights sums to 1 for all values of the options
-    over_sum: ClassVar[bool] = False  # whether the option `n` may be `sum`, which divides each row of weights by its sum
+    over_sum: ClassVar[bool] = (
+        False  # whether the option `n` may be `sum`, which divides each row of weights by its sum
+    )
     scales_with_q: ClassVar[bool] = True  # whether a factor on q is the same factor on the logits q.k
     fixed_by_training: ClassVar[Mapping[str, str]] = {}  # by option, the reason why a trained model can't change it
 
@@ -43,7 +45,14 @@ class Options:
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
-        return [Problem("n", n, "unknown row length", f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})")]
+        return [
+            Problem(
+                "n",
+                n,
+                "unknown row length",
+                f"choose visible, sample or fixed:N (N a whole number from 2 to {LONGEST:g})",
+            )
+        ]
 
     @classmethod
     def first_init(cls) -> Plain:
@@ -61,7 +70,9 @@ class Options:
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
         """Return these options, of a trained normalizer, updated from `changes`; keys that are none of its options are ignored. Problems
         with the new values, at keys below `path`, are appended to `problems`."""
-        overrides = {option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}}
+        overrides = {
+            option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}
+        }
         violations = [
             Problem(f"{path}.{option}", overrides[option], reason)
             for option, reason in self.fixed_by_training.items()
@@ -73,7 +84,9 @@ class Options:
 
     def non_defaults(self, excluded: str = "") -> dict[str, Plain]:
         """Values, by name, of the options that differ from their defaults, without the option `excluded`."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default}
+        values = {
+            spec.name: getattr(self, spec.name) for spec in fields(self) if getattr(self, spec.name) != spec.default
+        }
         return {option: value for option, value in values.items() if option != excluded}
 
     def label(self) -> str:
@@ -83,9 +96,15 @@ class Options:
     def swap_arguments(self) -> str:
         """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax model.normalizer.bias=true`."""
         overrides = self.non_defaults("init").items()
-        return " ".join([self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides)])
+        return " ".join(
+            [self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides)]
+        )
 
 
 def label_text(name: str, options: Mapping[str, Plain]) -> str:
     """A normalizer's name with `options` in parentheses: `ssmax (init=1.0)`."""
-    return f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})" if options else name
+    return (
+        f"{name} ({', '.join(f'{option}={yaml_scalar(value)}' for option, value in options.items())})"
+        if options
+        else name
+    )

@@ -103,7 +103,9 @@ class SSMax(Options):
         "bias": "decides whether there is a b to learn",
         "init": INITIAL_VALUE_REASON,
     }
-    scale: Literal["learned", "none"] = key("learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)")
+    scale: Literal["learned", "none"] = key(
+        "learned", "s of `s ln n`, one per layer and head; `none`: s = 1 (the paper's variant c)"
+    )
     bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
     init: Literal["match", "unit"] | float = key(
         "match",
@@ -121,7 +123,9 @@ class SSMax(Options):
     def problems(self) -> list[Problem]:
         problems = super().problems()
         if self.scale == "none" and self.init != "match":
-            problems.append(Problem("init", self.init, "scale: none has no s to start", "drop init, or set scale: learned"))
+            problems.append(
+                Problem("init", self.init, "scale: none has no s to start", "drop init, or set scale: learned")
+            )
         return problems
 
 
@@ -130,7 +134,9 @@ class SSMaxNormalizer(QueryScale):
 
     def initialise(self) -> None:
         if self.options.scale == "learned":
-            self.s = self.parameter({"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init))
+            self.s = self.parameter(
+                {"match": 1 / self.log_n().mean().item(), "unit": 1.0}.get(self.options.init, self.options.init)
+            )
         if self.options.bias:
             self.b = self.parameter(0.0)
 
@@ -184,7 +190,9 @@ class LogN(Options):
         "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 times the length: under "
         "a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
     )
-    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST)
+    base: Literal["train"] | float = key(
+        "train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST
+    )
     clip: bool = key(False, "never scale below 1, for models trained without it (`max(1, ln n / ln m)`)")
     n: str = key("visible", N_HELP)
 
@@ -271,7 +279,9 @@ class InfoScale(Options):
     full_formula = "softmax(z sqrt(1 - n^(-2/D)) / sqrt(1 - m^(-2/D)))"
     source = "arXiv 2501.08570"
     known = "made for models trained without it"
-    base: Literal["train"] | float = key("train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST)
+    base: Literal["train"] | float = key(
+        "train", "m, the length at which this is softmax; `train`: the training length", ge=2, le=LONGEST
+    )
     n: str = key("visible", N_HELP)
 
 
@@ -303,7 +313,9 @@ class CosineNormalizer(QueryScale):
     schema = Cosine
 
     def initialise(self) -> None:
-        self.g = self.parameter(math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item())
+        self.g = self.parameter(
+            math.sqrt(self.layer.head_size) / self.growth(self.training_layout()).double().mean().item()
+        )
 
     def growth(self, layout: AttentionLayout) -> Tensor:
         """ln n if the option `log_n` is set, else 1: (1, T) or (B, 1, T)."""
@@ -384,7 +396,9 @@ class QASSMaxNormalizer(FusedSoftmax):
         q = q.to(torch.promote_types(q.dtype, dtype))
         with routes.without_autocast(q.device):
             log_n = layout.n(self.options.n).log().unsqueeze(-1).to(dtype)  # (T, 1) or (B, T, 1)
-            base = self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)  # (H, T, D) or (B, H, T, D)
+            base = (
+                self.base(log_n).unflatten(-1, (self.layer.n_head, -1)).transpose(-2, -3)
+            )  # (H, T, D) or (B, H, T, D)
             gate = 1 + self.gate(q.to(dtype)).tanh()
         return q * base * gate, k
 

@@ -102,11 +102,15 @@ def fused_softmax(
             return cpu_kernel.causal_softmax(*(x.flatten(0, 1) for x in (q, k, v)), scale).unflatten(0, q.shape[:2])
     n_pieces = -(-width // size)
     if width != size:
-        v = F.pad(v, (0, n_pieces * size - width)).unflatten(-1, (n_pieces, size)).transpose(2, 3).flatten(1, 2)  # (B, H x n_pieces, S, D)
+        v = (
+            F.pad(v, (0, n_pieces * size - width)).unflatten(-1, (n_pieces, size)).transpose(2, 3).flatten(1, 2)
+        )  # (B, H x n_pieces, S, D)
         q, k = q.repeat_interleave(n_pieces, 1), k.repeat_interleave(n_pieces, 1)
     causal = layout.causal and mask is None
     mask = None if causal else layout.visible() if mask is None else mask
-    output = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale)
+    output = F.scaled_dot_product_attention(
+        q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, is_causal=causal, scale=scale
+    )
     return output if width == size else output.unflatten(1, (-1, n_pieces)).transpose(2, 3).flatten(-2)[..., :width]
 
 
@@ -164,7 +168,11 @@ def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
     """(heads, first query, last query + 1, number of keys) of each block; q (N, T, D) are the last T of the S tokens of k (N, S, D)."""
     (n, queries), keys = q.shape[:2], k.size(1)
     n_heads = max(1, SHORT_BLOCK_WEIGHTS // (SHORT_BLOCK * keys))
-    return [(slice(h, h + n_heads), a, b, keys - queries + b) for h in range(0, n, n_heads) for a, b in spans(queries, SHORT_BLOCK)]
+    return [
+        (slice(h, h + n_heads), a, b, keys - queries + b)
+        for h in range(0, n, n_heads)
+        for a, b in spans(queries, SHORT_BLOCK)
+    ]
 
 
 @uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
@@ -174,17 +182,29 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     The queries q (B, H, T, D) are the last T of the S tokens.
     """
     wide_dtype = torch.promote_types(v.dtype, torch.float32)
-    return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v)), scale).unflatten(0, q.shape[:2])
+    return _ShortAttention.apply(*(x.flatten(0, 1) for x in (q.to(wide_dtype), k.to(wide_dtype), v)), scale).unflatten(
+        0, q.shape[:2]
+    )
 
 
 # ---------------------------------------------------------------- some queries at a time, from the definition
 
 
-BLOCK_WEIGHTS = 2**21  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
-MIN_BLOCK_WEIGHTS = 2**18  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
-MAX_GPU_WEIGHTS = 2**27  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
-WEIGHT_BYTES = 64  # more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
-MEMORY_DIVISOR = 16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
+BLOCK_WEIGHTS = (
+    2**21
+)  # most weights of a block on a CPU, where larger blocks leave the cache, and the smallest limit on a GPU
+MIN_BLOCK_WEIGHTS = (
+    2**18
+)  # smallest limit to the weights of a block on a CPU: smaller blocks spend more time on calls than on weights
+MAX_GPU_WEIGHTS = (
+    2**27
+)  # most weights of a block on a GPU, which needs large products: some tens of blocks a step with 124 M parameters
+WEIGHT_BYTES = (
+    64  # more bytes per weight than the backward pass of any definition takes; softpick's, for example, takes 42
+)
+MEMORY_DIVISOR = (
+    16  # a block takes at most 1 / 16 of a GPU's free memory: most of it is for tensors that a training step keeps
+)
 
 
 def block_weights(device: torch.device) -> int:
@@ -213,7 +233,10 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
     if device.type == "cpu" and layout.causal:
         max_weights = min(max_weights, max(row_weights * eighth_of_keys, MIN_BLOCK_WEIGHTS))
     step = max(1, max_weights // row_weights)
-    return [(a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.causal else keys) for a, b in spans(length, step)]
+    return [
+        (a, b, min(-(-b // eighth_of_keys) * eighth_of_keys, keys) if layout.causal else keys)
+        for a, b in spans(length, step)
+    ]
 
 
 class _ByQueryBlocks(torch.autograd.Function):
@@ -225,13 +248,22 @@ class _ByQueryBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, module: nn.Module, layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
+        ctx: FunctionCtx,
+        module: nn.Module,
+        layout: AttentionLayout,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, *parameters)
         ctx.module, ctx.layout = module, layout
         names = [name for name, _ in module.named_parameters()]
         compute_block = partial(torch.func.functional_call, module, dict(zip(names, parameters, strict=True)))
-        blocks = [(_attend, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s)) for a, b, s in _blocks(q, k, layout)]
+        blocks = [
+            (_attend, q[:, :, a:b], k[:, :, :s], v[:, :, :s], layout.select(slice(a, b), s))
+            for a, b, s in _blocks(q, k, layout)
+        ]
         with without_autocast(v.device):
             return torch.cat([compute_block(block) for block in blocks], 2)
 
@@ -241,12 +273,16 @@ class _ByQueryBlocks(torch.autograd.Function):
         q, k, v, *parameters = ctx.saved_tensors
         names = [name for name, _ in ctx.module.named_parameters()]
         inputs = (q, k, v, *parameters)
-        grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]  # sums over the blocks
+        grads = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs
+        ]  # sums over the blocks
         for a, b, s in _blocks(q, k, ctx.layout):
             leaves = [x.detach().requires_grad_() for x in (q[:, :, a:b], k[:, :, :s], v[:, :, :s], *parameters)]
             with torch.enable_grad(), without_autocast(v.device):
                 values = dict(zip(names, leaves[3:], strict=True))
-                output = torch.func.functional_call(ctx.module, values, (_attend, *leaves[:3], ctx.layout.select(slice(a, b), s)))
+                output = torch.func.functional_call(
+                    ctx.module, values, (_attend, *leaves[:3], ctx.layout.select(slice(a, b), s))
+                )
                 block_grads = torch.autograd.grad(output, leaves, grad[:, :, a:b], allow_unused=True)
             slices = (grads[0][:, :, a:b], grads[1][:, :, :s], grads[2][:, :, :s], *grads[3:])
             for total, value in zip(slices, block_grads, strict=True):

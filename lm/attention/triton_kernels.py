@@ -18,8 +18,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lm.attention.routes import MIN_SUM, gradient_of_sums
 
 KERNEL_MIN_SUM = tl.constexpr(MIN_SUM)
-WIDEN_BF16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter would multiply the bit patterns of bf16 numbers
-PIECE_COLUMNS = 128  # columns of v that a program holds; wider values take further programs, which compute the weights again
+WIDEN_BF16 = tl.constexpr(
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # Triton's interpreter would multiply the bit patterns of bf16 numbers
+PIECE_COLUMNS = (
+    128  # columns of v that a program holds; wider values take further programs, which compute the weights again
+)
 # Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes reads shared memory
 # beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
 MIN_COLUMNS = 64
@@ -88,7 +92,11 @@ def _forward(
 ):  # fmt: skip
     """Compute a block of outputs, for one piece of at most 128 columns of the values, in a loop over blocks of keys."""
     n, first_token = _block_start(T, BLOCK)
-    i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    i, d, e = (
+        first_token + tl.arange(0, BLOCK),
+        tl.arange(0, BLOCK_D),
+        tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E),
+    )
     k, v = k + n * T * D, v + n * T * E
     q_i, b_i = _load_tile(q + n * T * D, i, d, T, D), _load_row(b + n * T, i, T, SHIFTED)
     total, row_sum = tl.zeros((BLOCK, BLOCK_E), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -118,7 +126,11 @@ def _backward_queries(
     n, first_token = _block_start(T, BLOCK)
     i, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k, v, grad = k + n * T * D, v + n * T * E, grad + n * T * E
-    q_i, b_i, g_i = _load_tile(q + n * T * D, i, d, T, D), _load_row(b + n * T, i, T, SHIFTED), _load_tile(grad, i, e, T, E)
+    q_i, b_i, g_i = (
+        _load_tile(q + n * T * D, i, d, T, D),
+        _load_row(b + n * T, i, T, SHIFTED),
+        _load_tile(grad, i, e, T, E),
+    )
     mean_i = _load_row(mean + n * T, i, T, SUMMED)
     dq_i, db_i = tl.zeros((BLOCK, BLOCK_D), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, first_token + BLOCK, BLOCK):
@@ -158,7 +170,10 @@ def _backward_keys(
     for start in range(first_token, T, BLOCK):
         i = start + tl.arange(0, BLOCK)
         q_i, g_i = _load_tile(q, i, d, T, D), _load_tile(grad, i, e, T, E)
-        z = _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR + _load_row(b, i, T, SHIFTED)[None, :]
+        z = (
+            _dot(k_j, tl.trans(q_i), tl.zeros((BLOCK, BLOCK), tl.float32)) * FACTOR
+            + _load_row(b, i, T, SHIFTED)[None, :]
+        )
         w, slope = _value_and_slope(z, KIND)
         mask = i[None, :] >= j[:, None]  # the mask holds queries beyond T, too: their gradients are 0
         dv_j = _dot(tl.where(mask, w, 0.0).to(grad.dtype.element_ty), g_i, dv_j)
@@ -173,7 +188,9 @@ def _backward_keys(
     _store(dv + n * T * E, dv_j, j, e, T, E)
 
 
-def options(dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool) -> dict[str, int | str | bool]:
+def options(
+    dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool
+) -> dict[str, int | str | bool]:
     """The options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width` dimensions.
 
     Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of GPUs that have
@@ -201,7 +218,9 @@ class _ElementwiseAttention(torch.autograd.Function):
     """Elementwise attention of contiguous (N, T, .) tensors by the kernels above; `shift` is (N, T) fp32 or None."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, kind: str, summed: bool, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None
+    ) -> Tensor:
         ctx.options = options(q.dtype, q.size(-1), v.size(-1), kind, shift is not None, summed)
         blocks = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0)
         output = torch.empty_like(v, dtype=torch.float32 if summed else v.dtype)
@@ -218,7 +237,10 @@ class _ElementwiseAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, shift, *saved_sums = ctx.saved_tensors
         grad, mean = gradient_of_sums(grad, v.dtype, *saved_sums) if saved_sums else (grad, q)
-        blocks, pieces = triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0), triton.cdiv(v.size(-1), PIECE_COLUMNS)
+        blocks, pieces = (
+            triton.cdiv(q.size(1), ctx.options["BLOCK"]) * q.size(0),
+            triton.cdiv(v.size(-1), PIECE_COLUMNS),
+        )
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         b, db = (q, dq) if shift is None else (shift, torch.empty_like(shift))
         inputs = q, k, v, b, grad.contiguous(), mean.contiguous()

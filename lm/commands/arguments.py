@@ -22,7 +22,10 @@ def _allow(packages: list[str] | None) -> None:
 
 
 AllowPlugin = Annotated[
-    list[str] | None, typer.Option(metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package")
+    list[str] | None,
+    typer.Option(
+        metavar="PACKAGE", callback=_allow, help="allow what the model names to be imported from this package"
+    ),
 ]
 
 

@@ -13,11 +13,17 @@ from lm.errors import ConfigError
 RunFolders = Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders, e.g. runs/softmax")]
 ReportFolder = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="folder to write [default: the run's own folder; of several runs, `report` beside the first]"),
+    typer.Option(
+        "--out",
+        "-o",
+        help="folder to write [default: the run's own folder; of several runs, `report` beside the first]",
+    ),
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the first]"),
+    typer.Option(
+        help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the first]"
+    ),
 ]
 
 
@@ -25,21 +31,36 @@ def compare(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="EXPERIMENT|KEY=VALUE", help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration"
+            metavar="EXPERIMENT|KEY=VALUE",
+            help="YAML files of base, arms, seeds, tune, primary; and overrides of the base configuration",
         ),
     ],
     plan: Annotated[bool, typer.Option("--plan", help="print the plan alone")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time, at most; of GPUs: slots [default: all GPUs; 1 on a CPU]")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="runs at a time, at most; of GPUs: slots [default: all GPUs; 1 on a CPU]")
+    ] = None,
     jobs_per_gpu: Annotated[int, typer.Option(min=1, help="runs at a time on each GPU")] = 1,
     report_only: Annotated[bool, typer.Option("--report-only", help="judge what is there, train nothing")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="try the runs that failed again")] = False,
-    anew: Annotated[bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]")] = None,
-    commands: Annotated[bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")] = False,
-    submit: Annotated[Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine")] = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="train although all runs that have ended are of another configuration")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="folder of the reports [default: each experiment's own]")
+    ] = None,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="print a command for each run that can start now, train nothing")
+    ] = False,
+    submit: Annotated[
+        Literal["slurm", "local"] | None, typer.Option(help="train each run in a job of SLURM, or of this machine")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="jobs at a time")] = 1,
-    job_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="with --report-only: print verdicts.json of each and nothing else")] = False,
+    job_options: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="of each job, e.g. partition=gpu,timeout_min=240")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="with --report-only: print verdicts.json of each and nothing else")
+    ] = False,
 ) -> None:
     """Train and compare the arms of an experiment.
 
@@ -54,12 +75,21 @@ def compare(
     if submit:
         modes |= {"--jobs": jobs, "--jobs-per-gpu": jobs_per_gpu > 1}
     elif plan or report_only:
-        modes |= {"--retry": retry, "--out": out and plan, "--anew": anew and report_only, "--jobs": jobs and report_only}
+        modes |= {
+            "--retry": retry,
+            "--out": out and plan,
+            "--anew": anew and report_only,
+            "--jobs": jobs and report_only,
+        }
     elif commands:
         modes |= {"--out": out, "--jobs-per-gpu": jobs_per_gpu > 1}
     if len(options := [name for name, is_on in modes.items() if is_on]) > 1:
         raise ConfigError(f"{' and '.join(options)} exclude each other")
-    if not submit and (job_flags := [name for name, is_set in {"--workers": workers > 1, "--job-options": job_options}.items() if is_set]):
+    if not submit and (
+        job_flags := [
+            name for name, is_set in {"--workers": workers > 1, "--job-options": job_options}.items() if is_set
+        ]
+    ):
         raise ConfigError(f"{job_flags[0]} goes with --submit; how many runs train at a time on this machine is --jobs")
     if as_json and not report_only:
         raise ConfigError("--json goes with --report-only: training prints its progress")
@@ -75,14 +105,21 @@ def compare(
 
 def judge(
     table: Annotated[Path, typer.Argument(metavar="TABLE.csv", help="one value a line: columns arm, seed, value")],
-    baseline: Annotated[str | None, typer.Option(help="the arm that the others are compared with [default: the first]")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="the arm that the others are compared with [default: the first]")
+    ] = None,
     better: Annotated[
-        Literal["lower", "higher"] | None, typer.Option(help="which direction is better [default: as the column better says, else lower]")
+        Literal["lower", "higher"] | None,
+        typer.Option(help="which direction is better [default: as the column better says, else lower]"),
     ] = None,
     matters: Annotated[float, typer.Option(help="smallest difference of interest, in the metric's unit")] = 0.01,
     metric: Annotated[str, typer.Option(help="of several in the column metric")] = "",
-    where: Annotated[str, typer.Option(metavar="CONDITION", help="lines to judge, e.g. \"x == 2048 and stage == 'final'\"")] = "",
-    by: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]")] = None,
+    where: Annotated[
+        str, typer.Option(metavar="CONDITION", help="lines to judge, e.g. \"x == 2048 and stage == 'final'\"")
+    ] = "",
+    by: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="judge its values apart, as one family [default: size]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Judge anybody's runs from a table.

@@ -85,7 +85,9 @@ def rate_of_zero(options: Optimizer) -> None:
     """
     decoder, initial_parameters = _decoder(), dict(_decoder().named_parameters())
     _step(_optimizer(options, decoder), decoder, 0.0)
-    changed_names = [name for name, parameter in decoder.named_parameters() if not torch.equal(parameter, initial_parameters[name])]
+    changed_names = [
+        name for name, parameter in decoder.named_parameters() if not torch.equal(parameter, initial_parameters[name])
+    ]
     require(not changed_names, f"{len(changed_names)} parameters change, {', '.join(changed_names[:2])} among them")
 
 
@@ -115,7 +117,9 @@ def meta_device_state(options: Optimizer) -> None:
     decoder = _decoder()
     optimizer = _optimizer(options, decoder)
     _step(optimizer, decoder, 1e-2)
-    mismatch = optimizer_mismatch(_decoder("meta"), Config(optim=OptimConfig(optimizer=options)), named_state(optimizer))
+    mismatch = optimizer_mismatch(
+        _decoder("meta"), Config(optim=OptimConfig(optimizer=options)), named_state(optimizer)
+    )
     require(not mismatch, mismatch)
 
 
@@ -135,7 +139,9 @@ def plain_identity(source: OutsideSource) -> None:
 
     plain data are numbers, texts, lists and maps, e.g. the sha256 of the files that are read
     """
-    require(json.loads(json.dumps(source.identity())) == source.identity(), "`identity` differs, or is not what JSON holds")
+    require(
+        json.loads(json.dumps(source.identity())) == source.identity(), "`identity` differs, or is not what JSON holds"
+    )
     require(isinstance(source.label, str) and isinstance(source.licence(), str), "label or licence is no text")
 
 
@@ -148,7 +154,10 @@ def pure_sequences(task: Task) -> None:
         for subset in ("train", "test"):
             for index in range(20):
                 sample, repeated_sample = (example(task, 1, index, 256, subset, text) for _ in range(2))
-                require(bool((sample.tokens == repeated_sample.tokens).all()), f"{subset} sequence {index} differs the second time")
+                require(
+                    bool((sample.tokens == repeated_sample.tokens).all()),
+                    f"{subset} sequence {index} differs the second time",
+                )
 
 
 def answers_in_place(task: Task) -> None:
@@ -160,7 +169,9 @@ def answers_in_place(task: Task) -> None:
         samples = [example(task, 1, index, 256, text=text) for index in range(20)]
     for sample in samples:
         for (start, stop), (first, last) in zip(sample.questions, sample.evidence, strict=True):
-            can_be_answer = last - first != stop - start or bool((sample.tokens[first:last] == sample.tokens[start:stop]).all())
+            can_be_answer = last - first != stop - start or bool(
+                (sample.tokens[first:last] == sample.tokens[start:stop]).all()
+            )
             require(can_be_answer, f"the evidence [{first}, {last}) is not the answer [{start}, {stop})")
 
 
@@ -170,8 +181,15 @@ def different_sequences(task: Task) -> None:
     `entropy` is at most the entropy of a sequence, in nats
     """
     with _task_text(task) as text:
-        sequences = [example(task, 1, index, 256, subset, text).tokens.tobytes() for subset in ("train", "test") for index in range(20)]
-    require(len(set(sequences)) == len(sequences) or task.n_distinct(256, "test") < len(sequences), "two of 40 sequences are the same")
+        sequences = [
+            example(task, 1, index, 256, subset, text).tokens.tobytes()
+            for subset in ("train", "test")
+            for index in range(20)
+        ]
+    require(
+        len(set(sequences)) == len(sequences) or task.n_distinct(256, "test") < len(sequences),
+        "two of 40 sequences are the same",
+    )
 
 
 @contextlib.contextmanager
@@ -262,5 +280,7 @@ def check_extension(kind: str, name: str, overrides: list[str]) -> Iterator[tupl
     with PLUGINS.trusted():
         options = build_named(table, {"name": name, **read_overrides(overrides)}, kind)
     if not isinstance(options, table.kind.base):
-        raise ConfigError([Problem(kind, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")])
+        raise ConfigError(
+            [Problem(kind, name, "is lm's own, and promises nothing to others", "name yours: package.module:Class")]
+        )
     return checked_promises(options, checks)

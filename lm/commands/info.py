@@ -13,7 +13,18 @@ from lm.machine import cpp_compiler, usable_cores
 from lm.schema import Plain
 
 DISTRIBUTION = "lm-normalizers"
-PACKAGES = ("torch", "lightning", "datasets", "tokenizers", "wandb", "omegaconf", "numpy", "pandas", "transformers", "triton")
+PACKAGES = (
+    "torch",
+    "lightning",
+    "datasets",
+    "tokenizers",
+    "wandb",
+    "omegaconf",
+    "numpy",
+    "pandas",
+    "transformers",
+    "triton",
+)
 
 
 def facts() -> dict[str, Plain]:
@@ -26,12 +37,22 @@ def facts() -> dict[str, Plain]:
     (commit, dirty), compiler = git_state(), cpp_compiler()
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     bf16 = native_bf16_hardware("gpu" if gpus else "cpu") or "emulated"
-    triton = "no: not installed" if not _version("triton") else "yes" if torch.cuda.is_available() else "in tests alone: no GPU"
+    triton = (
+        "no: not installed"
+        if not _version("triton")
+        else "yes"
+        if torch.cuda.is_available()
+        else "in tests alone: no GPU"
+    )
     return {
         "lm": {"version": lm.__version__, "commit": commit, "changed": dirty, "folder": str(Path(lm.__file__).parent)},
-        "versions": {"python": platform.python_version(), "platform": platform.platform()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version(), "platform": platform.platform()}
+        | {name: _version(name) for name in PACKAGES},
         "devices": {"cores": usable_cores(), "GPUs": gpus, "CUDA of torch": torch.version.cuda, "bf16": bf16},
-        "kernels": {"torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++", "Triton": triton},
+        "kernels": {
+            "torch.compile": f"yes, with {compiler}" if compiler else "no: neither g++ nor clang++",
+            "Triton": triton,
+        },
         "wandb": _wandb(),
         "extras": missing_requirements(),
     }
@@ -69,7 +90,9 @@ def missing_requirements() -> dict[str, list[str]]:
             and requirement.marker.evaluate({"extra": extra})
             and not requirement.marker.evaluate({"extra": ""})
             and requirement.name != DISTRIBUTION
-            and not ((version := _version(requirement.name)) and requirement.specifier.contains(version, prereleases=True))
+            and not (
+                (version := _version(requirement.name)) and requirement.specifier.contains(version, prereleases=True)
+            )
         ]
         for extra in distribution.metadata.get_all("Provides-Extra") or []
     }
@@ -86,5 +109,7 @@ def fact_lines(content: Mapping[str, Plain]) -> list[str]:
         for name, value in block.items():
             if title == "extras":
                 value = f"missing: {', '.join(value)}" if value else "installed"
-            output.append(f"  {name}: {', '.join(value) or 'none' if isinstance(value, list) else 'none' if value is None else value}")
+            output.append(
+                f"  {name}: {', '.join(value) or 'none' if isinstance(value, list) else 'none' if value is None else value}"
+            )
     return output

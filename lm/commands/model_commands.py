@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lm.commands.arguments import AllowPlugin, Checkpoint, NewFolder, OutFile, Source, check_out_file, paths_and_overrides
+from lm.commands.arguments import (
+    AllowPlugin,
+    Checkpoint,
+    NewFolder,
+    OutFile,
+    Source,
+    check_out_file,
+    paths_and_overrides,
+)
 from lm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,12 +29,19 @@ RunsAndOverrides = Annotated[
         help="run folders; model folders and a configuration of the text to measure them on; overrides, e.g. eval.sequences=512",
     ),
 ]
-Suite = Annotated[str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]")]
+Suite = Annotated[
+    str, typer.Option(help="quick, full, or a YAML file with an `eval` block [default: the run's own `eval` block]")
+]
 NeedleOption = Annotated[
     bool,
-    typer.Option("--needle", help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300"),
+    typer.Option(
+        "--needle",
+        help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300",
+    ),
 ]
-Normalizer = Annotated[str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")]
+Normalizer = Annotated[
+    str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")
+]
 InitialValues = Annotated[
     str | None,
     typer.Option(
@@ -41,7 +56,9 @@ def eval_(
     suite: Suite = "",
     needle: NeedleOption = False,
     out: OutFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON, one object each, and nothing else")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print all numbers as JSON, one object each, and nothing else")
+    ] = False,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Evaluate trained models.
@@ -84,7 +101,8 @@ def diagnose(
         ),
     ],
     text: Annotated[
-        str | None, typer.Option(help="a UTF-8 file or a text: draw the weights of single heads on it instead of statistics")
+        str | None,
+        typer.Option(help="a UTF-8 file or a text: draw the weights of single heads on it instead of statistics"),
     ] = None,
     layer: Annotated[list[int] | None, typer.Option(help="a layer that --text draws, from 0; may be repeated")] = None,
     head: Annotated[list[int] | None, typer.Option(help="a head that --text draws, from 0; may be repeated")] = None,
@@ -145,14 +163,22 @@ def swap(
 
 def import_(
     source: Annotated[
-        str, typer.Argument(metavar="FOLDER|FILE.gguf|NAME", help="model in the format of transformers, GGUF file, or name on the hub")
+        str,
+        typer.Argument(
+            metavar="FOLDER|FILE.gguf|NAME", help="model in the format of transformers, GGUF file, or name on the hub"
+        ),
     ],
     out: NewFolder,
-    length: Annotated[int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="training length in tokens [default: its max_position_embeddings]")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="of a model on the hub: commit, tag or branch")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or a tokenizer's folder [default: the model's own]")
+    ] = None,
     end_of_text: Annotated[
-        str | None, typer.Option(help="token that starts a document [default: <|endoftext|> if it has that, else its BOS or EOS]")
+        str | None,
+        typer.Option(help="token that starts a document [default: <|endoftext|> if it has that, else its BOS or EOS]"),
     ] = None,
 ) -> None:
     """Import a pretrained model.
@@ -169,8 +195,12 @@ def export(
     source: Source,
     out: NewFolder,
     checkpoint: Checkpoint = "last",
-    format: Annotated[Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")] = "lm",
-    push: Annotated[str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name")] = None,
+    format: Annotated[
+        Literal["lm", "hf"], typer.Option(help="lm: a model folder; hf: a folder that transformers loads")
+    ] = "lm",
+    push: Annotated[
+        str | None, typer.Option(metavar="NAME", help="also upload the folder to the Hugging Face hub under this name")
+    ] = None,
     allow_plugin: AllowPlugin = None,
 ) -> None:
     """Export a trained model.
@@ -202,7 +232,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="largest number of tokens to generate")] = 200,
     temperature: Annotated[float, typer.Option(help="divides the logits; 0: always the most probable token")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="sample from the k most probable tokens only")] = None,
-    top_p: Annotated[float | None, typer.Option(help="sample from the most probable tokens whose probabilities sum to this")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="sample from the most probable tokens whose probabilities sum to this")
+    ] = None,
     seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
     checkpoint: Checkpoint = "last",
     allow_plugin: AllowPlugin = None,

@@ -38,7 +38,9 @@ class Compared:
     """A judged experiment, which `compare` returns: its folder, verdicts and runs."""
 
     folder: Path  # the folder of its runs, verdicts and report
-    verdicts: pd.DataFrame  # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p
+    verdicts: (
+        pd.DataFrame
+    )  # a row for each size and arm, as in verdicts.csv: rate, mean, verdict, difference and its interval, p
     runs: tuple[Path, ...]  # folders of the runs of the current configuration that have begun
 
     @property
@@ -85,7 +87,11 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
         raise KeyboardInterrupt
     if process.returncode:
         _, has_message, message = f"\n{errors}".rpartition("\nerror: ")
-        raise RunError(message.strip() if has_message else f"{config.run_folder}: training ended with exit status {process.returncode}")
+        raise RunError(
+            message.strip()
+            if has_message
+            else f"{config.run_folder}: training ended with exit status {process.returncode}"
+        )
     return config.run_folder
 
 
@@ -108,7 +114,9 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
     folders, overrides = paths_and_overrides(_arguments(arguments), "no run folder given, e.g. runs/softmax")
     with _silence_unless(verbose):
         records = evaluate_runs(folders, str(checkpoint), suite, overrides)
-    return frame(block for record in records for block in evaluation_blocks(record.evaluation, _folder_columns(record.folder)))
+    return frame(
+        block for record in records for block in evaluation_blocks(record.evaluation, _folder_columns(record.folder))
+    )
 
 
 def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
@@ -122,7 +130,9 @@ def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verb
 
     Raises LMError: `lm compare` would end with this error.
     """
-    files, overrides = paths_and_overrides(_arguments(arguments), "no experiment file given, e.g. configs/experiments/ssmax.yaml")
+    files, overrides = paths_and_overrides(
+        _arguments(arguments), "no experiment file given, e.g. configs/experiments/ssmax.yaml"
+    )
     if len(files) > 1:
         raise RunError(f"{files[1]}: lm.compare works on one experiment: call it for each")
     if jobs is not None and jobs < 1:
@@ -186,7 +196,9 @@ def _arguments(values: Sequence[Given]) -> list[str]:
         elif isinstance(value, str | os.PathLike):
             texts.append(os.fspath(value))
         else:
-            raise ConfigError(f"{value!r}: must be a file, an override KEY=VALUE or a mapping, not {type(value).__name__}")
+            raise ConfigError(
+                f"{value!r}: must be a file, an override KEY=VALUE or a mapping, not {type(value).__name__}"
+            )
     return texts
 
 

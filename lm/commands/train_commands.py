@@ -13,10 +13,16 @@ from lm.commands.arguments import AllowPlugin
 from lm.machine import without_garbage_collection
 
 Configuration = Annotated[
-    list[str], typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win")
+    list[str],
+    typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides, e.g. optim.lr=3e-4; later ones win"),
 ]
-Reference = Annotated[bool, typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)")]
-JsonSchema = Annotated[bool, typer.Option("--schema", help="print the JSON Schema of configurations instead, for editors")]
+Reference = Annotated[
+    bool,
+    typer.Option("--reference", help="print every key with type, default and description instead (docs/config.md)"),
+]
+JsonSchema = Annotated[
+    bool, typer.Option("--schema", help="print the JSON Schema of configurations instead, for editors")
+]
 
 
 def config(arguments: Configuration = [], reference: Reference = False, schema: JsonSchema = False) -> None:  # noqa: B006
@@ -38,7 +44,9 @@ def config(arguments: Configuration = [], reference: Reference = False, schema: 
     print(reference_markdown() if reference else to_yaml(load_config(arguments, with_shape_of)), end="")
 
 
-def configs(copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None) -> None:
+def configs(
+    copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", help="copy them to DIR/configs")] = None,
+) -> None:
     """List the presets: configurations, recipes and experiments.
 
     Each can be named in place of a file: lm train softmax, lm compare recall.
@@ -51,7 +59,9 @@ def configs(copy: Annotated[Path | None, typer.Option("--copy", metavar="DIR", h
     rows = list(presets.names())
     width = max(len(name) for name, _ in rows)
     for name, description in rows:
-        print(f"{name:{width}}  {shorten(description, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip())
+        print(
+            f"{name:{width}}  {shorten(description, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip()
+        )
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
@@ -76,8 +86,12 @@ def normalizers() -> None:
 
 
 def check_normalizer(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="a normalizer, e.g. ssmax; one of your own: package.module:Class")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true")] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="a normalizer, e.g. ssmax; one of your own: package.module:Class")
+    ],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. bias=true")
+    ] = None,
 ) -> None:
     """Test a normalizer against the common contract.
 
@@ -92,9 +106,13 @@ def check_normalizer(
 
 
 def check_extension(
-    kind: Annotated[Literal["optimizer", "source", "task", "evaluation"], typer.Argument(metavar="KIND", help="what it is")],
+    kind: Annotated[
+        Literal["optimizer", "source", "task", "evaluation"], typer.Argument(metavar="KIND", help="what it is")
+    ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="package.module:Class, or an entry point's name")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. beta1=0.95")] = None,
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. beta1=0.95")
+    ] = None,
 ) -> None:
     """Test an optimizer, a source of text, a synthetic task or an evaluation of yours.
 
@@ -136,7 +154,8 @@ def prepare(arguments: Configuration) -> None:
 
 def inspect_data(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="STORE|CONFIG|KEY=VALUE", help="a token store, or the configuration it is built from")
+        list[str],
+        typer.Argument(metavar="STORE|CONFIG|KEY=VALUE", help="a token store, or the configuration it is built from"),
     ],
     samples: Annotated[int, typer.Option(help="how many documents of each source to print", min=0)] = 2,
 ) -> None:

@@ -21,7 +21,9 @@ class SequenceLengths:
 
     name: ClassVar[str]
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
-    weights: ClassVar[Mapping[int, float]] = {}  # {length: fraction of steps that have it}; empty if lengths are not drawn at random
+    weights: ClassVar[
+        Mapping[int, float]
+    ] = {}  # {length: fraction of steps that have it}; empty if lengths are not drawn at random
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the length."""
@@ -78,7 +80,9 @@ class MixedLengths(SequenceLengths):
     """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and of the tokens."""
 
     name: ClassVar[str] = "mixed"
-    weights: dict[int, float] = key({}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0)
+    weights: dict[int, float] = key(
+        {}, "{length: weight}: divisors of data.seq_len, weights that sum to 1, e.g. {64: 0.5, 128: 0.5}", gt=0
+    )
 
     def problems(self) -> Iterator[Problem]:
         if not self.weights:
@@ -98,16 +102,22 @@ class Curriculum(SequenceLengths):
     """Sequence lengths by schedule: a length listed at fraction f of the run is used from step round(f * `trainer.max_steps`) on."""
 
     name: ClassVar[str] = "curriculum"
-    starts: dict[float, int] = key({}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}")
+    starts: dict[float, int] = key(
+        {}, "{fraction of the run: length}, from 0.0 on, divisors of data.seq_len, e.g. {0.0: 64, 0.5: 256}"
+    )
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
         return {round(fraction * max_steps): length for fraction, length in sorted(self.starts.items())}
 
     def problems(self) -> Iterator[Problem]:
         if not all(0 <= fraction < 1 for fraction in self.starts):
-            yield Problem("starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1")
+            yield Problem(
+                "starts", self.starts, "a length must start at a fraction of the run of 0 or more and below 1"
+            )
         elif 0 not in self.starts:
-            yield Problem("starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}")
+            yield Problem(
+                "starts", self.starts, "no length starts at 0.0", "give the first one, e.g. {0.0: 64, 0.5: 256}"
+            )
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterator[Problem]:
         if any(self.problems()):
@@ -140,7 +150,9 @@ class DocumentLengths(SequenceLengths):
             yield Problem("data.lengths", self.name, reason, "give other lengths")
 
 
-LENGTHS: dict[str, type[SequenceLengths]] = {v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum, DocumentLengths)}
+LENGTHS: dict[str, type[SequenceLengths]] = {
+    v.name: v for v in (FullLength, FixedLength, MixedLengths, Curriculum, DocumentLengths)
+}
 
 
 # ---------------------------------------------------------------- sources and tokenizers
@@ -174,7 +186,9 @@ class Files:
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
     suffixes: list[str] = key([".txt"], "suffixes of plain-text files, in any case, e.g. [.txt, .md, .py]")
     column: str = key("text", "column that holds the text (jsonl, parquet)")
-    separator: str = key("", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file')
+    separator: str = key(
+        "", 'split each .txt file into documents at this text, e.g. "\\n\\n\\n"; empty: one document a file'
+    )
 
     @property
     def label(self) -> str:
@@ -182,13 +196,19 @@ class Files:
 
     def problems(self) -> Iterator[Problem]:
         if not self.paths or not all(path.strip() for path in self.paths):
-            yield Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")
+            yield Problem(
+                "paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)"
+            )
             return
         other_formats = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
                 lacks_dot = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
-                remedy = f"write it as .{suffix}" if lacks_dot else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
+                remedy = (
+                    f"write it as .{suffix}"
+                    if lacks_dot
+                    else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
+                )
                 yield Problem("suffixes", suffix, "is not a suffix of text files", remedy)
 
 
@@ -200,10 +220,14 @@ class Hub:
     dataset: str = key("", "name on the hub, or a local dataset folder")
     config: str | None = key(None, "configuration (subset) of the dataset")
     split: str = key("train", "split to read; unless validation_split is set, held-out documents are taken from it")
-    validation_split: str | None = key(None, "split that is held out, whole, e.g. validation; val_fraction does not apply then")
+    validation_split: str | None = key(
+        None, "split that is held out, whole, e.g. validation; val_fraction does not apply then"
+    )
     column: str = key("text", "column that holds the text")
     revision: str | None = key(None, "commit, tag or branch; pin it for results that last")
-    streaming: bool = key(False, "read without downloading everything first; what is read is kept on disk while the store is prepared")
+    streaming: bool = key(
+        False, "read without downloading everything first; what is read is kept on disk while the store is prepared"
+    )
     max_documents: int | None = key(None, "stop after this many documents of `split`", ge=2)
 
     @property
@@ -239,9 +263,13 @@ class Tokens:
         if self.format is None:
             yield Problem("format", None, "no format given", "name the one that the files are in")
         elif not self.paths or not all(path.strip() for path in self.paths):
-            yield Problem("paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)")
+            yield Problem(
+                "paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)"
+            )
         elif not all(path.strip() for path in self.validation_paths):
-            yield Problem("validation_paths", self.validation_paths, "holds an empty path", "list files, folders or globs, or []")
+            yield Problem(
+                "validation_paths", self.validation_paths, "holds an empty path", "list files, folders or globs, or []"
+            )
         elif shared_paths := {*self.paths} & {*self.validation_paths}:
             yield Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")
 
@@ -272,7 +300,8 @@ class OutsideSource(ABC):
 
 Source = Package | Files | Hub | Tokens | OutsideSource
 SOURCES = Registry(
-    Kind("lm.sources", "source", OutsideSource, ("documents", "identity")), {v.name: v for v in (Package, Files, Hub, Tokens)}
+    Kind("lm.sources", "source", OutsideSource, ("documents", "identity")),
+    {v.name: v for v in (Package, Files, Hub, Tokens)},
 )
 
 
@@ -287,7 +316,9 @@ class Mixture:
     """Several sources in one token store, with one tokenizer; a source's weight is its fraction of the training sequences of plain text."""
 
     name: ClassVar[str] = "mixture"
-    of: list[WeightedSource] = sections(WeightedSource, "the sources and their weights; other weights do not make another store")
+    of: list[WeightedSource] = sections(
+        WeightedSource, "the sources and their weights; other weights do not make another store"
+    )
 
     def problems(self) -> Iterator[Problem]:
         weights = [weighted_source.weight for weighted_source in self.of]
@@ -312,7 +343,11 @@ class TokenizerOptions:
     files: ClassVar[dict[str, str]] = {}  # the keys that name files, with the kind of each file
 
     def problems(self) -> Iterable[Problem]:
-        return [Problem(name, "", "no file given", f"name {noun}") for name, noun in self.files.items() if not getattr(self, name)]
+        return [
+            Problem(name, "", "no file given", f"name {noun}")
+            for name, noun in self.files.items()
+            if not getattr(self, name)
+        ]
 
 
 @dataclass
@@ -320,13 +355,23 @@ class TrainedTokenizer(TokenizerOptions):
     """A byte-level BPE trained on the training documents."""
 
     name: ClassVar[str] = "train"
-    vocab_size: int = key(4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB)
-    special_tokens: list[str] = key([], "further entries that text never becomes, for later use; their ids follow <|endoftext|>")
+    vocab_size: int = key(
+        4096, "entries, the 256 bytes, <|endoftext|> and special_tokens included", ge=257, le=MAX_VOCAB
+    )
+    special_tokens: list[str] = key(
+        [], "further entries that text never becomes, for later use; their ids follow <|endoftext|>"
+    )
 
     def problems(self) -> Iterator[Problem]:
         tokens = self.special_tokens
-        if len({*tokens, "", END_OF_TEXT}) < len(tokens) + 2 or any(re.search("[\ud800-\udfff]", token) for token in tokens):
-            yield Problem("special_tokens", tokens, f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}")
+        if len({*tokens, "", END_OF_TEXT}) < len(tokens) + 2 or any(
+            re.search("[\ud800-\udfff]", token) for token in tokens
+        ):
+            yield Problem(
+                "special_tokens",
+                tokens,
+                f"must be different texts of valid Unicode, none of them empty or {END_OF_TEXT}",
+            )
         elif words := [token for token in tokens if not _WORD_BOUNDARY.search(token)]:
             reason = f"{words[0]!r} may be a word of the text, or within one, which would become this token"
             yield Problem("special_tokens", tokens, reason, "put punctuation beside letters, e.g. <|def|>")
@@ -368,7 +413,9 @@ class TiktokenTokenizer(TokenizerOptions):
     name: ClassVar[str] = "tiktoken"
     files: ClassVar[dict[str, str]] = {"path": "a .tiktoken file"}
     path: str = key("", "the rank file, e.g. cl100k_base.tiktoken")
-    encoding: Encoding | None = key(None, "how text is split into words, and the id of <|endoftext|>; null: as the file is named")
+    encoding: Encoding | None = key(
+        None, "how text is split into words, and the id of <|endoftext|>; null: as the file is named"
+    )
 
     @property
     def known_encoding(self) -> str:
@@ -393,22 +440,30 @@ class PretrainedTokenizer(TokenizerOptions):
     end_of_text: str = key(END_OF_TEXT, "the token that starts a document, e.g. the model's BOS")
 
 
-TOKENIZERS = {v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)}
+TOKENIZERS = {
+    v.name: v for v in (TrainedTokenizer, TokenizerFile, GPT2Tokenizer, TiktokenTokenizer, PretrainedTokenizer)
+}
 
 
 @dataclass
 class WeightedTask:
     weight: float = key(1.0, "fraction of the training sequences; text has what the tasks leave", gt=0, le=1)
     task: Task = variant(
-        TASKS, "mqar", "what makes the sequences; `needle` and `passkey` are in text, the others over symbols of their own"
+        TASKS,
+        "mqar",
+        "what makes the sequences; `needle` and `passkey` are in text, the others over symbols of their own",
     )
 
 
 @dataclass
 class DataConfig:
-    source: Source | Mixture = variant(Registry(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from")
+    source: Source | Mixture = variant(
+        Registry(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from"
+    )
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
-    tasks: list[WeightedTask] = sections(WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)")
+    tasks: list[WeightedTask] = sections(
+        WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)"
+    )
     seq_len: int = key(256, "tokens in a training sequence", ge=2, le=MAX_SEQ_LEN)
     lengths: SequenceLengths = variant(
         LENGTHS,
@@ -416,31 +471,49 @@ class DataConfig:
         "tokens in the sequences of a step: `full`, seq_len; `fixed`, one divisor of it; `mixed`, drawn for each step by weight; "
         "`curriculum`, one after the other; `documents`, pieces of single documents of 16, 32, ... seq_len tokens",
     )
-    documents: Literal["pack", "isolate"] = key("pack", "`isolate`: no attention across documents in a sequence, and n counts within each")
+    documents: Literal["pack", "isolate"] = key(
+        "pack", "`isolate`: no attention across documents in a sequence, and n counts within each"
+    )
     seed: int | None = key(
         None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"}, omit_default=True,
         ge=0, lt=2**31,
     )  # fmt: skip
-    val_fraction: float = key(0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1)
+    val_fraction: float = key(
+        0.1, "fraction of each source's text held out, by whole documents, chosen by their hash", gt=0, lt=1
+    )
     deduplicate: bool = key(True, "keep the first of documents that are the same to the byte, over all sources")
     min_document_bytes: int = key(1, "leave out documents of fewer UTF-8 bytes; blank ones always are", ge=1)
-    max_document_bytes: int | None = key(None, "leave out documents of more UTF-8 bytes, whole: none is ever cut; null: no limit", ge=1)
+    max_document_bytes: int | None = key(
+        None, "leave out documents of more UTF-8 bytes, whole: none is ever cut; null: no limit", ge=1
+    )
     on_error: Literal["fail", "skip"] = key(
         "fail", "at a file, document or row that can't be read: stop and name it, or leave it out and list it"
     )
     root: str = key(
-        "data", "folder of the prepared token stores", {"affects": "execution", "acts_in": ("train", "eval", "swap", "diagnose")}
+        "data",
+        "folder of the prepared token stores",
+        {"affects": "execution", "acts_in": ("train", "eval", "swap", "diagnose")},
     )
     prepare_workers: int | None = key(
-        None, "threads that tokenise; the store is the same for any number; null: one a core", {"affects": "execution"}, ge=1, le=1024
+        None,
+        "threads that tokenise; the store is the same for any number; null: one a core",
+        {"affects": "execution"},
+        ge=1,
+        le=1024,
     )
-    workers: int = key(0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024)
+    workers: int = key(
+        0, "processes that read batches; 0: the training process itself", {"affects": "execution"}, ge=0, le=1024
+    )
 
     def problems(self) -> Iterator[Problem]:
         upper_bound = self.max_document_bytes
         if upper_bound is not None and upper_bound < self.min_document_bytes:
-            yield Problem("max_document_bytes", upper_bound, f"is less than data.min_document_bytes = {self.min_document_bytes}")
-        if isinstance(self.tokenizer, TrainedTokenizer) and any(isinstance(weighted.source, Tokens) for weighted in self.sources):
+            yield Problem(
+                "max_document_bytes", upper_bound, f"is less than data.min_document_bytes = {self.min_document_bytes}"
+            )
+        if isinstance(self.tokenizer, TrainedTokenizer) and any(
+            isinstance(weighted.source, Tokens) for weighted in self.sources
+        ):
             remedy = "name the one that made them: " + ", ".join(list(TOKENIZERS)[1:])
             yield Problem("tokenizer", self.tokenizer.name, "token ids have a tokenizer already", remedy)
 

@@ -23,7 +23,12 @@ MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
 MAX_OVERRUN = 7  # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
 MAX_SEQUENCES = 10**6
 MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
-SCALINGS: list[Plain] = ["as_trained", {"name": "theta", "factor": 50.0}, "interpolation", "ntk"]  # in the suite `full`, with YaRN
+SCALINGS: list[Plain] = [
+    "as_trained",
+    {"name": "theta", "factor": 50.0},
+    "interpolation",
+    "ntk",
+]  # in the suite `full`, with YaRN
 
 
 @dataclass
@@ -35,7 +40,9 @@ class Timing:
     def is_due(self, step: int, max_steps: int) -> bool:
         """Return whether the evaluation runs after `step`. It runs after each multiple of `every` and each of the fractions `at` of
         `max_steps`."""
-        return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(self.every and step % self.every == 0)
+        return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(
+            self.every and step % self.every == 0
+        )
 
 
 TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
@@ -47,7 +54,9 @@ class EvaluationConfig(Timing):
 
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
     kind: ClassVar[str]  # the name of a plugin's results; lm's own have the name of their block
-    switch_key: ClassVar[str] = ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
+    switch_key: ClassVar[str] = (
+        ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
+    )
     quick_suite: ClassVar[dict[str, int]] = {}  # the largest value of each key in the suite `quick`
     quantity: ClassVar[Quantity | None] = None  # the quantity of `metrics`; None: unknown before the evaluation has run
 
@@ -79,7 +88,10 @@ class EvaluationConfig(Timing):
             reason = f"makes {sequences:,} sequences of {tokens:,.0f} tokens, more than {MAX_TOKENS:,} tokens in all"
             yield Problem(path, value, reason, "measure fewer or shorter sequences")
         if model.position.has_last_position and value != "auto" and round(tokens) + overrun > data.seq_len:
-            reason = "learned positions end at the training length" + f", and {overrun} tokens after the sequence are read" * bool(overrun)
+            reason = (
+                "learned positions end at the training length"
+                + f", and {overrun} tokens after the sequence are read" * bool(overrun)
+            )
             yield Problem(path, value, reason, "leave longer sequences out, or train with model.position=rope")
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
@@ -95,7 +107,11 @@ class EvaluationConfig(Timing):
 
 def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -> Iterator[Problem]:
     """Yield a problem of the key `path` for each of `factors` that gives sequences of less than one token."""
-    return (Problem(path, factor, "makes sequences of no tokens", "set it higher") for factor in factors if factor * data.seq_len < 1)
+    return (
+        Problem(path, factor, "makes sequences of no tokens", "set it higher")
+        for factor in factors
+        if factor * data.seq_len < 1
+    )
 
 
 def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
@@ -115,9 +131,13 @@ class LongContextConfig(EvaluationConfig):
         ge=0,
         le=MAX_FACTOR,
     )
-    sequences: int = key(32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MAX_SEQUENCES)
+    sequences: int = key(
+        32, "sequences, spread over the held-out documents that are long enough", ge=1, le=MAX_SEQUENCES
+    )
     inference: list[InferenceSetting] = sections(
-        InferenceSetting, "inference settings there, each measured", (InferenceSetting(), InferenceSetting(ThetaFactor()))
+        InferenceSetting,
+        "inference settings there, each measured",
+        (InferenceSetting(), InferenceSetting(ThetaFactor())),
     )
 
     @property
@@ -135,7 +155,12 @@ class LongContextConfig(EvaluationConfig):
         yield from check_inference(self.inference, model.position)
         if data.symbolic:
             reason = "there is no text to read beyond the training length"
-            yield Problem("length_factor", self.length_factor, reason, "set it to 0; eval.recall has longer sequences of the tasks")
+            yield Problem(
+                "length_factor",
+                self.length_factor,
+                reason,
+                "set it to 0; eval.recall has longer sequences of the tasks",
+            )
         yield from empty_sequence_problems("length_factor", [self.longest_factor], data)
         yield from self.size_problems("length_factor", self.longest_factor, self.sequences, data, model)
 
@@ -151,9 +176,13 @@ class ByLengthConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.held_out:ByLength"
     switch_key: ClassVar[str] = "lengths"
     quantity: ClassVar[Quantity] = "loss"
-    lengths: list[int] = key([], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2)
+    lengths: list[int] = key(
+        [], "tokens in a sequence, each a divisor of the longest, e.g. [32, 64, 128]; []: off", ge=2
+    )
     sequences: int = key(128, "sequences of the longest length, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
-    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
+    inference: list[InferenceSetting] = sections(
+        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    )
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.lengths)) < len(self.lengths):
@@ -182,7 +211,9 @@ class TextsConfig(EvaluationConfig):
     switch_key: ClassVar[str] = "of"
     quantity: ClassVar[Quantity] = "loss"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 32}
-    of: dict[str, Source] = variants(SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict)
+    of: dict[str, Source] = variants(
+        SOURCES, "texts beside the held-out one, e.g. {code: {name: files, paths: [code]}}", many=dict
+    )
     sequences: int = key(256, "sequences of seq_len tokens of each, spread over it", ge=1, le=MAX_SEQUENCES)
 
     def problems(self) -> Iterator[Problem]:
@@ -207,10 +238,16 @@ class RecallConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.answers:Recall"
     quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 16}
-    tasks: list[Task] = variants(TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks")
-    length_factors: list[float] = key([1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR)
+    tasks: list[Task] = variants(
+        TASKS, "tasks to ask for, e.g. [passkey, {name: needle, needles: 3}]; empty: those of data.tasks"
+    )
+    length_factors: list[float] = key(
+        [1.0, 2.0, 4.0, 8.0, 16.0], "sequence lengths, in training lengths; []: off", gt=0, le=MAX_FACTOR
+    )
     sequences: int = key(128, "sequences of each task and length", ge=1, le=MAX_SEQUENCES)
-    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
+    inference: list[InferenceSetting] = sections(
+        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    )
 
     def wanted(self, data: DataConfig) -> bool:
         return bool(self.length_factors and (data.tasks or self.tasks))
@@ -222,8 +259,16 @@ class RecallConfig(EvaluationConfig):
         return f"recall/{task} {length}" + (f" {setting}" if len(self.inference) > 1 else "")
 
     def metrics(self, data: DataConfig) -> list[str]:
-        names, lengths = task_names([to_plain(task) for task in self.asked_tasks(data)]), lengths_from_factors(self.length_factors, data)
-        return [self.metric(name, length, setting.label) for setting in self.inference for name in names for length in lengths]
+        names, lengths = (
+            task_names([to_plain(task) for task in self.asked_tasks(data)]),
+            lengths_from_factors(self.length_factors, data),
+        )
+        return [
+            self.metric(name, length, setting.label)
+            for setting in self.inference
+            for name in names
+            for length in lengths
+        ]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
@@ -236,7 +281,9 @@ class RecallConfig(EvaluationConfig):
                 yield Problem(path, task.name, reason, "name a task in text, needle or passkey")
             elif data.symbolic and not task.vocab_size:
                 yield Problem(path, task.name, "is in text, and this model knows none", "name one of data.tasks")
-            elif task.vocab_size and task.vocab_size > (n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)):
+            elif task.vocab_size and task.vocab_size > (
+                n_symbols := max(weighted.task.vocab_size for weighted in data.tasks)
+            ):
                 reason = f"has {task.vocab_size} symbols, the model {n_symbols}"
                 yield Problem(path, task.name, reason, "set its options as in data.tasks")
         yield from self.size_problems("length_factors", max(self.length_factors), self.sequences, data, model)
@@ -246,7 +293,9 @@ class RecallConfig(EvaluationConfig):
 class FinetuneConfig:
     """Supervised fine-tuning of a copy of the model before a needle evaluation; the model itself stays as it is."""
 
-    steps: int = key(0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0)
+    steps: int = key(
+        0, "steps of fine-tuning on needles at the training length, loss on the answers alone; 0: none", ge=0
+    )
     batch_sequences: int = key(16, "sequences in a step", ge=1, le=MAX_SEQUENCES)
     lr: float = key(2e-4, "peak learning rate of AdamW: a third each of warm-up, constant and decay", gt=0)
 
@@ -257,27 +306,46 @@ class NeedleConfig(EvaluationConfig):
     switch_key: ClassVar[str] = "length_factors"
     quantity: ClassVar[Quantity] = "accuracy"
     quick_suite: ClassVar[dict[str, int]] = {"trials": 10}
-    length_factors: list[float] = key([], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR)
+    length_factors: list[float] = key(
+        [], "context lengths, in training lengths, e.g. [1, 2, 4, 8, 16]; []: off", gt=0, le=MAX_FACTOR
+    )
     depths: list[float] = key([0.0, 0.25, 0.5, 0.75, 1.0], "fraction of the text before the needle", ge=0, le=1)
-    trials: int = key(100, "questions in each cell of lengths and depths, and in each control without a needle", ge=1, le=MAX_SEQUENCES)
+    trials: int = key(
+        100,
+        "questions in each cell of lengths and depths, and in each control without a needle",
+        ge=1,
+        le=MAX_SEQUENCES,
+    )
     needles: int = key(1, "needles in a sequence, each asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not asked for", ge=0, le=32)
     heads_at: float | None = key(
-        None, "length, in training lengths, at which every head's attention to the needle is measured; null: off", gt=0, le=MAX_FACTOR
+        None,
+        "length, in training lengths, at which every head's attention to the needle is measured; null: off",
+        gt=0,
+        le=MAX_FACTOR,
     )
     finetune: FinetuneConfig = section(FinetuneConfig, "base models don't answer: fine-tune a copy first")
-    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
+    inference: list[InferenceSetting] = sections(
+        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    )
 
     def problems(self) -> Iterator[Problem]:
         if self.heads_at and not self.length_factors:
-            yield Problem("heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors")
+            yield Problem(
+                "heads_at", self.heads_at, "eval.needle.length_factors is []", "set eval.needle.length_factors"
+            )
 
     def metric(self, control: bool, length: int, setting: str) -> str:
         return f"needle/{'control' if control else 'exact'} {length} {setting}"
 
     def metrics(self, data: DataConfig) -> list[str]:
         lengths, controls = lengths_from_factors(self.length_factors, data), (False, True) if self.depths else (True,)
-        return [self.metric(control, length, setting.label) for setting in self.inference for control in controls for length in lengths]
+        return [
+            self.metric(control, length, setting.label)
+            for setting in self.inference
+            for control in controls
+            for length in lengths
+        ]
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield from check_inference(self.inference, model.position)
@@ -300,7 +368,9 @@ class DownstreamConfig(EvaluationConfig):
     num_fewshot: int | None = key(None, "examples shown before each question; null: the task's", ge=0, le=1000)
     limit: int | None = key(None, "documents of each task at most; null: all", ge=1)
     max_length: int | None = key(None, "context length in tokens; null: the training length", ge=2, le=10**7)
-    metadata: dict[str, str | int | float | bool | list[int]] = key({}, "metadata that tasks ask for, e.g. {max_seq_lengths: [512]}")
+    metadata: dict[str, str | int | float | bool | list[int]] = key(
+        {}, "metadata that tasks ask for, e.g. {max_seq_lengths: [512]}"
+    )
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         if data.symbolic:
@@ -320,13 +390,21 @@ class LimitsConfig:
         "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
     )
     unit: bool = key(True, "divide each x by its length, as Theorem 2 supposes")
-    first_token: bool = key(True, "count the first token of the document, which may be an attention sink, among the keys")
+    first_token: bool = key(
+        True, "count the first token of the document, which may be an attention sink, among the keys"
+    )
     queries: int = key(16, "queries of each sequence, among those that are described", ge=1, le=MAX_SEQUENCES)
     sample_size: int = key(
-        144, "values in each sample of the tests for the critical number of keys: heads of the paper's model", ge=2, le=10**5
+        144,
+        "values in each sample of the tests for the critical number of keys: heads of the paper's model",
+        ge=2,
+        le=10**5,
     )
     temperatures: list[float] = key(
-        [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0], "T of Lemma 2, ascending; divides the scores, times sqrt(D)", gt=0, le=10**6
+        [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
+        "T of Lemma 2, ascending; divides the scores, times sqrt(D)",
+        gt=0,
+        le=10**6,
     )
     steps: list[float] = key([0.001, 0.1, 10.0], "lengths of the steps of Lemma 2's finite differences", gt=0, le=10**6)
     directions: int = key(16, "random directions of the finite differences; the paper has one", ge=1, le=10**4)
@@ -341,16 +419,24 @@ class LimitsConfig:
 class DiagnosticsConfig(EvaluationConfig):
     measurement: ClassVar[str] = "lm.evaluation.diagnostics:Diagnostics"
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
-    statistics: list[Statistics] = key(["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}")
-    length_factor: float = key(1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MAX_FACTOR)
+    statistics: list[Statistics] = key(
+        ["concentration", "sparsity"], f"families of statistics: {', '.join(get_args(Statistics))}"
+    )
+    length_factor: float = key(
+        1.0, "sequence length, in training lengths; except at 1 within one held-out document", gt=0, le=MAX_FACTOR
+    )
     sequences: int = key(16, "held-out sequences, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
-    queries: int = key(64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES)
+    queries: int = key(
+        64, "queries of each sequence, spread evenly over the logarithm of the number of keys", ge=1, le=MAX_SEQUENCES
+    )
     text: str | None = key(None, "UTF-8 file to read in place of held-out text")
     by_position: bool = key(False, "also each head's numbers at each number of visible keys")
     top_k: list[int] = key([8, 64], "numbers of keys whose weight is summed, the largest weights first", ge=1)
     nearest: list[int] = key([16, 64], "numbers of keys whose weight is summed, the nearest keys first", ge=1)
     limits: LimitsConfig = section(LimitsConfig, "the limits of normalization: lemmas and theorems of arXiv 2508.17821")
-    inference: list[InferenceSetting] = sections(InferenceSetting, "inference settings, each measured", (InferenceSetting(),))
+    inference: list[InferenceSetting] = sections(
+        InferenceSetting, "inference settings, each measured", (InferenceSetting(),)
+    )
 
     def wanted(self, data: DataConfig) -> bool:
         return True
@@ -367,11 +453,15 @@ class DiagnosticsConfig(EvaluationConfig):
         if data.symbolic and self.text:
             yield Problem("text", self.text, "needs a model of text", "leave it out")
         if data.symbolic and self.length_factor != 1:
-            yield Problem("length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1")
+            yield Problem(
+                "length_factor", self.length_factor, "there is no text to read at other lengths", "set it to 1"
+            )
         yield from self.size_problems("length_factor", self.length_factor, self.sequences, data, model)
 
 
-EVALUATIONS = Registry(Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",)), {})  # lm's own have blocks in `EvalConfig`
+EVALUATIONS = Registry(
+    Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",)), {}
+)  # lm's own have blocks in `EvalConfig`
 
 
 @dataclass
@@ -379,30 +469,47 @@ class EvalConfig:
     """Options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall` or `needle`."""
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
-    sequences: int = key(256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MAX_SEQUENCES)
-    on_error: Literal["log", "stop"] = key("log", "when an evaluation fails during training: say so and train on, or stop")
+    sequences: int = key(
+        256, "validation sequences of seq_len tokens, spread over the held-out text", ge=1, le=MAX_SEQUENCES
+    )
+    on_error: Literal["log", "stop"] = key(
+        "log", "when an evaluation fails during training: say so and train on, or stop"
+    )
     swap_lengths: list[float] = key(
         [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", gt=0, le=MAX_FACTOR
     )
-    long_context: LongContextConfig = section(LongContextConfig, "loss by position, beyond the training length or within it")
-    by_length: ByLengthConfig | None = optional(ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths")
-    texts: TextsConfig | None = optional(TextsConfig, "loss on texts beside the held-out one, each by its name: text/NAME/loss")
+    long_context: LongContextConfig = section(
+        LongContextConfig, "loss by position, beyond the training length or within it"
+    )
+    by_length: ByLengthConfig | None = optional(
+        ByLengthConfig, "loss on the same held-out tokens, cut into sequences of several lengths"
+    )
+    texts: TextsConfig | None = optional(
+        TextsConfig, "loss on texts beside the held-out one, each by its name: text/NAME/loss"
+    )
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
     downstream: DownstreamConfig | None = optional(
         DownstreamConfig, "tasks of the lm-evaluation-harness, each metric by its name: downstream/TASK/METRIC"
     )
     diagnostics: DiagnosticsConfig | None = optional(
-        DiagnosticsConfig, "statistics of attention weights, also of the untrained model and of shuffled scores", {"acts_in": COMMANDS}
+        DiagnosticsConfig,
+        "statistics of attention weights, also of the untrained model and of shuffled scores",
+        {"acts_in": COMMANDS},
     )
 
-    others: list[EvaluationConfig] = variants(EVALUATIONS, "evaluations from outside, by package.module:Class", omit_default=True)
+    others: list[EvaluationConfig] = variants(
+        EVALUATIONS, "evaluations from outside, by package.module:Class", omit_default=True
+    )
 
     @classmethod
     @cache
     def kind_names(cls) -> list[str]:
         """Names of the kinds of evaluation that lm itself has, the validation first; plugins are left out."""
-        return ["validation", *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig))]
+        return [
+            "validation",
+            *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig)),
+        ]
 
     @property
     def _plugin_evaluations(self) -> list[EvaluationConfig]:
@@ -446,6 +553,10 @@ class EvalConfig:
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         validation_changes = {"sequences": min(32, self.sequences)} if name == "quick" else {}
-        changes_by_kind = {kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))}
-        plugin_blocks = [to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._plugin_evaluations]
+        changes_by_kind = {
+            kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))
+        }
+        plugin_blocks = [
+            to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._plugin_evaluations
+        ]
         return validation_changes | changes_by_kind | ({"others": plugin_blocks} if plugin_blocks else {})

@@ -107,7 +107,8 @@ class InferenceSetting:
 
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
-        {}, "options of the model's normalizers that have them, where they differ from training, e.g. {clip: true} of log_n"
+        {},
+        "options of the model's normalizers that have them, where they differ from training, e.g. {clip: true} of log_n",
     )
 
     @property
@@ -122,7 +123,9 @@ class InferenceSetting:
             for spec in fields(rope)
             if spec.name != "factor" and getattr(rope, spec.name) != spec.default
         ]
-        return ", ".join([words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())])
+        return ", ".join(
+            [words, *options, *(f"{name}={yaml_scalar(value)}" for name, value in self.normalizer.items())]
+        )
 
     def normalizers(self, trained_normalizers: list[Options], path: str) -> tuple[list[Options], list[Problem]]:
         """Return the normalizer options as changed by this setting, and problems of the changes. `path` is the path of
@@ -138,7 +141,9 @@ class InferenceSetting:
     def temperature_problems(self, normalizers: list[Options], path: str) -> list[Problem]:
         """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q. `path` is the key path
         of this setting."""
-        unscaled_layers = [layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q]
+        unscaled_layers = [
+            layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q
+        ]
         if not unscaled_layers or not getattr(self.rope, "temperature", False):
             return []
         reason = f"is a factor on queries, and none on the scores of {unscaled_layers[0].name}"

@@ -24,13 +24,19 @@ def configuration_schema() -> Schema:
     root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     root["properties"] = {"base": {**base, "description": "files whose keys these are laid on"}, **root["properties"]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A configuration of lm", **root, "$defs": definitions}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A configuration of lm",
+        **root,
+        "$defs": definitions,
+    }
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
     """The JSON Schema of a configuration block whose keys are the fields of `schema`; if `name` is given, a key `name` has this value."""
     properties = {
-        spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)} for spec in fields(schema)
+        spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)}
+        for spec in fields(schema)
     }
     if name is not None:
         properties = {"name": {"const": name}, **properties}
@@ -56,7 +62,9 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
     table, block, container = (spec.metadata.get(name) for name in ("table", "schema", "many"))
     if table is None and block is None:
         return _interpolable(_type(spec.type, spec.metadata["limits"]))
-    value = _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
+    value = (
+        _variant(table, spec.metadata.get("default"), definitions) if block is None else _reference(block, definitions)
+    )
     if container is dict:
         return {"type": "object", "additionalProperties": value}
     if container is list:
@@ -97,5 +105,9 @@ def _type(hint: type, limits: Limits) -> Schema:
         return {"type": "array", "items": _interpolable(_type(arguments[0], limits))}
     if origin is dict:
         return {"type": "object", "additionalProperties": _interpolable(_type(arguments[1], limits))}
-    bounds = {BOUNDS[name]: bound for name, bound in vars(limits).items() if bound is not None} if hint in (int, float) else {}
+    bounds = (
+        {BOUNDS[name]: bound for name, bound in vars(limits).items() if bound is not None}
+        if hint in (int, float)
+        else {}
+    )
     return {"type": TYPES[hint], **bounds}

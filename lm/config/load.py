@@ -17,17 +17,41 @@ from lm.config import presets
 from lm.config.eval_config import empty_sequence_problems
 from lm.config.training_config import WSDRate
 from lm.config.tree import Config, keys_acting_in
-from lm.config.yaml_text import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_override_value, parse_yaml, resolve_interpolations
+from lm.config.yaml_text import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    dump_yaml,
+    parse_override_value,
+    parse_yaml,
+    resolve_interpolations,
+)
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
-from lm.schema import Plain, build, build_named, cross_key_problems, effect, flatten, is_block, key_field, reference, suggest, to_plain
+from lm.schema import (
+    Plain,
+    build,
+    build_named,
+    cross_key_problems,
+    effect,
+    flatten,
+    is_block,
+    key_field,
+    reference,
+    suggest,
+    to_plain,
+)
 
 
 def check(config: Config) -> Iterator[Problem]:
     """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid by themselves."""
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
     yield from cross_key_problems(config)
-    if Path(config.name).name != config.name or config.name in ("", "..") or not config.name.isprintable() or len(config.name) > 100:
+    if (
+        Path(config.name).name != config.name
+        or config.name in ("", "..")
+        or not config.name.isprintable()
+        or len(config.name) > 100
+    ):
         reason = "must be the name of a folder: printable, at most 100 characters, without a path"
         yield Problem("name", config.name, reason, "set name, and runs for the folder that holds it")
     if data.symbolic and data.documents == "isolate":
@@ -42,9 +66,13 @@ def check(config: Config) -> Iterator[Problem]:
         yield Problem("optim.optimizer", optim.optimizer.name, reason, "drop model.transfer")
     min_batch, sequences = data.seq_len * config.world_size, optim.batch_tokens // data.seq_len
     batch_floor = optim.batch_tokens // min_batch * min_batch
-    batch_sizes = " or ".join(str(size) for size in (batch_floor, -(-optim.batch_tokens // min_batch) * min_batch) if size)
+    batch_sizes = " or ".join(
+        str(size) for size in (batch_floor, -(-optim.batch_tokens // min_batch) * min_batch) if size
+    )
     cores = os.cpu_count() or 1
-    machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (trainer.devices > cores)  # the run may be for another machine
+    machine_note = f"; this machine has {cores} core{'s' * (cores > 1)}" * (
+        trainer.devices > cores
+    )  # the run may be for another machine
     if optim.batch_tokens % data.seq_len:
         reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
         yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
@@ -53,7 +81,11 @@ def check(config: Config) -> Iterator[Problem]:
         remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
         yield Problem("trainer.devices", trainer.devices, f"{reason}{machine_note}", remedy)
     if trainer.micro_batch and optim.batch_tokens % min_batch == 0 and config.rank_sequences % trainer.micro_batch:
-        divisors = (size for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1) if config.rank_sequences % size == 0)
+        divisors = (
+            size
+            for size in range(min(trainer.micro_batch, config.rank_sequences), 0, -1)
+            if config.rank_sequences % size == 0
+        )
         reason = f"does not divide the {config.rank_sequences} sequences of a process in a step"
         yield Problem("trainer.micro_batch", trainer.micro_batch, reason, f"e.g. {next(divisors)}")
     if trainer.max_steps is None and trainer.tokens_per_parameter is None:
@@ -70,7 +102,9 @@ def check(config: Config) -> Iterator[Problem]:
     normalizers = [phase.normalizer for phase in config.plan]
     for kind, options in config.eval.kinds.items():
         conflicts = []
-        for index, setting in enumerate(getattr(options, "inference", [])):  # checked even if the evaluation is off, as other values are
+        for index, setting in enumerate(
+            getattr(options, "inference", [])
+        ):  # checked even if the evaluation is off, as other values are
             conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
         yield from (replace(conflict, path=f"{config.eval.path(kind)}.{conflict.path}") for conflict in conflicts)
@@ -78,10 +112,19 @@ def check(config: Config) -> Iterator[Problem]:
 
 def check_steps(config: Config) -> Iterator[Problem]:
     """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, profile, sources and tasks."""
-    data, optim, steps, phases, phase_ends = config.data, config.optim, config.trainer.max_steps, config.phases, config.phase_ends
+    data, optim, steps, phases, phase_ends = (
+        config.data,
+        config.optim,
+        config.trainer.max_steps,
+        config.phases,
+        config.phase_ends,
+    )
     profile = config.trainer.profile
     yield from data.lengths.conflicts(data.seq_len, steps, one_source=len(data.sources) == 1 and not data.tasks)
-    if isinstance(optim.schedule, WSDRate) and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps:
+    if (
+        isinstance(optim.schedule, WSDRate)
+        and optim.warmup(steps) + round(optim.schedule.decay_fraction * steps) > steps
+    ):
         reason = f"leaves less than optim.warmup_steps = {optim.warmup_steps} of {steps} steps for the warm-up"
         yield Problem("optim.schedule.decay_fraction", optim.schedule.decay_fraction, reason, "lower one of them")
     if profile and profile.first > steps:
@@ -104,17 +147,26 @@ def check_phases(config: Config) -> Iterator[Problem]:
     phases = config.phases
     for index, (old_phase, phase) in enumerate(pairwise(phases)):
         if phase.until <= old_phase.until:
-            yield Problem(f"phases[{index + 1}].until", phase.until, f"is not after phases[{index}].until = {old_phase.until}", "raise it")
+            yield Problem(
+                f"phases[{index + 1}].until",
+                phase.until,
+                f"is not after phases[{index}].until = {old_phase.until}",
+                "raise it",
+            )
     if not phases:
         return
     if phases[-1].until != 1:
-        yield Problem(f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1")
+        yield Problem(
+            f"phases[{len(phases) - 1}].until", phases[-1].until, "the last phase must end at 1", "set it to 1"
+        )
     if phases[0].warmup_steps:
         reason = "follows no swap, so there is nothing to warm up"
         yield Problem("phases[0].warmup_steps", phases[0].warmup_steps, reason, "set optim.warmup_steps")
     if config.model.normalizer != phases[0].normalizer:
         reason = f"phases[0].normalizer is {phases[0].normalizer.name}, which training starts with"
-        yield Problem("model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree")
+        yield Problem(
+            "model.normalizer", config.model.normalizer.name, reason, "drop model.normalizer, or make them agree"
+        )
 
 
 def check_weights(config: Config) -> Iterator[Problem]:
@@ -122,7 +174,10 @@ def check_weights(config: Config) -> Iterator[Problem]:
     data = config.data
     weights = [(f"data.tasks[{index}].weight", task.weight, 1.0) for index, task in enumerate(data.tasks)]
     if len(data.sources) > 1:
-        weights += [(f"data.source.of[{index}].weight", source.weight, data.text_weight) for index, source in enumerate(data.sources)]
+        weights += [
+            (f"data.source.of[{index}].weight", source.weight, data.text_weight)
+            for index, source in enumerate(data.sources)
+        ]
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
     for path, weight, fraction in weights:
         if weight and fraction and weight * fraction * sequences < 1 - 1e-6:
@@ -179,7 +234,9 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
         path = presets.find(file)
         plain = read_yaml(path if path.exists() else presets.find(file, "experiments"))
         if "arms" in plain:
-            raise ConfigError(f"{file}: an experiment, not the configuration of one run; it is for lm compare {file} [--plan]")
+            raise ConfigError(
+                f"{file}: an experiment, not the configuration of one run; it is for lm compare {file} [--plan]"
+            )
         tree = merge(tree, plain)
     changes = read_overrides([argument for argument in arguments if argument not in files])
     init_from = changes.get("init_from", tree.get("init_from"))
@@ -240,7 +297,9 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(to_plain(config))
 
 
-def read_yaml(path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None) -> dict[str, Plain]:
+def read_yaml(
+    path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
+) -> dict[str, Plain]:
     """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else names of presets).
 
     `heirs` are the files that inherit from this file, each from the next; `cache` has the keys of files that were read before, by path.
@@ -257,17 +316,35 @@ def read_yaml(path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[s
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        suggestion = suggest(path.stem, (neighbour.stem for neighbour in path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
-        remedy = "; " + suggestion.replace("'?", ".yaml'?") if "did" in suggestion else "" if heirs else presets.suggestion(path)
+        suggestion = (
+            suggest(path.stem, (neighbour.stem for neighbour in path.parent.glob("*.yaml")))
+            if path.parent.is_dir()
+            else ""
+        )
+        remedy = (
+            "; " + suggestion.replace("'?", ".yaml'?")
+            if "did" in suggestion
+            else ""
+            if heirs
+            else presets.suggestion(path)
+        )
         remark = "" if path.suffix in (".yaml", ".yml") else " (overrides are key=value, without spaces)"
         heir = f" (a base of {heirs[-1].name})" if heirs else remark
         raise ConfigError(f"{path}: no such configuration file{heir}{remedy}") from None
     except IsADirectoryError:
-        remedy = f"to go on with this run, name {path / 'config.yaml'}" if (path / "config.yaml").is_file() else "name a YAML file"
+        remedy = (
+            f"to go on with this run, name {path / 'config.yaml'}"
+            if (path / "config.yaml").is_file()
+            else "name a YAML file"
+        )
         raise ConfigError(f"{path}: a folder, not a configuration file; {remedy}") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ConfigError(f"{abbreviated(str(path))}: {getattr(error, 'strerror', None) or one_line(error)}") from None
-    hint = "" if heirs or path.suffix in (".yaml", ".yml") else "; text and token ids are named by data.source (lm prepare --help)"
+    hint = (
+        ""
+        if heirs or path.suffix in (".yaml", ".yml")
+        else "; text and token ids are named by data.source (lm prepare --help)"
+    )
     try:
         plain = parse_yaml(content, str(path))
     except ConfigError as error:
@@ -280,7 +357,11 @@ def read_yaml(path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[s
 
 
 def merge_bases(
-    plain: dict[str, Plain], path: Path, key: str = "base", heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
+    plain: dict[str, Plain],
+    path: Path,
+    key: str = "base",
+    heirs: tuple[Path, ...] = (),
+    cache: dict[Path, dict[str, Plain]] | None = None,
 ) -> dict[str, Plain]:
     """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base` lists, and return them.
     Later files win. Each is named by its path, relative to the folder of `path`, or else is a preset.
@@ -309,7 +390,9 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
         names = path.split(".")
         if not sign or not all(names) or len(names) > MAX_DEPTH:
             raise ConfigError(f"{abbreviated(override, 80)}: not an override; write key=value, e.g. optim.lr=3e-4")
-        is_empty = not text and (spec := key_field(Config, path)) and spec.type is str  # of other types, an empty value is null
+        is_empty = (
+            not text and (spec := key_field(Config, path)) and spec.type is str
+        )  # of other types, an empty value is null
         blocks.append({path: "" if is_empty else parse_override_value(text, abbreviated(override, 80))})
     return nest_keys(*blocks)
 
@@ -323,7 +406,11 @@ def nest_keys(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
     """
     tree: dict[str, Plain] = {}
     for block in blocks:
-        keys = [key for name, value in block.items() for key in (flatten({str(name): value}) if is_block(value) else [str(name)])]
+        keys = [
+            key
+            for name, value in block.items()
+            for key in (flatten({str(name): value}) if is_block(value) else [str(name)])
+        ]
         if repeated := next((key for key, count in Counter(keys).items() if count > 1), ""):
             raise ConfigError(f"{path}{repeated}: given twice in one block; drop one")
     for key, value in (item for block in blocks for item in block.items()):
@@ -343,10 +430,16 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
     """
     changes = resolve_interpolations(read_overrides(overrides))
     parts = [override.partition("=") for override in overrides]
-    refused_keys = [(path, value) for path, _, value in parts if (key_effect := effect(Config, path)) and command not in key_effect.acts_in]
+    refused_keys = [
+        (path, value)
+        for path, _, value in parts
+        if (key_effect := effect(Config, path)) and command not in key_effect.acts_in
+    ]
     if refused_keys:
         remedy = "free to change: " + ", ".join(keys_acting_in(command))
-        raise ConfigError([Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused_keys])
+        raise ConfigError(
+            [Problem(path, value, f"can't be changed in lm {command}", remedy) for path, value in refused_keys]
+        )
     return changes
 
 
@@ -365,14 +458,20 @@ def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -
         if alternative and value and alternative not in changes:
             result.pop(alternative, None)
         if value is None and is_block(old) and not (spec and "optional" in spec.metadata):
-            raise ConfigError(Problem(path, None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old)))
+            raise ConfigError(
+                Problem(path, None, "must be a block of keys", "leave it out, or give keys: " + ", ".join(old))
+            )
         if isinstance(value, str) and is_block(old) and effect(Config, f"{path}.name"):
             value = {"name": value}
         if isinstance(old, int | float) and isinstance(value, dict):
-            raise ConfigError(Problem(path, old, "must be a block of keys", f"there is also {path}.{next(iter(value), '')}"))
+            raise ConfigError(
+                Problem(path, old, "must be a block of keys", f"there is also {path}.{next(iter(value), '')}")
+            )
         if isinstance(old, str) and isinstance(value, dict):
             old = {"name": old}
-        if isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer":  # short for the block `layers`
+        if (
+            isinstance(old, list) and isinstance(value, dict) and path == "model.normalizer"
+        ):  # short for the block `layers`
             old = {"name": Layers.name, "of": old}
         if is_block(old) and is_block(value) and ("name" not in old or value.get("name", old["name"]) == old["name"]):
             value = merge(old, value, f"{path}.")
@@ -402,6 +501,12 @@ def reference_markdown() -> str:
     for path, kind, default, text in reference(Config):
         key_effect = effect(Config, path)
         is_strict = key_effect.affects in ("model", "training", "seed")
-        cell = f"{key_effect.affects}, *{key_effect.on_resume}*" if is_strict and key_effect.on_resume != "same" else key_effect.affects
-        lines.append(f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {cell} | {text.replace('|', '&#124;')} |")
+        cell = (
+            f"{key_effect.affects}, *{key_effect.on_resume}*"
+            if is_strict and key_effect.on_resume != "same"
+            else key_effect.affects
+        )
+        lines.append(
+            f"| `{path}` | {kind.replace('|', '&#124;')} | `{default}` | {cell} | {text.replace('|', '&#124;')} |"
+        )
     return "\n".join(lines) + "\n"

@@ -19,7 +19,9 @@ class TrainedScaling:
     """RoPE's frequencies without rescaling; the base class of rescalings that a model was, or will be, trained with."""
 
     name: ClassVar[str] = "none"
-    amplitude: ClassVar[float] = 1.0  # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
+    amplitude: ClassVar[float] = (
+        1.0  # the factor on RoPE's cos and sin, by whose square attention logits are multiplied
+    )
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies` before; `theta` is
@@ -48,7 +50,9 @@ class Llama3Scaling(TrainedScaling):
 
     name: ClassVar[str] = "llama3"
     factor: float = key(8.0, "divides low frequencies", gt=0, le=1e6)
-    slow: float = key(1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9)
+    slow: float = key(
+        1.0, "pairs with at most so many periods in the original context are divided by factor", gt=0, le=1e9
+    )
     fast: float = key(4.0, "pairs with at least so many periods stay as they are", gt=0, le=1e9)
     original: int = key(8192, "context length before the frequencies were rescaled, tokens", ge=1, le=10**9)
 
@@ -77,7 +81,10 @@ class YarnScaling(Llama3Scaling):
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         # The indices of the pairs with `fast` and `slow` periods, as real numbers.
-        ends = [head_size * math.log(self.original / (periods * 2 * math.pi)) / (2 * math.log(theta)) for periods in (self.fast, self.slow)]
+        ends = [
+            head_size * math.log(self.original / (periods * 2 * math.pi)) / (2 * math.log(theta))
+            for periods in (self.fast, self.slow)
+        ]
         if self.whole_pairs:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         first, last = max(ends[0], 0), min(ends[1], head_size - 1)
@@ -90,7 +97,9 @@ class YarnScaling(Llama3Scaling):
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
 
-def divide_low_frequencies(frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float) -> "Tensor":
+def divide_low_frequencies(
+    frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float
+) -> "Tensor":
     """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as they are.
 
     A low frequency has at most `slow` periods, a high one at least `fast`. Between them the multiplier is linear in the number of periods.
@@ -136,18 +145,24 @@ class Rope(Position):
     name: ClassVar[str] = "rope"
     rotates: ClassVar[bool] = True
     theta: float = key(10000.0, "base of the rotation periods", gt=1, le=1e12)
-    fraction: float = key(1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1)
+    fraction: float = key(
+        1.0, "fraction of each head's dimensions that rotate, highest frequencies first (p-RoPE below 1)", gt=0, le=1
+    )
     scaling: TrainedScaling = variant(
         TRAINED_SCALINGS, "none", "how the frequencies of theta were rescaled before or in training", omit_default=True
     )
     layers: list[bool] = key(
-        [], "whether each layer has it, repeated from the first layer on; the others have no positions; []: all have", omit_default=True
+        [],
+        "whether each layer has it, repeated from the first layer on; the others have no positions; []: all have",
+        omit_default=True,
     )
 
     @property
     def label(self) -> str:
         scaling = f", {self.scaling.name}" if self.scaling.name != "none" else ""
-        layers = f" (layers {', '.join('rope' if rotates else 'none' for rotates in self.layers)})" if self.layers else ""
+        layers = (
+            f" (layers {', '.join('rope' if rotates else 'none' for rotates in self.layers)})" if self.layers else ""
+        )
         return f"rope theta {self.theta:g}{scaling}{layers}"
 
     def rotates_in(self, layer: int) -> bool:
@@ -156,7 +171,12 @@ class Rope(Position):
 
     def problems(self) -> Iterator[Problem]:
         if len({*self.layers}) == 1:
-            yield Problem("layers", self.layers, "is the same in all layers", "drop it" if self.layers[0] else "set model.position=none")
+            yield Problem(
+                "layers",
+                self.layers,
+                "is the same in all layers",
+                "drop it" if self.layers[0] else "set model.position=none",
+            )
 
     def rotated(self, head_size: int) -> int:
         """The number of a head's dimensions that rotate, which is even."""
@@ -216,14 +236,18 @@ class AttentionBlock:
     def model_problems(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield the options of `model` that contradict this block, as problems with paths relative to `model`."""
         if model.head_size is None and model.n_embd % model.n_head:
-            remedy = f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
+            remedy = (
+                f"e.g. model.n_embd={max(1, round(model.n_embd / model.n_head)) * model.n_head}, or set model.head_size"
+            )
             yield Problem("n_embd", model.n_embd, f"is not a multiple of model.n_head = {model.n_head}", remedy)
         if model.n_head % model.kv_heads:
             reason = f"does not divide model.n_head = {model.n_head}"
             yield Problem("n_kv_head", model.n_kv_head, reason, f"e.g. {math.gcd(model.n_head, model.n_kv_head)}")
         if model.value_dims % model.maps_per_head:
             name, value = self.key_dims_option(model)
-            yield Problem(name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even")
+            yield Problem(
+                name, value, f"gives heads of odd size {model.value_dims}, which two maps can't share", "make it even"
+            )
 
 
 @dataclass
@@ -290,15 +314,24 @@ class Transfer:
 @dataclass
 class ModelConfig:
     n_layer: int = key(6, "blocks", ge=1, le=10**4)
-    block: AttentionBlock | GAUBlock = variant({v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of")
+    block: AttentionBlock | GAUBlock = variant(
+        {v.name: v for v in (AttentionBlock, GAUBlock)}, "attention", "what a layer consists of"
+    )
     n_head: int = key(4, "attention heads; 1 for gau", ge=1, le=10**4)
     n_kv_head: int | None = key(
-        None, "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head", ge=1, le=10**4
+        None,
+        "heads of keys and values, each shared by n_head / n_kv_head heads of queries (grouped queries); null: n_head",
+        ge=1,
+        le=10**4,
     )
     head_size: int | None = key(None, "dimensions of each head; null: n_embd / n_head", ge=1, le=10**5)
     n_embd: int = key(256, "width of the residual stream", ge=1, le=10**6)
-    n_mlp: int | None = key(None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1, le=10**7)
-    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = key("swiglu", "the MLP's activation; gelu_tanh: GPT-2's approximation of GELU")
+    n_mlp: int | None = key(
+        None, "hidden width of the MLP; null: 4 x n_embd, or 8/3 x n_embd rounded up to 64 for swiglu", ge=1, le=10**7
+    )
+    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = key(
+        "swiglu", "the MLP's activation; gelu_tanh: GPT-2's approximation of GELU"
+    )
     norm: Literal["rms", "layer"] = key("rms", "RMSNorm or LayerNorm, before attention, MLP and head")
     norm_eps: float = key(1e-5, "added to the mean square, or the variance, in every norm", gt=0)
     position: Position = variant({v.name: v for v in (Rope, Learned, NoPosition)}, "rope", "position information")
@@ -342,7 +375,10 @@ class ModelConfig:
         omit_default=True,
     )
     logit_softcap: float | None = key(
-        None, "c of c tanh(logit / c), which bounds the head's logits (arXiv 2408.00118); null: none", omit_default=True, gt=0
+        None,
+        "c of c tanh(logit / c), which bounds the head's logits (arXiv 2408.00118); null: none",
+        omit_default=True,
+        gt=0,
     )
     transfer: Transfer | None = optional(
         Transfer,
@@ -398,7 +434,9 @@ class ModelConfig:
         if self.position.rotates:
             if key_dims % 2:
                 name, value = self.block.key_dims_option(self)
-                yield Problem(name, value, f"gives heads of odd size {key_dims}, which RoPE can't rotate", "make it even")
+                yield Problem(
+                    name, value, f"gives heads of odd size {key_dims}, which RoPE can't rotate", "make it even"
+                )
             if self.position.rotated(key_dims) == 0:
                 reason = f"rotates nothing of a head of size {key_dims}"
                 yield Problem("position.fraction", self.position.fraction, reason, "set model.position=none")
@@ -407,7 +445,9 @@ class ModelConfig:
         if self.transfer is not None:
             yield from self._transfer_problems()
         if self.value_residual == "first_layer" and self.n_layer == 1:
-            yield Problem("value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it")
+            yield Problem(
+                "value_residual", self.value_residual, "has no other layer to act in: model.n_layer = 1", "drop it"
+            )
         if (n_listed := len(self.normalizer.layer_options())) > self.n_layer:
             yield Problem("normalizer", f"{n_listed} normalizers", length_reason, remedy)
 
@@ -432,7 +472,9 @@ class ModelConfig:
         counts = {"n_head": self.n_head, "n_kv_head": self.kv_heads} | ({"n_mlp": self.n_mlp} if self.n_mlp else {})
         for name, count in counts.items():
             if count * base_width % self.n_embd:
-                rule = "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
+                rule = (
+                    "n_mlp is in proportion to the width" if name == "n_mlp" else "width is added in heads of one size"
+                )
                 reason = f"gives a base model of {name} = {count * base_width / self.n_embd:.4g}: {rule}"
                 remedy = f"choose a multiple of {self.n_embd // math.gcd(count, self.n_embd)}"
                 yield Problem("transfer.base_width", base_width, reason, remedy)

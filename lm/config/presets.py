@@ -9,7 +9,10 @@ import lm
 from lm.errors import ConfigError
 from lm.schema import suggest
 
-_SUBFOLDERS = {"experiments": ("experiments", ""), "": ("", "recipes", "models", "data")}  # subfolders to search for a preset, by kind
+_SUBFOLDERS = {
+    "experiments": ("experiments", ""),
+    "": ("", "recipes", "models", "data"),
+}  # subfolders to search for a preset, by kind
 
 
 def folder() -> Path:
@@ -33,8 +36,14 @@ def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
     if (path.exists() and not path.is_dir()) or name.is_absolute() or ".." in name.parts or not name.name:
         return path
     relative_path = Path(*name.parts[1:]) if len(name.parts) > 1 and name.parts[0] == "configs" else name
-    relative_path = relative_path if relative_path.suffix in (".yaml", ".yml") else relative_path.with_name(f"{relative_path.name}.yaml")
-    return next((file for subfolder in _SUBFOLDERS[kind] if (file := folder() / subfolder / relative_path).is_file()), path)
+    relative_path = (
+        relative_path
+        if relative_path.suffix in (".yaml", ".yml")
+        else relative_path.with_name(f"{relative_path.name}.yaml")
+    )
+    return next(
+        (file for subfolder in _SUBFOLDERS[kind] if (file := folder() / subfolder / relative_path).is_file()), path
+    )
 
 
 def is_override(argument: str) -> bool:

@@ -22,7 +22,9 @@ TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs
 class Chance:
     """Accuracy at chance level: the expected accuracy of answers picked at random from the answers that the sequence shows."""
 
-    teacher_forced: float  # the sequence has the right answers to earlier questions, and these answers are not picked again
+    teacher_forced: (
+        float  # the sequence has the right answers to earlier questions, and these answers are not picked again
+    )
     rollout: float  # greedy decoding: the sequence has the earlier picks in place of the right answers
 
     @classmethod
@@ -42,7 +44,9 @@ class Task(ABC):
     ascending order."""
 
     name: ClassVar[str]
-    vocab_size: ClassVar[int | None] = None  # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
+    vocab_size: ClassVar[int | None] = (
+        None  # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
+    )
     # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among others
     chance: ClassVar[Chance | None] = None
 
@@ -92,10 +96,15 @@ class MQAR(Task):
     filler: int = key(32, "different symbols of filler", ge=1, le=MAX_SYMBOLS)
     pairs: int = key(8, "pairs in a sequence", ge=1, le=MAX_SYMBOLS)
     queries: int = key(8, "keys asked for at the sequence's end", ge=1, le=MAX_SYMBOLS)
-    joined: bool = key(False, "a pair is one symbol of key and value: single-hop; else two: the key must be found first")
-    held_out: Literal["lists", "pairs"] = key("lists", "what test sequences have to themselves: lists of pairs, or single pairs")
+    joined: bool = key(
+        False, "a pair is one symbol of key and value: single-hop; else two: the key must be found first"
+    )
+    held_out: Literal["lists", "pairs"] = key(
+        "lists", "what test sequences have to themselves: lists of pairs, or single pairs"
+    )
     varied: bool = key(
-        False, "training sequences have a random number of pairs, 1 to `pairs`, and no more queries; test sequences have `pairs`"
+        False,
+        "training sequences have a random number of pairs, 1 to `pairs`, and no more queries; test sequences have `pairs`",
     )
 
     @property
@@ -115,7 +124,11 @@ class MQAR(Task):
         """Entropy of the pairs and the filler; the pairs' positions and the queries are not counted."""
         n_filler = max(0, length + 1 - (1 if self.joined else 2) * self.pairs - 2 * self.queries)
         list_entropy = _log_arrangements(self.keys, self.pairs) + _log_arrangements(self.values, self.pairs)
-        return list_entropy + n_filler * log(self.filler) - (self.pairs * log(TEST_DIVISOR) if self.held_out == "pairs" else 0)
+        return (
+            list_entropy
+            + n_filler * log(self.filler)
+            - (self.pairs * log(TEST_DIVISOR) if self.held_out == "pairs" else 0)
+        )
 
     def problems(self) -> Iterator[Problem]:
         if self.queries > self.pairs:
@@ -124,13 +137,17 @@ class MQAR(Task):
             reason = f"single pairs need two symbols each and {TEST_DIVISOR} times as many values as pairs"
             yield Problem("held_out", self.held_out, reason)
         if self.held_out == "pairs" and self.pairs * self.values > MAX_PAIRS_TIMES_VALUES:
-            reason = f"single pairs take at most {MAX_PAIRS_TIMES_VALUES:,} pairs x values, not {self.pairs * self.values:,}"
+            reason = (
+                f"single pairs take at most {MAX_PAIRS_TIMES_VALUES:,} pairs x values, not {self.pairs * self.values:,}"
+            )
             yield Problem("held_out", self.held_out, reason)
         if self.vocab_size > MAX_VOCABULARY:
             reason = f"makes {self.vocab_size:,} symbols of keys and values, more than {MAX_VOCABULARY:,}"
             yield Problem("joined", self.joined, reason, "lower keys or values")
         limits = {"keys": self.keys, "values": self.values}
-        yield from (Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs)
+        yield from (
+            Problem("pairs", self.pairs, f"is more than {name} = {n}") for name, n in limits.items() if n < self.pairs
+        )
 
 
 @dataclass
@@ -215,7 +232,9 @@ class Maximum(Task):
 
     def problems(self) -> Iterator[Problem]:
         limits = {"priorities": self.priorities, "payloads": self.payloads}
-        yield from (Problem("items", self.items, f"is more than {name} = {n}") for name, n in limits.items() if n < self.items)
+        yield from (
+            Problem("items", self.items, f"is more than {name} = {n}") for name, n in limits.items() if n < self.items
+        )
 
 
 @dataclass
@@ -231,7 +250,9 @@ class FlipFlop(Task):
 
     name: ClassVar[str] = "flip_flop"
     symbols: int = key(2, "different symbols that are written", ge=2, le=MAX_SYMBOLS)
-    ignored: float = key(0.8, "fraction of the instructions that are ignored; half of the others are writes, half reads", ge=0, lt=1)
+    ignored: float = key(
+        0.8, "fraction of the instructions that are ignored; half of the others are writes, half reads", ge=0, lt=1
+    )
 
     @property
     def vocab_size(self) -> int:
@@ -241,7 +262,9 @@ class FlipFlop(Task):
         """Entropy of instructions and symbols; the first and last instruction, and symbols after reads, are determined and add nothing."""
         probability = (1 - self.ignored) / 2  # probability of a write, and of a read
         instruction_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
-        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (instruction_entropy + (1 - probability) * log(self.symbols))
+        return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (
+            instruction_entropy + (1 - probability) * log(self.symbols)
+        )
 
 
 @dataclass
@@ -258,7 +281,9 @@ class Needle(Task):
     name: ClassVar[str] = "needle"
     needles: int = key(1, "needles that are asked for", ge=1, le=32)
     distractors: int = key(0, "needles of other cities that are not", ge=0, le=32)
-    depth: float | None = key(None, "fraction of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1)
+    depth: float | None = key(
+        None, "fraction of the filler before the first asked needle; null: random. Others are anywhere", ge=0, le=1
+    )
     absent: bool = key(False, "leave the asked needles out: the control, which nothing but chance can answer")
 
     def entropy(self, length: int) -> float:
@@ -281,7 +306,9 @@ class Passkey(Task):
     """
 
     name: ClassVar[str] = "passkey"
-    filler: Literal["grass", "corpus"] = key("grass", 'around the key: "The grass is green. …" over and over, or the corpus')
+    filler: Literal["grass", "corpus"] = key(
+        "grass", 'around the key: "The grass is green. …" over and over, or the corpus'
+    )
     depth: float | None = key(None, "fraction of the filler before the key; null: random", ge=0, le=1)
     absent: bool = key(False, "leave the key out: the control, which nothing but chance can answer")
 
@@ -291,7 +318,8 @@ class Passkey(Task):
 
 
 TASKS = Registry(
-    Kind("lm.tasks", "task", Task, ("make",)), {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)}
+    Kind("lm.tasks", "task", Task, ("make",)),
+    {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)},
 )
 
 
@@ -301,6 +329,8 @@ def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
     for task in tasks:
         namesakes = [namesake for namesake in tasks if namesake["name"] == task["name"]]
         differing_keys = [key for key in task if any(namesake.get(key) != task[key] for namesake in namesakes)]
-        options = ", ".join(f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in differing_keys)
+        options = ", ".join(
+            f"{key} {str(task[key]).lower() if isinstance(task[key], bool) else task[key]}" for key in differing_keys
+        )
         names.append(f"{task['name']} ({options})" if options else task["name"])
     return names

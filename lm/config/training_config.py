@@ -56,8 +56,12 @@ class Optimizer:
     """Base class of the options of optimizers, the rules by which gradients become updates."""
 
     name: ClassVar[str]
-    needs: ClassVar[str] = ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
-    weight_decay: ClassVar[float] = 0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
+    needs: ClassVar[str] = (
+        ""  # a group that must have a trained parameter, or the optimizer is refused; "": no such group
+    )
+    weight_decay: ClassVar[float] = (
+        0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
+    )
     # exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over the base model's
     # width; None if no rule is known
     width_exponent: ClassVar[float | None] = None
@@ -84,7 +88,9 @@ class AdamW(Optimizer):
     """AdamW, arXiv 1711.05101."""
 
     name: ClassVar[str] = "adamw"
-    width_exponent: ClassVar[float] = 1.0  # a change of d in all entries of a matrix changes its outputs by up to width times d
+    width_exponent: ClassVar[float] = (
+        1.0  # a change of d in all entries of a matrix changes its outputs by up to width times d
+    )
     beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
@@ -126,18 +132,30 @@ class Muon(AdamW):
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
         """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning rate."""
-        return 0.2 * math.sqrt(max(outputs, inputs)) if self.adjust_lr == "match_rms_adamw" else math.sqrt(max(1, outputs / inputs))
+        return (
+            0.2 * math.sqrt(max(outputs, inputs))
+            if self.adjust_lr == "match_rms_adamw"
+            else math.sqrt(max(1, outputs / inputs))
+        )
 
 
 OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))
-OPTIMIZERS = Registry(OPTIMIZER, {v.name: v for v in (AdamW, Muon)})  # each of these has a builder in lm.training.optimizers
-DECAYED_GROUPS = ("matrices", "embedding", "head")  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
+OPTIMIZERS = Registry(
+    OPTIMIZER, {v.name: v for v in (AdamW, Muon)}
+)  # each of these has a builder in lm.training.optimizers
+DECAYED_GROUPS = (
+    "matrices",
+    "embedding",
+    "head",
+)  # groups with the optimizer's weight decay if `groups.*.weight_decay` is null
 
 
 @dataclass
 class Group:
     lr_factor: float = key(1.0, "multiplies the schedule's learning rate", ge=0)
-    weight_decay: float | None = key(None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0)
+    weight_decay: float | None = key(
+        None, "null: the optimizer's for matrices, embedding and head, 0 for vectors and normalizers", ge=0
+    )
     eps: float | None = key(None, "null: the optimizer's", omit_default=True, gt=0)
 
 
@@ -146,7 +164,9 @@ class Groups:
     """Options for each group of parameters; each trained parameter is in exactly one group."""
 
     matrices: Group = section(Group, "parameters of rank 2 and more that are in no other group")
-    embedding: Group = section(Group, "embeddings of tokens (also a tied head, and those of values) and learned positions")
+    embedding: Group = section(
+        Group, "embeddings of tokens (also a tied head, and those of values) and learned positions"
+    )
     head: Group = section(Group, "the output matrix")
     vectors: Group = section(Group, "parameters of rank below 2 that are in no other group: gains and biases")
     normalizer: Group = section(Group, "all parameters of normalizers")
@@ -170,16 +190,23 @@ class OptimConfig:
         "at a loss or gradient that is not finite: stop and name the place, or skip the step's update and count it",
         {"on_resume": "free"},
     )
-    warmup_steps: int = key(100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9)
+    warmup_steps: int = key(
+        100, "steps of linear warm-up; of a shorter run all are", {"on_resume": "branch"}, ge=0, le=10**9
+    )
     schedule: ConstantRate | CosineRate | WSDRate = variant(
-        {v.name: v for v in (ConstantRate, CosineRate, WSDRate)}, "cosine", "learning rate after warm-up", {"on_resume": "branch"}
+        {v.name: v for v in (ConstantRate, CosineRate, WSDRate)},
+        "cosine",
+        "learning rate after warm-up",
+        {"on_resume": "branch"},
     )
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
         """Learning rate of the 0-based `step`. Warm-up is linear and ends at the peak; step 0 has the rate lr / warmup_steps."""
         warmup_steps = self.warmup(max_steps)
-        factor = (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
+        factor = (
+            (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
+        )
         return self.lr * factor
 
     def warmup(self, max_steps: int) -> int:
@@ -212,7 +239,9 @@ class Phase:
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
     normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")
-    warmup_steps: int = key(0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0, le=10**9)
+    warmup_steps: int = key(
+        0, "steps of linear warm-up, from the phase's start, for the new normalizer's parameters only", ge=0, le=10**9
+    )
 
 
 @dataclass
@@ -233,7 +262,11 @@ COMMANDS = ("train", "eval", "swap", "diagnose")  # the commands that run a mode
 @dataclass
 class TrainerConfig:
     max_steps: int | None = key(
-        1000, "optimizer steps; null: as tokens_per_parameter says", {"affects": "training", "on_resume": "free"}, ge=1, le=10**9
+        1000,
+        "optimizer steps; null: as tokens_per_parameter says",
+        {"affects": "training", "on_resume": "free"},
+        ge=1,
+        le=10**9,
     )
     tokens_per_parameter: float | None = key(
         None,
@@ -244,12 +277,18 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = key("auto", "`auto`: the GPU if there is one", {"acts_in": COMMANDS})
     devices: int = key(1, "processes on this machine, one a device (DDP)", ge=1, le=1024)
     num_nodes: int = key(1, "machines", ge=1, le=10**4)
-    micro_batch: int | None = key(None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1, le=10**6)
+    micro_batch: int | None = key(
+        None, "sequences in one forward pass; null: as many as give at most 16,384 tokens", ge=1, le=10**6
+    )
     precision: Literal["auto", 32, "bf16-mixed"] = key(
-        "auto", "`auto`: bf16-mixed where the device has native bf16, else 32", {"affects": "numerics", "acts_in": COMMANDS}
+        "auto",
+        "`auto`: bf16-mixed where the device has native bf16, else 32",
+        {"affects": "numerics", "acts_in": COMMANDS},
     )
     compile: Literal["auto", True, False] = key(
-        "auto", "torch.compile; `auto`: when the run, or its experiment, is long enough to repay it", {"affects": "numerics"}
+        "auto",
+        "torch.compile; `auto`: when the run, or its experiment, is long enough to repay it",
+        {"affects": "numerics"},
     )
     activation_checkpointing: bool = key(
         False,
@@ -257,13 +296,22 @@ class TrainerConfig:
         omit_default=True,
     )
     threads: int | None = key(
-        None, "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS", {"acts_in": COMMANDS}, ge=1, le=1024
+        None,
+        "CPU threads of each process; null: usable cores / devices, at most OMP_NUM_THREADS",
+        {"acts_in": COMMANDS},
+        ge=1,
+        le=1024,
     )
     checkpoint_every: int | None = key(None, "steps between checkpoints; null: ten a run", ge=1, le=10**9)
     keep_checkpoints: int = key(
-        2, "how many of the last to keep, beside the best (lowest selection loss) and those at phases' ends", ge=1, le=10**6
+        2,
+        "how many of the last to keep, beside the best (lowest selection loss) and those at phases' ends",
+        ge=1,
+        le=10**6,
     )
-    profile: Profile | None = optional(Profile, "record steps with torch's profiler, in the run's folder profile/; null: none")
+    profile: Profile | None = optional(
+        Profile, "record steps with torch's profiler, in the run's folder profile/; null: none"
+    )
 
 
 Dynamics = Literal["logit_scale", "largest_score", "gradient_norm"]
@@ -277,12 +325,15 @@ class LogConfig:
         "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head `logit_scale`, the factor "
         "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of `score_sequences`",
     )
-    score_sequences: int = key(2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6)
+    score_sequences: int = key(
+        2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6
+    )
     wandb: Literal["auto", "online", "offline", "disabled"] = key(
         "auto", "`auto`: online with credentials, else offline, or in an experiment disabled"
     )
     to: list[Literal["wandb", "tensorboard", "trackio", "csv"]] = key(
-        ["wandb"], "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra `log`)"
+        ["wandb"],
+        "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra `log`)",
     )
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
     entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")
@@ -292,7 +343,11 @@ class LogConfig:
 
     def problems(self) -> list[Problem]:
         lists = {"dynamics": self.dynamics, "to": self.to}
-        return [Problem(key, names, "names something twice", "name it once") for key, names in lists.items() if len({*names}) < len(names)]
+        return [
+            Problem(key, names, "names something twice", "name it once")
+            for key, names in lists.items()
+            if len({*names}) < len(names)
+        ]
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether metrics are logged after optimizer step `step` (1-based)."""

@@ -26,9 +26,12 @@ class ExperimentConfig:
     name: str | None = key(None, "name of the experiment")
     arm: str | None = key(None, "arm of the run")
     size: str | None = key(None, "size of the run; null where the experiment has one")
-    stage: Literal["tune", "final"] | None = key(None, "`tune`: the run helps to choose a learning rate; `final`: it is judged")
+    stage: Literal["tune", "final"] | None = key(
+        None, "`tune`: the run helps to choose a learning rate; `final`: it is judged"
+    )
     rate: float | str | None = key(
-        None, "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`, with `any` for one that the arm lacks"
+        None,
+        "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`, with `any` for one that the arm lacks",
     )
 
 
@@ -37,7 +40,9 @@ class Config:
     name: str = key("", "name of the run; empty: the first configuration file's name, or `run`", {"affects": "label"})
     runs: str = key("runs", "folder that holds the run folders", {"affects": "label"})
     resume: str = key(
-        "", "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run", {"affects": "label"}
+        "",
+        "`auto`: go on from the run's last checkpoint; or the path of one of its checkpoints; empty: a new run",
+        {"affects": "label"},
     )
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
     branch_from: str = key(
@@ -46,19 +51,29 @@ class Config:
         "schedule: a checkpoint, or a run folder for its last; all other keys as they were",
         omit_default=True,
     )
-    train_only: Literal["normalizer"] | None = key(None, "`normalizer`: train the normalizer's parameters alone; null: everything")
+    train_only: Literal["normalizer"] | None = key(
+        None, "`normalizer`: train the normalizer's parameters alone; null: everything"
+    )
     seed: int = key(
-        1, "seed of initial weights, dropout and, unless data.seed is given, the order of the batches", {"affects": "seed"}, ge=0, lt=2**31
+        1,
+        "seed of initial weights, dropout and, unless data.seed is given, the order of the batches",
+        {"affects": "seed"},
+        ge=0,
+        lt=2**31,
     )
     data: DataConfig = section(DataConfig, "corpus, tokenizer and sequences")
     model: ModelConfig = section(ModelConfig, "the decoder", {"affects": "model"})
     phases: list[Phase] = sections(
-        Phase, "swap the normalizer during training; empty: `model.normalizer` throughout", effect={"on_resume": "ahead"}
+        Phase,
+        "swap the normalizer during training; empty: `model.normalizer` throughout",
+        effect={"on_resume": "ahead"},
     )
     optim: OptimConfig = section(OptimConfig, "optimizer and schedule")
     trainer: TrainerConfig = section(TrainerConfig, "steps, devices and precision", {"affects": "execution"})
     eval: EvalConfig = section(
-        EvalConfig, "what is measured while training and by `lm eval`", {"affects": "evaluation", "acts_in": ("train", "eval", "swap")}
+        EvalConfig,
+        "what is measured while training and by `lm eval`",
+        {"affects": "evaluation", "acts_in": ("train", "eval", "swap")},
     )
     experiment: ExperimentConfig = section(
         ExperimentConfig, "the place of the run in an experiment", {"affects": "label", "acts_in": ("train", "swap")}
@@ -93,7 +108,9 @@ class Config:
         """Sequences in one forward pass: `trainer.micro_batch`, or if that is null the largest divisor of `rank_sequences` that gives at
         most 16,384 tokens, at least 1."""
         max_sequences = max(1, 16384 // self.data.seq_len)
-        divisors = [size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0]
+        divisors = [
+            size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0
+        ]
         return self.trainer.micro_batch or divisors[-1]
 
     @property
@@ -118,7 +135,11 @@ class Config:
     @property
     def plugin_names_by_key(self) -> dict[str, str]:
         """Map the path of each key that names a plugin to the plugin's `package.module:Class`."""
-        names = {path: value for path, value in flatten(to_plain(self)).items() if path.endswith(".name") and path != "experiment.name"}
+        names = {
+            path: value
+            for path, value in flatten(to_plain(self)).items()
+            if path.endswith(".name") and path != "experiment.name"
+        }
         return {path: name for path, name in names.items() if isinstance(name, str) and ":" in name}
 
     @property
@@ -147,12 +168,20 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     if not isinstance(model, dict):
         return config
     problems = []
-    model_config = build(ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems)
+    model_config = build(
+        ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems
+    )
     if problems:
         return config
-    resolved_values = {name: value for name, value in model_config.block.resolved_options(model_config).items() if name in model}
+    resolved_values = {
+        name: value for name, value in model_config.block.resolved_options(model_config).items() if name in model
+    }
     # A key whose resolved value is null is left out: it has the value of another key.
-    model = {name: value for name, value in (model | resolved_values).items() if value is not None or name not in resolved_values}
+    model = {
+        name: value
+        for name, value in (model | resolved_values).items()
+        if value is not None or name not in resolved_values
+    }
     result = {**config, "model": _with_shortest_list(model, model_config.n_layer)}
     if isinstance(phases := config.get("phases"), list):
         result["phases"] = [_with_shortest_list(phase, model_config.n_layer) for phase in phases]
@@ -167,8 +196,15 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
     """
     flat_configs = [flatten(config) for config in (config_a, config_b)]
     resolved_configs = [flatten(canonical(config)) for config in (config_a, config_b)]
-    values = {key: tuple(config.get(key) for config in resolved_configs) for key in (*resolved_configs[0], *resolved_configs[1])}
-    changes = {key: (a, b) for key, (a, b) in values.items() if a != b and flat_configs[0].get(key, a) != flat_configs[1].get(key, b)}
+    values = {
+        key: tuple(config.get(key) for config in resolved_configs)
+        for key in (*resolved_configs[0], *resolved_configs[1])
+    }
+    changes = {
+        key: (a, b)
+        for key, (a, b) in values.items()
+        if a != b and flat_configs[0].get(key, a) != flat_configs[1].get(key, b)
+    }
     renamed_blocks = tuple(key.removesuffix("name") for key in changes if key.endswith(".name"))
     return {key: pair for key, pair in changes.items() if key.endswith(".name") or not key.startswith(renamed_blocks)}
 
@@ -176,11 +212,15 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
     """Shorten a block's list of normalizers, repeated over the layers, to the shortest equivalent; other blocks are returned unchanged."""
     normalizer = block.get("normalizer") if isinstance(block, dict) else None
-    normalizers = normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
+    normalizers = (
+        normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
+    )
     if not isinstance(normalizers, list) or not normalizers:
         return block
     by_layer = [normalizers[layer % len(normalizers)] for layer in range(n_layer)]
-    period = next(size for size in range(1, n_layer + 1) if by_layer == [by_layer[layer % size] for layer in range(n_layer)])
+    period = next(
+        size for size in range(1, n_layer + 1) if by_layer == [by_layer[layer % size] for layer in range(n_layer)]
+    )
     return {**block, "normalizer": by_layer[0] if period == 1 else {**normalizer, "of": by_layer[:period]}}
 
 
@@ -215,7 +255,9 @@ def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[
 @lru_cache(maxsize=1)
 def recorded_per_start() -> tuple[str, ...]:
     """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start of a run."""
-    return tuple(path for path, *_ in reference(Config) if distinguishes_arms(path) and effect_of(path).on_resume == "free")
+    return tuple(
+        path for path, *_ in reference(Config) if distinguishes_arms(path) and effect_of(path).on_resume == "free"
+    )
 
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:

@@ -36,7 +36,9 @@ _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$")  # no le
 _Parser = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
-class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as fast; nodes are composed, and counted, in Python
+class _Loader(
+    Composer, _Parser
+):  # libyaml, if installed, parses five times as fast; nodes are composed, and counted, in Python
     """Loads YAML 1.1 restricted to plain data: no object tags, dates, base-60 numbers or repeated keys; `1e-4` is a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
@@ -44,7 +46,8 @@ class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as
         for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
-        tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (None, *(_TAG + name for name in ("null", "bool", "float", "seq", "map")))
+        tag: yaml.SafeLoader.yaml_constructors[tag]
+        for tag in (None, *(_TAG + name for name in ("null", "bool", "float", "seq", "map")))
     }
 
     def __init__(self, text: str):
@@ -71,7 +74,11 @@ class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as
         node = super().compose_mapping_node(anchor)
         names = set()
         for name, _ in node.value:
-            value = self.construct_object(name) if isinstance(name, yaml.ScalarNode) and name.tag != _TAG + "merge" else name
+            value = (
+                self.construct_object(name)
+                if isinstance(name, yaml.ScalarNode) and name.tag != _TAG + "merge"
+                else name
+            )
             if value in names:
                 raise yaml.MarkedYAMLError(problem=f"found duplicate key {name.value}", problem_mark=name.start_mark)
             names.add(value)
@@ -88,7 +95,9 @@ class _Loader(Composer, _Parser):  # libyaml, if installed, parses five times as
         """Convert a node to text. Raises MarkedYAMLError if the text has characters that files or file names can't hold."""
         text = self.construct_yaml_str(node)
         if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise yaml.MarkedYAMLError(problem="has text with a NUL or a surrogate character", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="has text with a NUL or a surrogate character", problem_mark=node.start_mark
+            )
         return text
 
 
@@ -129,17 +138,25 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
         if "character that" in reason:  # libyaml doesn't name the character
             line = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)[mark.line]
             has_tab = "\t" in line[: mark.column + 1]
-            reason += f": {abbreviated(as_written(line.strip()), 60)}" + ("; indent with spaces, not with a tab" if has_tab else "")
+            reason += f": {abbreviated(as_written(line.strip()), 60)}" + (
+                "; indent with spaces, not with a tab" if has_tab else ""
+            )
     except yaml.reader.ReaderError as error:
         reason = f"character {error.position} is no text: {error.reason}"
-    except (yaml.YAMLError, ValueError, LookupError) as error:  # ValueError and LookupError: tags on unsuitable text, such as !!int x
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+    ) as error:  # ValueError and LookupError: tags on unsuitable text, such as !!int x
         reason = one_line(error)
     raise ConfigError(f"{source}: not valid YAML: {reason}")
 
 
 def parse_override_value(text: str, source: str) -> Plain:
     """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is not valid YAML."""
-    letter = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # a letter of private use, in place of #
+    letter = next(
+        letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text
+    )  # a letter of private use, in place of #
     try:
         plain = parse_yaml(text.replace("#", letter), source)
         return map_values(plain, lambda value: value.replace(letter, "#") if isinstance(value, str) else value)
@@ -158,9 +175,13 @@ def override(key: str, value: object) -> str:
     Raises ConfigError: YAML can't represent the value.
     """
     try:
-        text = yaml.dump(_plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf)
+        text = yaml.dump(
+            _plain(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+        )
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}") from None
+        raise ConfigError(
+            f"{key}: {abbreviated(as_written(str(value)), 80)}: is no plain value: {one_line(error, 80)}"
+        ) from None
     return f"{key}=" + text.removesuffix("\n...\n").strip("\n")
 
 
@@ -178,7 +199,9 @@ def _plain(value: object) -> object:
 # ---------------------------------------------------------------- interpolation
 
 
-MAX_INTERPOLATIONS = 16  # most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
+MAX_INTERPOLATIONS = (
+    16  # most in a configuration; OmegaConf expands each one again at every use: at most some 3^(16 / 3) times
+)
 
 
 def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
@@ -192,13 +215,20 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
     if not texts:
         return plain
     if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
-        raise ConfigError(f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values out")
+        raise ConfigError(
+            f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values out"
+        )
     try:
         result = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)
     except RecursionError:
         raise ConfigError(f"{abbreviated(texts[0], 80)}: an interpolation refers to itself") from None
     except OmegaConfBaseException as error:
-        reason = one_line(error).partition(" full_key: ")[0].rpartition(" raised while resolving interpolation: ")[2].strip('"')
+        reason = (
+            one_line(error)
+            .partition(" full_key: ")[0]
+            .rpartition(" raised while resolving interpolation: ")[2]
+            .strip('"')
+        )
         remedy = "; ${...} sees given keys only" if isinstance(error, InterpolationKeyError) else ""
         raise ConfigError(f"{error.full_key or texts[0]}: {reason}{remedy}") from None
     except ValueError as error:

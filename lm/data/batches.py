@@ -120,7 +120,11 @@ class StepwiseLengths(Lengths):
     """Gives lengths by the schedule `length_by_step`, {first step at which a length is used: this length}, whose steps ascend from 0."""
 
     def __init__(self, length_by_step: Mapping[int, int]):
-        self.steps, self.lengths, self.shortest = list(length_by_step), list(length_by_step.values()), min(length_by_step.values())
+        self.steps, self.lengths, self.shortest = (
+            list(length_by_step),
+            list(length_by_step.values()),
+            min(length_by_step.values()),
+        )
 
     def __call__(self, step: int) -> int:
         return self.lengths[bisect_right(self.steps, step) - 1]
@@ -159,7 +163,9 @@ class DocumentPieces(Lengths):
         offsets = np.asarray(split.offsets)
         sizes = np.diff(offsets)
         self.offsets, self.n_unused = offsets[:-1], sizes % SHORTEST_PIECE
-        self.pieces: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by length: index of each piece's document, and offset in it
+        self.pieces: dict[
+            int, tuple[np.ndarray, np.ndarray]
+        ] = {}  # by length: index of each piece's document, and offset in it
         starts = np.zeros_like(sizes)
         length = longest
         while length >= SHORTEST_PIECE:
@@ -168,7 +174,9 @@ class DocumentPieces(Lengths):
             self.pieces[length] = document, starts[document] + piece * length
             starts += counts * length
             length //= 2
-        self.steps = {length: len(document) * length // tokens_per_step for length, (document, _) in self.pieces.items()}
+        self.steps = {
+            length: len(document) * length // tokens_per_step for length, (document, _) in self.pieces.items()
+        }
         self.steps_per_epoch = sum(self.steps.values())
         if not self.steps_per_epoch:
             reason = f"pieces of no length fill a step of {tokens_per_step} tokens"
@@ -189,7 +197,9 @@ class DocumentPieces(Lengths):
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
         """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length` tokens."""
         slots_per_step = self.tokens_per_step // self.longest
-        starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[slots % slots_per_step]
+        starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[
+            slots % slots_per_step
+        ]
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
@@ -207,9 +217,14 @@ class DocumentPieces(Lengths):
         for length, (document, offset) in self.pieces.items():
             count = self.tokens_per_step // length
             order = np.argsort(random.random_raw(len(document)), kind="stable")[: self.steps[length] * count]
-            step_starts[length] = iter((self.offsets[document] + n_skipped[document] + offset)[order].reshape(-1, count))
+            step_starts[length] = iter(
+                (self.offsets[document] + n_skipped[document] + offset)[order].reshape(-1, count)
+            )
         lengths = np.repeat(list(self.steps), list(self.steps.values()))
-        return [next(step_starts[length]) for length in lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")].tolist()]
+        return [
+            next(step_starts[length])
+            for length in lengths[np.argsort(random.random_raw(len(lengths)), kind="stable")].tolist()
+        ]
 
 
 # ---------------------------------------------------------------- batches
@@ -224,11 +239,15 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, the token that follows each, or `IGNORED`
-    positions: Tensor | None  # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
+    positions: (
+        Tensor | None
+    )  # (B, T) int64, positions in documents, if a query sees its own document alone; None: in the sequence
     first: int = 0  # index before which no token of any sequence has a target
 
     @classmethod
-    def of(cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None) -> "Batch":
+    def of(
+        cls, sequences: np.ndarray | Tensor, answers: np.ndarray | None = None, end_of_text: int | None = None
+    ) -> "Batch":
         """Make a batch of `sequences` (B, T + 1): the first T tokens of each are the inputs, the last T the targets.
 
         Args:
@@ -240,7 +259,9 @@ class Batch(NamedTuple):
         if answers is not None:
             targets, first = targets.masked_fill(~torch.from_numpy(answers), IGNORED), int(answers.any(0).argmax())
         positions = None
-        if end_of_text is not None:  # if a document began before the sequence, positions count from the sequence's first token
+        if (
+            end_of_text is not None
+        ):  # if a document began before the sequence, positions count from the sequence's first token
             index = torch.arange(tokens.size(1))
             positions = index - torch.where(tokens == end_of_text, index, 0).cummax(1).values
         return cls(tokens, targets, positions, first)
@@ -274,7 +295,13 @@ class TextStream:
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
-        self.split, self.first_token, self.n_tokens, self.seq_len, self.seed_words = split, first, n_tokens, seq_len, seed_words
+        self.split, self.first_token, self.n_tokens, self.seq_len, self.seed_words = (
+            split,
+            first,
+            n_tokens,
+            seq_len,
+            seed_words,
+        )
         if n_tokens <= seq_len:
             raise ValueError(f"{n_tokens} tokens hold no sequence of {seq_len + 1}")
         self.sequences_per_epoch = n_tokens // seq_len
@@ -287,8 +314,12 @@ class TextStream:
         """
 
         def draw_starts() -> np.ndarray:
-            raw_numbers = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(self.sequences_per_epoch + 1)
-            return (int(raw_numbers[-1]) % self.n_tokens + self.seq_len * np.argsort(raw_numbers[:-1], kind="stable")) % self.n_tokens
+            raw_numbers = np.random.PCG64(np.random.SeedSequence((*self.seed_words, epoch))).random_raw(
+                self.sequences_per_epoch + 1
+            )
+            return (
+                int(raw_numbers[-1]) % self.n_tokens + self.seq_len * np.argsort(raw_numbers[:-1], kind="stable")
+            ) % self.n_tokens
 
         return _cached_draw(self._epochs, epoch, draw_starts)
 
@@ -319,7 +350,9 @@ class TaskStream:
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         indices = (slots[:, None] * self.seq_len + np.arange(self.seq_len // length)).ravel()
         examples = [example(self.task, self.seed, int(index), length, "train", self.text) for index in indices]
-        return np.stack([sequence.tokens for sequence in examples]), np.stack([sequence.answers for sequence in examples])
+        return np.stack([sequence.tokens for sequence in examples]), np.stack(
+            [sequence.answers for sequence in examples]
+        )
 
 
 class TrainSequences:
@@ -351,7 +384,9 @@ class TrainSequences:
         weights, streams, text_weight = [weighted.weight for weighted in self.data.tasks], [], self.data.text_weight
         text = Text(self.store) if any(task.vocab_size is None for task in tasks) else None
         for number, task in enumerate(tasks):
-            streams.append(TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.length.shortest, text))
+            streams.append(
+                TaskStream(task, integer_hash((seed, number)) % 2**32, self.seq_len, self.length.shortest, text)
+            )
         if not text_weight:  # tasks alone; the sources of a store without text are the tasks
             return weights, streams
         split, first = self.store.train, 0
@@ -366,9 +401,13 @@ class TrainSequences:
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
         """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have `length(step)` tokens."""
         stop = self.slots_per_step if count is None else first + count
-        sequences, answers, is_text = self._sequences(step * self.slots_per_step + np.arange(first, stop), self.length(step))
+        sequences, answers, is_text = self._sequences(
+            step * self.slots_per_step + np.arange(first, stop), self.length(step)
+        )
         batch = Batch.of(sequences, answers, self.store.end_of_text if self.data.documents == "isolate" else None)
-        if batch.positions is not None:  # a task's sequence counts as one document, even if its filler is text of several
+        if (
+            batch.positions is not None
+        ):  # a task's sequence counts as one document, even if its filler is text of several
             batch.positions[~torch.from_numpy(is_text)] = torch.arange(batch.tokens.size(1))
         return batch
 
@@ -387,7 +426,10 @@ class TrainSequences:
             tokens, stream_answers = self.streams[stream_number].read(stream_slots[is_in_stream], length)
             sequences[is_in_stream] = tokens.reshape(-1, sequences_per_slot, length + 1)
             if stream_answers is not None:
-                answers[is_in_stream], is_text[is_in_stream] = stream_answers.reshape(-1, sequences_per_slot, length), False
+                answers[is_in_stream], is_text[is_in_stream] = (
+                    stream_answers.reshape(-1, sequences_per_slot, length),
+                    False,
+                )
         return sequences.reshape(-1, length + 1), answers.reshape(-1, length), is_text.ravel()
 
 
@@ -399,10 +441,14 @@ def train_sequences(store: Store, config: Config, slots_per_step: int | None = N
     data = config.data
     slots_per_step = slots_per_step or config.optim.batch_tokens // data.seq_len
     try:
-        return TrainSequences(store, data, slots_per_step, config.seed if data.seed is None else data.seed, config.trainer.max_steps)
+        return TrainSequences(
+            store, data, slots_per_step, config.seed if data.seed is None else data.seed, config.trainer.max_steps
+        )
     except TaskError as error:
         names = ", ".join(weighted.task.name for weighted in data.tasks)
-        raise ConfigError([Problem("data.tasks", names, str(error), "change data.seq_len, data.lengths or the task's options")]) from None
+        raise ConfigError(
+            [Problem("data.tasks", names, str(error), "change data.seq_len, data.lengths or the task's options")]
+        ) from None
 
 
 class MicroBatches(Dataset[Batch]):

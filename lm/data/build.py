@@ -95,7 +95,10 @@ def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[t
     import pyarrow
 
     new_path = path.with_name(f"{path.name}.new")
-    with pyarrow.OSFile(os.fsencode(new_path), "wb") as disk_file, pyarrow.CompressedOutputStream(disk_file, "zstd") as file:
+    with (
+        pyarrow.OSFile(os.fsencode(new_path), "wb") as disk_file,
+        pyarrow.CompressedOutputStream(disk_file, "zstd") as file,
+    ):
         for item in texts:
             file.write(json.dumps(item[0], ensure_ascii=False).encode())
             file.write(b"\n")
@@ -120,7 +123,10 @@ def read_spool(path: Path) -> Iterator[str]:
 SCAN, SPOOL = "scan.npz", "spool"
 JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
-MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = 16, 8192  # limits of `_answer_counts`: answers per symbol, sequences per task
+MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (
+    16,
+    8192,
+)  # limits of `_answer_counts`: answers per symbol, sequences per task
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
 TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
@@ -131,12 +137,16 @@ class Scan:
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
-    assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL or COPY (left out, as another document has the same content)
+    assignment: (
+        np.ndarray
+    )  # (documents,) uint8: TRAIN, VAL or COPY (left out, as another document has the same content)
     ends: np.ndarray  # (readings,) int64: number of documents up to the end of each `Reading`
     sources: np.ndarray  # (readings,) int64: index of each reading's source
     left_out: dict[str, int]  # number of documents left out, by reason
     unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
-    id_statistics: dict[str, int]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
+    id_statistics: dict[
+        str, int
+    ]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
 
     @property
     def source_indices(self) -> np.ndarray:
@@ -230,7 +240,9 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         for writer in writers.values():
             stack.callback(writer.close)
         encoded_bytes = int(scan.n_bytes[:n_encoded][is_stored[:n_encoded]].sum())
-        is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source_indices[n_encoded:]]
+        is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[
+            scan.source_indices[n_encoded:]
+        ]
         text_bytes = int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum())
         workers = data.prepare_workers or max(1, min(usable_cores(), text_bytes // MIN_BYTES_PER_THREAD))
         unsaved_bytes = 0
@@ -251,8 +263,13 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
         if not is_exact:
             bytes_per_token = np.full(size, total_bytes / max(1, total_counts.sum() - total_counts[end_id]), np.float32)
             bytes_per_token[end_id] = 0
-        sources = {name: _source_counts(labels(data), licences, scan, assignment) for name, assignment in (("train", TRAIN), ("val", VAL))}
-        facts = finish_store(folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean")
+        sources = {
+            name: _source_counts(labels(data), licences, scan, assignment)
+            for name, assignment in (("train", TRAIN), ("val", VAL))
+        }
+        facts = finish_store(
+            folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean"
+        )
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
         "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
@@ -276,16 +293,26 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
     tokenizer = symbol_tokenizer(tasks)
     n_symbols = vocab_size(tokenizer)
     write_file(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    sources = [SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks]  # a byte a symbol
+    sources = [
+        SourceCounts(task.name, licence, 0, TASK_SEQUENCES, TASK_SEQUENCES * (length + 1)) for task in tasks
+    ]  # a byte a symbol
     counts: dict[str, np.ndarray] = {}
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(closing(SplitWriter(folder, name, n_symbols, n_symbols - 1))) for name in SPLITS}
+        writers = {
+            name: stack.enter_context(closing(SplitWriter(folder, name, n_symbols, n_symbols - 1))) for name in SPLITS
+        }
         for subset, (name, writer) in zip(SUBSETS, writers.items(), strict=True):
             for task, index in product(tasks, range(TASK_SEQUENCES)):
-                writer.add(np.array([n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype))
-            counts[name] = _answer_counts(tasks, length, subset, n_symbols, MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0)
+                writer.add(
+                    np.array([n_symbols - 1, *example(task, STORE_SEED, index, length, subset).tokens], writer.dtype)
+                )
+            counts[name] = _answer_counts(
+                tasks, length, subset, n_symbols, MIN_ANSWERS_PER_SYMBOL * n_symbols if subset == "train" else 0
+            )
         sources_by_split = dict.fromkeys(SPLITS, sources)
-        facts = finish_store(folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(n_symbols, np.float32), "one a symbol")
+        facts = finish_store(
+            folder, writers, sources_by_split, counts, END_OF_TEXT, np.ones(n_symbols, np.float32), "one a symbol"
+        )
     return {"licence": licence, "left_out": {}, "unreadable": {"count": 0, "bytes": 0, "first": []}, **facts}
 
 
@@ -320,7 +347,9 @@ def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Sca
         np.savez(buffer, **{name: getattr(scan, name) for name in SCAN_ARRAYS}, facts=facts)
         journal.keep(SCAN, buffer.getvalue())
     with np.load(journal.folder / SCAN) as arrays:
-        omissions, unreadable, *ids = json.loads(arrays["facts"].tobytes())  # scans of earlier versions hold no facts on ids
+        omissions, unreadable, *ids = json.loads(
+            arrays["facts"].tobytes()
+        )  # scans of earlier versions hold no facts on ids
         return Scan(*(arrays[name] for name in SCAN_ARRAYS), omissions, unreadable, ids[0] if ids else {})
 
 
@@ -360,9 +389,17 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     assignment[np.isin(hash_array, hash_array[is_validation])] = COPY
     assignment[is_validation] = VAL
     sources_with_split = {reading.index for reading in readings if reading.held_out}
-    spans = [slice(*pair) for pair, reading in zip(pairwise([0, *ends]), readings, strict=True) if reading.index not in sources_with_split]
-    training_documents = [(hash_array[span][assignment[span] == TRAIN], size_array[span][assignment[span] == TRAIN]) for span in spans]
-    assignment[np.isin(hash_array, _hashes_to_hold_out(training_documents, data.val_fraction)) & (assignment == TRAIN)] = VAL
+    spans = [
+        slice(*pair)
+        for pair, reading in zip(pairwise([0, *ends]), readings, strict=True)
+        if reading.index not in sources_with_split
+    ]
+    training_documents = [
+        (hash_array[span][assignment[span] == TRAIN], size_array[span][assignment[span] == TRAIN]) for span in spans
+    ]
+    assignment[
+        np.isin(hash_array, _hashes_to_hold_out(training_documents, data.val_fraction)) & (assignment == TRAIN)
+    ] = VAL
     if data.val_fraction == 1:
         assignment[assignment == TRAIN] = VAL
     elif not (assignment == VAL).any() or not (assignment == TRAIN).any():
@@ -374,7 +411,9 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
             f"two different ones of a source are needed: add text{remedy}"
         )
     ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
-    return Scan(hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids)
+    return Scan(
+        hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids
+    )
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
@@ -392,7 +431,11 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
         bytes_by_hash.append((distinct_hashes, np.bincount(inverse, sizes)))  # bytes of all documents with a hash
         large_hashes.append(distinct_hashes[bytes_by_hash[-1][1] > max(fraction, 0.5) * sizes.sum()])
     for hashes, sizes in bytes_by_hash:
-        target_bytes, max_hashes, is_small = fraction * sizes.sum(), len(hashes) - 1, ~np.isin(hashes, np.concatenate(large_hashes))
+        target_bytes, max_hashes, is_small = (
+            fraction * sizes.sum(),
+            len(hashes) - 1,
+            ~np.isin(hashes, np.concatenate(large_hashes)),
+        )
         if not is_small.all():
             hashes, sizes = hashes[is_small], sizes[is_small]
             target_bytes, max_hashes = min(target_bytes, sizes.sum() / 2), len(hashes)
@@ -403,22 +446,35 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
 def _readings(data: DataConfig, folder: Path) -> list[Reading]:
     """Return a `Reading` for each source in order, each followed by a `Reading` for the source's own validation split, if it has one."""
     readings: list[Reading] = []
-    vocabulary = Vocabulary(data.tokenizer) if any(isinstance(weighted.source, Tokens) for weighted in data.sources) else None
+    vocabulary = (
+        Vocabulary(data.tokenizer) if any(isinstance(weighted.source, Tokens) for weighted in data.sources) else None
+    )
     for index, weighted in enumerate(data.sources):
-        for source, is_held_out in ((weighted.source, False), (reader(weighted.source).held_out(weighted.source), True)):
+        for source, is_held_out in (
+            (weighted.source, False),
+            (reader(weighted.source).held_out(weighted.source), True),
+        ):
             if source:
                 spool = folder / f"{SPOOL}-{len(readings)}" if reader(source).streamed(source) else None
-                readings.append(Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None))
+                readings.append(
+                    Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None)
+                )
     return readings
 
 
-def _accepted_documents(data: DataConfig, reading: Reading, omissions: OmissionCounts) -> Iterator[tuple[str | np.ndarray, int, int]]:
+def _accepted_documents(
+    data: DataConfig, reading: Reading, omissions: OmissionCounts
+) -> Iterator[tuple[str | np.ndarray, int, int]]:
     """Yield (text or ids, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and long ones in `omissions`."""
     spool, vocabulary = reading.spool, reading.vocabulary
-    has_text = not all(isinstance(weighted.source, Tokens) for weighted in data.sources)  # then ids are hashed as text, to find copies
+    has_text = not all(
+        isinstance(weighted.source, Tokens) for weighted in data.sources
+    )  # then ids are hashed as text, to find copies
     has_spool = spool and spool.exists()
     read_documents = reader(reading.source).documents
-    for document in read_spool(spool) if has_spool else read_documents(reading.source, data.folder, omissions.skip, vocabulary):
+    for document in (
+        read_spool(spool) if has_spool else read_documents(reading.source, data.folder, omissions.skip, vocabulary)
+    ):
         content = document.encode() if not vocabulary else vocabulary.utf8_text(document) if has_text else document.data
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
@@ -440,7 +496,9 @@ def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, n_skipped: in
         accepted = _accepted_documents(data, reading, OmissionCounts(data.on_error))
         for item, scanned_hash in zip_longest(accepted, scan.hashes[n_read:end]):
             if item is None or item[1] != scanned_hash:
-                raise Restart(f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again")
+                raise Restart(
+                    f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again"
+                )
             n_read += 1
             if n_read > n_skipped and scan.assignment[n_read - 1] != COPY:
                 content, _, n_bytes = item

@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048
 PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
-MAX_WORD_LENGTH = 1 << 12  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
-_PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
-_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)")  # GPT-2, cl100k and o200k split text at these places, too
+MAX_WORD_LENGTH = (
+    1 << 12
+)  # longest word, in characters, that a tokenizer is trained on: training time grows with the square of its length
+_PARALLELISM_VARIABLE = (
+    "TOKENIZERS_PARALLELISM"  # environment variable that turns the `tokenizers` library's own threads off
+)
+_BETWEEN_WORDS = re.compile(
+    r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=\w)"
+)  # GPT-2, cl100k and o200k split text at these places, too
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,17 @@ class Encoder:
         self.bytes_per_token, self.is_special = token_bytes(tokenizer), special_token_mask(tokenizer)
         keeps_all_characters = tokenizer.normalizer is None and getattr(tokenizer.model, "unk_token", None) is None
         added_tokens = tokenizer.get_added_tokens_decoder().items()
-        is_reversible = all(token.special or decode(tokenizer, [index]) == token.content for index, token in added_tokens)
+        is_reversible = all(
+            token.special or decode(tokenizer, [index]) == token.content for index, token in added_tokens
+        )
         # True if tokens that stand for as many bytes as the text are sure to decode to it.
         self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
     def __call__(self, documents: list[Document]) -> EncodedBatch:
         """Encode documents or pieces of documents, with an end-of-text token before the first token of each document."""
-        text_ids = iter(encode(self.tokenizer, [document.content for document in documents if isinstance(document.content, str)]))
+        text_ids = iter(
+            encode(self.tokenizer, [document.content for document in documents if isinstance(document.content, str)])
+        )
         token_arrays = []
         for document in documents:
             if isinstance(document.content, str):
@@ -69,7 +79,9 @@ class Encoder:
                 self._check_reversible(document.content, tokens)
             else:
                 tokens = document.content.astype(self.dtype)
-            token_arrays.append(np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.is_first_piece else tokens)
+            token_arrays.append(
+                np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.is_first_piece else tokens
+            )
         in_val = np.repeat([document.held_out for document in documents], [len(tokens) for tokens in token_arrays])
         return documents, np.concatenate(token_arrays), in_val
 
@@ -78,8 +90,13 @@ class Encoder:
             return
         decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
         if decoded_text != text:
-            index = next((n for n, (a, b) in enumerate(zip(text, decoded_text, strict=False)) if a != b), min(len(text), len(decoded_text)))
-            original_excerpt, decoded_excerpt = (repr(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text))
+            index = next(
+                (n for n, (a, b) in enumerate(zip(text, decoded_text, strict=False)) if a != b),
+                min(len(text), len(decoded_text)),
+            )
+            original_excerpt, decoded_excerpt = (
+                repr(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)
+            )
             raise DataError(
                 f"data.tokenizer: does not give text back unchanged: {original_excerpt} is decoded as {decoded_excerpt}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
@@ -101,7 +118,9 @@ def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
     text = "ab cd 12 Ef. gh, ij\nkl.\nmn"
     word_starts = {begin for _, (begin, _) in words(tokenizer, text)}
     cuts = {cut.start() for cut in _BETWEEN_WORDS.finditer(text)}
-    return cuts <= word_starts and not any(re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens)
+    return cuts <= word_starts and not any(
+        re.search(r"\s", token.content) or token.lstrip or token.rstrip for token in added_tokens
+    )
 
 
 def split_text(text: str) -> Iterator[str]:
@@ -123,7 +142,9 @@ def split_long_words(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int) -> Iterator[EncodedBatch]:
+def encode_all(
+    documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int
+) -> Iterator[EncodedBatch]:
     """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield the batches in order.
 
     Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds few pieces at a time.
@@ -131,7 +152,8 @@ def encode_all(documents: Iterator[Document], tokenizer: "Tokenizer", end_of_tex
     encoder = Encoder(tokenizer, end_of_text)
     is_divisible = encoder.bytes_per_token is not None and can_cut_between_words(tokenizer)
     document_pieces = (
-        _split_document(document) if is_divisible and isinstance(document.content, str) else [document] for document in documents
+        _split_document(document) if is_divisible and isinstance(document.content, str) else [document]
+        for document in documents
     )
     queue: deque[Future[EncodedBatch]] = deque()
     thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
@@ -154,7 +176,11 @@ def _split_document(document: Document) -> Iterator[Document]:
     for text in split_text(document.content):
         begin, end = end, end + len(text)
         yield replace(
-            document, content=text, n_bytes=len(text.encode()), is_first_piece=begin == 0, is_last_piece=end == len(document.content)
+            document,
+            content=text,
+            n_bytes=len(text.encode()),
+            is_first_piece=begin == 0,
+            is_last_piece=end == len(document.content),
         )
 
 

@@ -29,7 +29,11 @@ def overlap(store: Store) -> list[tuple[str, int, float]]:
         first_token += source.n_tokens
         if len(hashes):
             hashes_by_source.append((source.label, hashes))
-    held_out_hashes = np.unique(np.concatenate([hashes for _, hashes in hashes_by_source])) if hashes_by_source else np.empty(0, np.uint64)
+    held_out_hashes = (
+        np.unique(np.concatenate([hashes for _, hashes in hashes_by_source]))
+        if hashes_by_source
+        else np.empty(0, np.uint64)
+    )
     shared_hashes = _occurring_hashes(store.train, held_out_hashes)
     return [(label, len(hashes), float(np.isin(hashes, shared_hashes).mean())) for label, hashes in hashes_by_source]
 
@@ -64,7 +68,9 @@ def _occurring_hashes(split: Split, held_out_hashes: np.ndarray) -> np.ndarray:
     is_candidate[held_out_hashes >> np.uint64(64 - _FILTER_BITS)] = True
     occurs = np.zeros(len(held_out_hashes), bool)
     for begin in range(0, split.n_tokens - N_GRAM + 1, _BLOCK_TOKENS):
-        hashes = n_gram_hashes(split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK_TOKENS + N_GRAM - 1))))
+        hashes = n_gram_hashes(
+            split.tokens_at(np.arange(begin, min(split.n_tokens, begin + _BLOCK_TOKENS + N_GRAM - 1)))
+        )
         hashes = hashes[is_candidate[hashes >> np.uint64(64 - _FILTER_BITS)]]
         nearest_index = np.minimum(np.searchsorted(held_out_hashes, hashes), len(held_out_hashes) - 1)
         occurs[nearest_index[held_out_hashes[nearest_index] == hashes]] = True
@@ -84,7 +90,11 @@ def inspect(arguments: list[str], samples: int) -> Store:
     """
     folder = Path(arguments[0])
     is_store = len(arguments) == 1 and (folder.is_dir() or folder.name == MANIFEST)
-    store = Store.open(folder.parent if folder.name == MANIFEST else folder) if is_store else open_prepared(load_config(arguments).data)
+    store = (
+        Store.open(folder.parent if folder.name == MANIFEST else folder)
+        if is_store
+        else open_prepared(load_config(arguments).data)
+    )
     store.verify()
     for line in store_description(store, samples):
         print(line)
@@ -128,7 +138,9 @@ def store_description(store: Store, samples: int) -> Iterator[str]:
         yield from histogram(name, getattr(store, name))
     tokenizer = store.tokenizer()
     for label, index in sample_documents(store.train, samples):
-        text = decode(tokenizer, store.train.document(index)[1 : SAMPLE_CHARACTERS + 1].tolist(), special=True)[:SAMPLE_CHARACTERS]
+        text = decode(tokenizer, store.train.document(index)[1 : SAMPLE_CHARACTERS + 1].tolist(), special=True)[
+            :SAMPLE_CHARACTERS
+        ]
         yield ""
         yield f"{label}, training document {index:,} of {store.train.lengths[index] - 1:,} tokens:"
         yield f"  {text!r}"

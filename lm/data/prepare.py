@@ -52,12 +52,18 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
             root.mkdir(parents=True, exist_ok=True)
             with locked(root / ".lock", wait) as lock_problem:
                 if lock_problem:
-                    remedy = "set data.root to a folder on another one; a store that was prepared there may be moved here"
-                    raise DataError(f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}")
+                    remedy = (
+                        "set data.root to a folder on another one; a store that was prepared there may be moved here"
+                    )
+                    raise DataError(
+                        f"{lock_problem}, which keep processes from preparing one store at the same time; {remedy}"
+                    )
                 if not target.exists():  # another process may have built the store meanwhile
                     if roots_waited_for and _store_identity(data) != spec:
                         sources = ", ".join(labels(data))
-                        raise DataError(f"data.source: {sources}: changed while another process prepared a token store; run again")
+                        raise DataError(
+                            f"data.source: {sources}: changed while another process prepared a token store; run again"
+                        )
                     _announce(data, target, spec, progress)
                     build_store(data, spec, target, progress)
     except KeyboardInterrupt:
@@ -71,7 +77,9 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
                 f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another folder"
             ) from None
         reason = error.strerror or one_line(error)
-        raise DataError(f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder") from None
+        raise DataError(
+            f"{target}: can't write the token store: {reason}; make room, or set data.root to another folder"
+        ) from None
     return target
 
 
@@ -113,8 +121,17 @@ def summary(store: Store) -> str:
         tasks = ", ".join(source.label for source in train.sources)
         return f"{store.path}: sequences made up for {tasks}, over {store.vocab_size - 1:,} symbols"
     n_bytes, n_tokens = train.n_bytes + val.n_bytes, train.n_tokens + val.n_tokens
-    omission_labels = {"blank": "empty ones skipped", "copies": "copies left out", "short": "too short", "long": "too long"}
-    omission_counts = [f"{manifest['left_out'][name]:,} {text}" for name, text in omission_labels.items() if manifest["left_out"].get(name)]
+    omission_labels = {
+        "blank": "empty ones skipped",
+        "copies": "copies left out",
+        "short": "too short",
+        "long": "too long",
+    }
+    omission_counts = [
+        f"{manifest['left_out'][name]:,} {text}"
+        for name, text in omission_labels.items()
+        if manifest["left_out"].get(name)
+    ]
     if (unreadable := manifest["unreadable"])["count"]:
         unreadable_text = f"{unreadable['count']:,} files, documents or rows ({unreadable['bytes']:,} bytes)"
         omission_counts.append(f"{unreadable_text} unreadable, the first: {unreadable['first'][0]}")
@@ -122,7 +139,11 @@ def summary(store: Store) -> str:
     val_fraction = manifest["val_fraction"]
     has_split = any(source.get("validation_split") or source.get("validation_files") for source in manifest["source"])
     is_near = has_split or val_fraction / 2 <= val.n_bytes / n_bytes <= 2 * val_fraction
-    remark = "" if is_near else f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
+    remark = (
+        ""
+        if is_near
+        else f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
+    )
     return (
         f"{store.path}: {train.n_documents + val.n_documents:,} documents{omissions}, {n_tokens:,} tokens of a vocabulary of "
         f"{store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; held out: {val.n_documents:,} documents, "
@@ -137,7 +158,9 @@ def check_sequences(store: Store, config: Config, fixing_model: str = "") -> Non
         If `fixing_model` is empty, the error suggests a lower `data.seq_len`, too.
     """
     seq_len, prefix = config.data.seq_len, f"too little text for {fixing_model}: " * bool(fixing_model)
-    name, n_tokens = min(("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1])
+    name, n_tokens = min(
+        ("training", store.train.n_tokens), ("held-out", store.val.n_tokens), key=lambda split: split[1]
+    )
     if n_tokens <= seq_len:
         reason = f"a sequence needs {seq_len + 1:,} tokens, the {name} text has {n_tokens:,}"
         if fixing_model:
@@ -147,7 +170,9 @@ def check_sequences(store: Store, config: Config, fixing_model: str = "") -> Non
     for index, (weighted, source) in enumerate(zip(config.data.sources, store.train.sources, strict=False)):
         if is_mixed and weighted.weight and source.n_tokens <= seq_len:
             size_clause = f"its training text has {source.n_tokens:,} tokens"
-            reason = f"{prefix}its weight is {weighted.weight:g}, but {size_clause}, and a sequence needs {seq_len + 1:,}"
+            reason = (
+                f"{prefix}its weight is {weighted.weight:g}, but {size_clause}, and a sequence needs {seq_len + 1:,}"
+            )
             remedy = "add text or leave it out" if fixing_model else "add text, leave it out, or lower data.seq_len"
             raise ConfigError([Problem(f"data.source.of[{index}]", source.label, reason, remedy)])
 
@@ -181,7 +206,9 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
     root = target.parent
     folder = root / f".{target.name}.partial"
     action = (
-        "finishing an interrupted token store" if folder.exists() else f"preparing a new token store ({_build_reason(root, target, spec)})"
+        "finishing an interrupted token store"
+        if folder.exists()
+        else f"preparing a new token store ({_build_reason(root, target, spec)})"
     )
     progress.say(f"{target}: {action}")
     for name, weighted in zip(labels(data), data.sources, strict=True):
@@ -195,7 +222,9 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
 def _build_reason(root: Path, target: Path, spec: dict[str, Plain]) -> str:
     """Say why no existing store is used: name the most similar store and the options in which it differs from `spec`."""
     stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
-    differences = {path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores}
+    differences = {
+        path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores
+    }
     if not differences:
         return "none of this source exists"
     nearest_name = min(differences, key=lambda name: len(differences[name]))

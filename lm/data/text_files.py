@@ -44,7 +44,9 @@ class Unreadable(DataError):
 
 
 OnError = Callable[[Unreadable], None]
-Parse = Callable[[Plain | np.ndarray, str], str | np.ndarray]  # makes a document of a value; the str names its location in errors
+Parse = Callable[
+    [Plain | np.ndarray, str], str | np.ndarray
+]  # makes a document of a value; the str names its location in errors
 Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
 
 
@@ -113,7 +115,9 @@ def _cell_value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
         n_bytes = scalar.as_buffer().size if hasattr(scalar, "as_buffer") else None
         raise Unreadable(f"{location} is not UTF-8; {UTF8_REMEDY}", n_bytes) from None
     except (ValueError, OverflowError) as error:
-        raise Unreadable(f"{location} can't be read: {one_line(error)}; remove the row or set data.source.column") from None
+        raise Unreadable(
+            f"{location} can't be read: {one_line(error)}; remove the row or set data.source.column"
+        ) from None
 
 
 def check_column(location: str, column: str, names: list[str]) -> None:
@@ -129,7 +133,9 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
     """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one. `n_bytes`: number of bytes not read."""
     if isinstance(error, PermissionError | FileNotFoundError):
         reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
-        return Unreadable(f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes)
+        return Unreadable(
+            f"{location}: can't be read: {reason}; mend it, remove it, or set data.on_error=skip", n_bytes
+        )
     return Unreadable(f"{location}: can't be read (damaged?): {one_line(error)}", n_bytes)
 
 
@@ -182,8 +188,14 @@ def expand(source: Files) -> list[Path]:
         matches.update(files)
     for path in matches:
         if not _reader_of(path, source):
-            ids = "; token ids are read by data.source={name: tokens, ...}" if path.suffix in (".bin", ".idx") and source.suffixes else ""
-            raise DataError(f"{path}: can't read files of this kind; data.source.paths takes {_supported_suffixes(source)}{ids}")
+            ids = (
+                "; token ids are read by data.source={name: tokens, ...}"
+                if path.suffix in (".bin", ".idx") and source.suffixes
+                else ""
+            )
+            raise DataError(
+                f"{path}: can't read files of this kind; data.source.paths takes {_supported_suffixes(source)}{ids}"
+            )
     unique = {path.resolve(): path for path in sorted(matches, reverse=True)}
     return sorted(unique.values())
 
@@ -193,7 +205,9 @@ def description(source: Files) -> str:
     folders = [path for path in (expand_home(name) for name in source.paths) if path.is_dir()]
     ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
-    return f"{len(expand(source)):,} files read, " + (f"{_ignored_in_words(ignored_counts)}{remedy}" if ignored_counts else "0 ignored")
+    return f"{len(expand(source)):,} files read, " + (
+        f"{_ignored_in_words(ignored_counts)}{remedy}" if ignored_counts else "0 ignored"
+    )
 
 
 def _ignored_in_words(ignored_counts: Counter[str]) -> str:
@@ -203,8 +217,12 @@ def _ignored_in_words(ignored_counts: Counter[str]) -> str:
 
 def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
     hidden: list[Path] = []
-    counts = Counter(file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader_of(file, source))
-    return counts + Counter(hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden))
+    counts = Counter(
+        file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader_of(file, source)
+    )
+    return counts + Counter(
+        hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden)
+    )
 
 
 def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
@@ -228,13 +246,19 @@ def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
 
 
 def _unreadable_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in data.source.paths")
+    raise DataError(
+        f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in data.source.paths"
+    )
 
 
 def _reason_missing(path: Path) -> str:
     if glob.has_magic(str(path)):
         has_folders = any(map(os.path.isdir, glob.iglob(str(path), recursive=True)))
-        return f"matches folders alone: name a folder as it is, or its files as {path / '*'}" if has_folders else "matches no file"
+        return (
+            f"matches folders alone: name a folder as it is, or its files as {path / '*'}"
+            if has_folders
+            else "matches no file"
+        )
     if path.is_symlink():
         return "a link to nothing"
     names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -256,7 +280,9 @@ def _supported_suffixes(source: Files) -> str:
     return f"{suffixes} (also .gz, .zst) and .parquet{remedy}"
 
 
-def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Iterator[str | np.ndarray]:
+def read_files(
+    paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of
+) -> Iterator[str | np.ndarray]:
     """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a document.
 
     `on_error` is called with the error of each file, document or row that can't be read.
@@ -394,4 +420,8 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
             offset += row_group.num_rows
 
 
-READERS: dict[str, Reader] = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}  # `_read_txt`: `Files.suffixes`
+READERS: dict[str, Reader] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".parquet": _read_parquet,
+}  # `_read_txt`: `Files.suffixes`

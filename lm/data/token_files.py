@@ -18,7 +18,17 @@ import numpy as np
 
 from lm.config.data_config import Files, TokenizerOptions, Tokens
 from lm.data import text_files
-from lm.data.text_files import ROWS, OnError, Unreadable, check_column, column_texts, files_in, report_unreadable, size_of, unreadable_error
+from lm.data.text_files import (
+    ROWS,
+    OnError,
+    Unreadable,
+    check_column,
+    column_texts,
+    files_in,
+    report_unreadable,
+    size_of,
+    unreadable_error,
+)
 from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
@@ -79,7 +89,9 @@ class Vocabulary:
         """Return the number of UTF-8 bytes of the decoded text of `ids`."""
         if self.bytes is None:
             return len(self.utf8_text(ids))
-        return int(sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK)))
+        return int(
+            sum(self.bytes[ids[begin : begin + _BLOCK]].sum(dtype=np.float64) for begin in range(0, len(ids), _BLOCK))
+        )
 
 
 def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
@@ -105,7 +117,11 @@ def token_documents(source: Tokens, root: Path, on_error: OnError, vocabulary: V
 
 def held_out(source: Tokens) -> Tokens | None:
     """Return a source of the files in `validation_paths`, all of whose documents are held out; None if there are no such files."""
-    return dataclasses.replace(source, paths=source.validation_paths, validation_paths=[]) if source.validation_paths else None
+    return (
+        dataclasses.replace(source, paths=source.validation_paths, validation_paths=[])
+        if source.validation_paths
+        else None
+    )
 
 
 def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -113,11 +129,20 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
     token_format = FORMATS[source.format]
 
     def hash_files(token_source: Tokens | None) -> list[Plain]:
-        paths = [path for file in (token_format.files(token_source) if token_source else []) for path in token_format.parts(file)]
+        paths = [
+            path
+            for file in (token_format.files(token_source) if token_source else [])
+            for path in token_format.parts(file)
+        ]
         return [{"path": str(path), "sha256": hashes.sha256(path)} for path in paths]
 
     column = {"column": source.column} if source.format in ("column", "saved") else {}
-    return {"format": source.format, "files": hash_files(source), "validation_files": hash_files(held_out(source)), **column}
+    return {
+        "format": source.format,
+        "files": hash_files(source),
+        "validation_files": hash_files(held_out(source)),
+        **column,
+    }
 
 
 @dataclass(frozen=True)
@@ -136,10 +161,16 @@ def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
         for match in [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))):
             if all(file.suffix.lower() != suffix for file in (files_in(match) if match.is_dir() else [match])):
                 unsuitable_paths.append(match)
-    files = [] if unsuitable_paths else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+    files = (
+        []
+        if unsuitable_paths
+        else [path for path in text_files.expand(Files(source.paths, [suffix])) if path.suffix.lower() == suffix]
+    )
     if not files:
         rejected_path = (unsuitable_paths or source.paths)[0]
-        raise DataError(f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)")
+        raise DataError(
+            f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)"
+        )
     return files
 
 
@@ -147,7 +178,10 @@ def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
 
 
 HEADER_NUMBERS = 256  # int32 numbers: magic, version, number of ids, zeros
-DTYPE_BY_HEADER = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by (magic, version): dtype of ids, as llm.c writes for GPT-2 and Llama 3
+DTYPE_BY_HEADER = {
+    (20240520, 1): "<u2",
+    (20240801, 7): "<u4",
+}  # by (magic, version): dtype of ids, as llm.c writes for GPT-2 and Llama 3
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:
@@ -180,19 +214,30 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
     size = path.stat().st_size
     if (dtype := DTYPE_BY_HEADER.get(tuple(header))) is None:
         known_headers = " or ".join(f"{magic} {version}" for magic, version in DTYPE_BY_HEADER)
-        raise Unreadable(f"{path}: begins with {header[0]} {header[1]}, not with {known_headers}: damaged, or of another format")
+        raise Unreadable(
+            f"{path}: begins with {header[0]} {header[1]}, not with {known_headers}: damaged, or of another format"
+        )
     expected_size = 4 * HEADER_NUMBERS + count * np.dtype(dtype).itemsize
     if count < 1:
         raise Unreadable(f"{path}: its header says {count:,} ids: damaged")
     if size != expected_size:
-        raise Unreadable(f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged")
-    yield from _split_stream(path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, on_error, border_offset=0)
+        raise Unreadable(
+            f"{path}: has {size:,} bytes, not the {expected_size:,} of {count:,} ids that its header says: damaged"
+        )
+    yield from _split_stream(
+        path, np.memmap(path, dtype, "r", 4 * HEADER_NUMBERS), vocabulary, on_error, border_offset=0
+    )
 
 
-def _split_stream(path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int) -> Iterator[np.ndarray]:
+def _split_stream(
+    path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int
+) -> Iterator[np.ndarray]:
     """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes (0) each document."""
     begin = number = 0
-    borders = (start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text_id) for start in range(0, len(ids), _BLOCK))
+    borders = (
+        start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text_id)
+        for start in range(0, len(ids), _BLOCK)
+    )
     for end in chain(chain.from_iterable((indices + border_offset).tolist() for indices in borders), [len(ids)]):
         if end > begin:
             number += 1
@@ -227,11 +272,15 @@ def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error:
         raise refusal("is no index of Megatron (it begins otherwise): damaged, or of another format")
     _, version, code, n_sequences, n_borders = header[0].item()
     if version != 1 or code not in DTYPES:
-        raise refusal(f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, DTYPES))}) are read")
+        raise refusal(
+            f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, DTYPES))}) are read"
+        )
     begin = INDEX_HEADER.itemsize
     expected_size = begin + 12 * n_sequences + 8 * n_borders
     if path.stat().st_size == expected_size + n_sequences:
-        raise refusal("has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read")
+        raise refusal(
+            "has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read"
+        )
     if path.stat().st_size != expected_size:
         expected_content = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
         raise refusal(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {expected_content}: damaged")
@@ -245,7 +294,9 @@ def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error:
     if n_borders < 1 or borders[0] != 0 or borders[-1] != n_sequences or (np.diff(borders) < 0).any():
         raise refusal(f"its documents do not divide its {n_sequences:,} sequences: damaged")
     if bin_path.stat().st_size != starts[-1] * dtype.itemsize:
-        raise refusal(f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged")
+        raise refusal(
+            f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged"
+        )
     ids = np.memmap(bin_path, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
         with report_unreadable(on_error, (end - begin) * dtype.itemsize):
@@ -262,7 +313,11 @@ def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
 def _saved_folders(source: Tokens) -> list[Path]:
     paths = sorted(expand_home(name) for name in source.paths)
     for path in paths:
-        splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file()) if path.is_dir() else []
+        splits = (
+            sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
+            if path.is_dir()
+            else []
+        )
         if not (path / "state.json").is_file():
             remedy = f"name the folder of a split: {', '.join(splits)}" if splits else "it has no state.json"
             raise DataError(f"{path}: is no folder of `Dataset.save_to_disk`; {remedy} (data.source.paths)")

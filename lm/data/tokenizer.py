@@ -47,8 +47,14 @@ def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
     """Return plain data that identifies a tokenizer: its options and the sha256 of its files. Raises DataError if a file is missing."""
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
-        return {"name": spec.name, "end_of_text": spec.end_of_text, "sha256": hashlib.sha256(content.encode()).hexdigest()}
-    options = {name: value for name, value in to_plain(spec).items() if name != "end_tokens"}  # they end generation only
+        return {
+            "name": spec.name,
+            "end_of_text": spec.end_of_text,
+            "sha256": hashlib.sha256(content.encode()).hexdigest(),
+        }
+    options = {
+        name: value for name, value in to_plain(spec).items() if name != "end_tokens"
+    }  # they end generation only
     contents = {name: read_tokenizer_file(Path(options[name]), f"data.tokenizer.{name}") for name in spec.files}
     return options | {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
@@ -118,14 +124,18 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
     tokenizer = Tokenizer.from_str(json)
     if dropout := getattr(tokenizer.model, "dropout", None):
-        raise DataError(f"model.dropout = {dropout:g} gives a text different tokens each time; set it to null in the file")
+        raise DataError(
+            f"model.dropout = {dropout:g} gives a text different tokens each time; set it to null in the file"
+        )
     if (size := vocab_size(tokenizer)) > MAX_VOCAB:
         raise DataError(f"its largest id is {size - 1:,}; a vocabulary has at most {MAX_VOCAB:,} entries")
     if tokenizer.token_to_id(end_of_text) is None:
         special_names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         listing = f"it has {', '.join(special_names[:8])}" if special_names else "it has no special tokens"
         raise DataError(f"no token '{end_of_text}'; set data.tokenizer.end_of_text to one that ends a text ({listing})")
-    tokenizer.add_special_tokens([end_of_text])  # special, even if it is an ordinary added token in the file, which text could encode to
+    tokenizer.add_special_tokens(
+        [end_of_text]
+    )  # special, even if it is an ordinary added token in the file, which text could encode to
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # files do not keep this setting
@@ -145,7 +155,9 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
     """Encode a text without special tokens; the result has `ids` and `offsets` (characters). Raises DataError if the library can't."""
-    with library_errors(f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"):
+    with library_errors(
+        f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"
+    ):
         return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -192,7 +204,9 @@ FILE_TOKENIZERS: dict[str, Callable[[TokenizerOptions], "Tokenizer"]] = {
     "file": lambda spec: load_tokenizer(Path(spec.path), spec.end_of_text),
     "gpt2": lambda spec: gpt2_tokenizer(Path(spec.vocab), Path(spec.merges)),
     "tiktoken": lambda spec: tiktoken_tokenizer(Path(spec.path), spec.known_encoding),
-    "pretrained": lambda spec: _parse_named_content(lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"),
+    "pretrained": lambda spec: _parse_named_content(
+        lambda: pretrained(spec)[0], spec.end_of_text, spec.model, "data.tokenizer.model"
+    ),
 }
 
 
@@ -228,13 +242,17 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
     Raises DataError: `name` is no valid name or no model of the hub, or there is no network and the files are not in the cache.
     """
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise DataError(f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{suffix}")
+        raise DataError(
+            f"{name}: no such folder or file, and not a name on the hub, such as HuggingFaceTB/SmolLM2-135M{suffix}"
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such model, no permission
-        raise DataError(f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{suffix}") from None
+        raise DataError(
+            f"{name}: no such folder, and the hub does not give it: {one_line(error, 200)}{suffix}"
+        ) from None
 
 
 def find_tokenizer_json(path: Path) -> str | None:
@@ -256,19 +274,35 @@ def find_tokenizer_json(path: Path) -> str | None:
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
-        raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5.4'") from None
+        raise DataError(
+            f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'transformers>=5.4'"
+        ) from None
     if any((path / name).is_file() for name in SENTENCEPIECE) and find_spec("sentencepiece") is None:
-        raise DataError(f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'")
+        raise DataError(
+            f"{path}: has no {TOKENIZER_FILE}; transformers converts its tokenizer: pip install 'sentencepiece>=0.2'"
+        )
     try:
-        vocabulary = dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).backend_tokenizer
+        vocabulary = (
+            dict(json.loads((path / VOCABULARY).read_text(encoding="utf-8"))) if (path / VOCABULARY).is_file() else {}
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        ).backend_tokenizer
     except Exception as error:  # all that transformers raises for files that it can't read
-        is_gpt2_pair = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any((path / name).is_file() for name in CLASS_FILES)
+        is_gpt2_pair = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any(
+            (path / name).is_file() for name in CLASS_FILES
+        )
         remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / VOCABULARY}, merges: {path / 'merges.txt'}}}"
-        raise DataError(f"{path}: its tokenizer can't be converted: {remedy if is_gpt2_pair else one_line(error, 200)}") from None
+        raise DataError(
+            f"{path}: its tokenizer can't be converted: {remedy if is_gpt2_pair else one_line(error, 200)}"
+        ) from None
     if missing_tokens := vocabulary.keys() - tokenizer.get_vocab().keys():
-        reason = f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
-        raise DataError(f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?")
+        reason = (
+            f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
+        )
+        raise DataError(
+            f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?"
+        )
     return tokenizer.to_str(pretty=True)
 
 
@@ -318,7 +352,9 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
         ) from None
     from tokenizers import pre_tokenizers
 
-    return _byte_bpe(ids, merge_pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return _byte_bpe(
+        ids, merge_pairs, ids.get(END_OF_TEXT, max(ids.values()) + 1), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
 
 
 def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
@@ -330,24 +366,41 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
     """
     lines = read_tokenizer_file(path, "data.tokenizer.path").split(b"\n")
     try:
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in (line.split() for line in lines if line)}
+        ranks = {
+            base64.b64decode(token, validate=True): int(rank)
+            for token, rank in (line.split() for line in lines if line)
+        }
     except (ValueError, binascii.Error):
         ranks = {}
     pattern, end_id = ENCODINGS[encoding]
-    if not {bytes([byte]) for byte in range(256)} <= ranks.keys() or not _valid_ids(ranks.values()) or max(ranks.values()) >= end_id:
+    if (
+        not {bytes([byte]) for byte in range(256)} <= ranks.keys()
+        or not _valid_ids(ranks.values())
+        or max(ranks.values()) >= end_id
+    ):
         raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
     merge_pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
-        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks]
+        cuts = [
+            (token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks
+        ]
         merge_pairs += sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     from tokenizers import Regex, pre_tokenizers
 
     word_splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    splitter = pre_tokenizers.Sequence([word_splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splitter = pre_tokenizers.Sequence(
+        [word_splitter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     byte_characters = _byte_characters()
     spellings = {token: "".join(byte_characters[byte] for byte in token) for token in ranks}
     ids = {spellings[token]: rank for token, rank in ranks.items()}
-    return _byte_bpe(ids, [(spellings[first], spellings[second]) for first, second in merge_pairs], end_id, splitter, ignore_merges=True)
+    return _byte_bpe(
+        ids,
+        [(spellings[first], spellings[second]) for first, second in merge_pairs],
+        end_id,
+        splitter,
+        ignore_merges=True,
+    )
 
 
 def _valid_ids(ids: Collection[int]) -> bool:
@@ -355,7 +408,9 @@ def _valid_ids(ids: Collection[int]) -> bool:
     return len(ids) > 0 and len({*ids}) == len(ids) and min(ids) >= 0 and max(ids) < MAX_VOCAB
 
 
-def _byte_bpe(ids: dict[str, int], pairs: list[tuple[str, str]], end_id: int, splitter: object, ignore_merges: bool = False) -> "Tokenizer":
+def _byte_bpe(
+    ids: dict[str, int], pairs: list[tuple[str, str]], end_id: int, splitter: object, ignore_merges: bool = False
+) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
     with library_errors("data.tokenizer: not a vocabulary that the `tokenizers` library takes"):

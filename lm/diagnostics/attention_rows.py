@@ -23,7 +23,9 @@ from lm.model.decoder import Decoder
 from lm.runs.evaluations import Axis
 
 NO_FIRST = ", no first"  # ending of names of statistics without the first token (`Statistic.without_first`)
-MIN_KEYS = 32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
+MIN_KEYS = (
+    32  # queries that see fewer keys are left out: their statistics depend more on the number of keys than on the model
+)
 
 
 @dataclass(frozen=True)
@@ -57,20 +59,36 @@ class AttentionRows:
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
     scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
-    weights: Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
+    weights: (
+        Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
+    )
     visible: Tensor  # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
-    inputs: AttentionInputs | None = None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
+    inputs: AttentionInputs | None = (
+        None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
+    )
     embedding: Tensor | None = None  # (1, L, C), the embedding vectors of all tokens
     seed: int = 0  # seed of random draws, different for each sequence
     is_shuffled: bool = False  # whether scores are in another order than the inputs gave (`shuffled`)
 
     @classmethod
-    def from_block(cls, block: QueryBlock, embedding: Tensor | None = None, seed: int = 0, n_in_later_blocks: int = 0) -> "AttentionRows":
+    def from_block(
+        cls, block: QueryBlock, embedding: Tensor | None = None, seed: int = 0, n_in_later_blocks: int = 0
+    ) -> "AttentionRows":
         """The rows of a block of queries of one sequence, whose later blocks have `n_in_later_blocks` queries."""
         visible = _query_by_key(block.normalizer.visible(block.layout))
         n_later_queries = n_in_later_blocks + torch.arange(len(block.queries) - 1, -1, -1, device=block.queries.device)
         tensors = block.scores[0], block.weights[0], visible
-        return cls(block.layer, block.queries, n_later_queries, block.normalizer, block.layout, *tensors, block.inputs, embedding, seed)
+        return cls(
+            block.layer,
+            block.queries,
+            n_later_queries,
+            block.normalizer,
+            block.layout,
+            *tensors,
+            block.inputs,
+            embedding,
+            seed,
+        )
 
     @cached_property
     def n(self) -> Tensor:
@@ -141,7 +159,11 @@ class AttentionRows:
 
     def select(self, queries: Tensor) -> "AttentionRows":
         """The rows of some queries: `queries` is a mask, (T,) bool, or indices, int64."""
-        layout, scores, weights = self.layout.select(queries, self.visible.size(-1)), self.scores[:, queries], self.weights[:, queries]
+        layout, scores, weights = (
+            self.layout.select(queries, self.visible.size(-1)),
+            self.scores[:, queries],
+            self.weights[:, queries],
+        )
         fields = {name: getattr(self, name)[queries] for name in ("queries", "n_later_queries", "visible")}
         return replace(self, layout=layout, scores=scores, weights=weights, **fields)
 
@@ -152,7 +174,11 @@ class AttentionRows:
     @cached_property
     def without_first(self) -> "AttentionRows":
         """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys do not change."""
-        return replace(self, weights=self.weights.masked_fill(self.is_first_token, 0.0), visible=self.visible & ~self.is_first_token)
+        return replace(
+            self,
+            weights=self.weights.masked_fill(self.is_first_token, 0.0),
+            visible=self.visible & ~self.is_first_token,
+        )
 
     def shuffled(self, order: Tensor) -> "AttentionRows":
         """The rows with each query's scores in another order among the keys that it sees, normalized again.
@@ -162,7 +188,9 @@ class AttentionRows:
         order: (T queries, S keys), numbers. The i-th visible key of the sequence gives its score to the visible key with the i-th smallest
             number.
         """
-        origins = torch.argsort((~self.visible).to(torch.int8), dim=-1, stable=True)  # visible keys first, in the sequence's order
+        origins = torch.argsort(
+            (~self.visible).to(torch.int8), dim=-1, stable=True
+        )  # visible keys first, in the sequence's order
         destinations = order.masked_fill(~self.visible, math.inf).argsort(-1)  # visible keys first, sorted by `order`
         ordered_scores = self.scores.gather(-1, origins.expand(self.scores.shape))
         scores = torch.empty_like(self.scores).scatter_(-1, destinations.expand(self.scores.shape), ordered_scores)
@@ -171,7 +199,9 @@ class AttentionRows:
 
 def shifted_layout(layout: AttentionLayout, tokens: int) -> AttentionLayout:
     """The layout of the same queries and keys with `tokens` more tokens before them."""
-    return replace(layout, **{name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")})
+    return replace(
+        layout, **{name: getattr(layout, name) + tokens for name in ("positions", "key_positions", "lengths")}
+    )
 
 
 def _query_by_key(values: Tensor) -> Tensor:
@@ -198,15 +228,21 @@ class Statistic:
 
     name: str  # as tables and pictures show it
     unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
-    measure: Callable[[AttentionRows], Tensor | None]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
-    in_reports: bool = False  # whether reports, pictures and a run's metrics show it; else only the result and its tables do
+    measure: Callable[
+        [AttentionRows], Tensor | None
+    ]  # rows -> (H, T), NaN where not defined; None: does not apply to the normalizer
+    in_reports: bool = (
+        False  # whether reports, pictures and a run's metrics show it; else only the result and its tables do
+    )
     has_exponent: bool = False  # whether value ~ n^exponent is fitted for each head, n the number of visible keys
     log: bool = False  # whether the values are logarithms already, so that the fit takes no logarithms
 
     @property
     def without_first(self) -> "Statistic":
         """The same statistic of `AttentionRows.without_first`, with `NO_FIRST` added to its name; reports do not show it."""
-        return replace(self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False)
+        return replace(
+            self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False
+        )
 
 
 @dataclass(frozen=True)
@@ -263,7 +299,10 @@ class StatisticFamily:
 
 
 KEYS, HEAD = "visible keys", "head"  # names of axes
-NOT_FINITE, NO_WEIGHT = "rows that are not finite", "rows without weight"  # names of two fractions of rows, beside the statistics
+NOT_FINITE, NO_WEIGHT = (
+    "rows that are not finite",
+    "rows without weight",
+)  # names of two fractions of rows, beside the statistics
 
 
 class Measures:
@@ -272,7 +311,9 @@ class Measures:
     queries: indices of the queries in each sequence, ascending; length: tokens in a sequence.
     """
 
-    def __init__(self, families: tuple[StatisticFamily, ...], layers: int, heads: int, queries: Sequence[int], length: int):
+    def __init__(
+        self, families: tuple[StatisticFamily, ...], layers: int, heads: int, queries: Sequence[int], length: int
+    ):
         self.families, self.heads, self.queries, self.length = families, heads, queries, length
         self.query_statistics = [statistic for family in families for statistic in family.query_statistics]
         self.query_sums = [sums for family in families for sums in family.query_sums]
@@ -298,7 +339,10 @@ class Measures:
             index: index of the sequence, the seed of random draws.
             order: random numbers, (queries, tokens), by which scores are shuffled.
         """
-        vectors = [[torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])] for _ in range(1 if order is None else 2)]
+        vectors = [
+            [torch.full(self.shapes[0], torch.nan), *map(torch.zeros, self.shapes[1:])]
+            for _ in range(1 if order is None else 2)
+        ]
         device, query_counts = batch.tokens.device, [0] * self.shapes[0][1]
         embedding = decoder.embedding(batch.tokens)
         for block in attention_blocks(decoder, batch, self.queries, with_inputs=True):
@@ -307,7 +351,9 @@ class Measures:
             rows = AttentionRows.from_block(block, embedding, index, len(self.queries) - stop)
             self._write_statistics(vectors[0], rows, start)
             if order is not None:
-                self._write_statistics(vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start)
+                self._write_statistics(
+                    vectors[1], rows.shuffled(order[start:stop, : rows.visible.size(-1)].to(device)), start
+                )
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _write_statistics(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
@@ -334,7 +380,9 @@ class Measures:
         n, *statistics = np.moveaxis(by_query, 1, 0)
         totals = {sums.name: total.astype("f8") for sums, total in zip(self.query_sums, sum_parts, strict=True)}
         by_head = {sums.name: sums.head_values(totals[sums.name]) for sums in self.query_sums if sums.head_values}
-        return MeasuredValues(n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length)
+        return MeasuredValues(
+            n[:, :, 0], dict(zip(self.names[1:], statistics, strict=True)), by_head, totals, self.length, train_length
+        )
 
 
 def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:
@@ -360,7 +408,10 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
     counts = n[np.isfinite(n)]
     if not len(counts):
         return []
-    steps = np.arange(math.floor(2 * math.log2(counts.min() / train_length)) - 1, math.ceil(2 * math.log2(counts.max() / train_length)) + 1)
+    steps = np.arange(
+        math.floor(2 * math.log2(counts.min() / train_length)) - 1,
+        math.ceil(2 * math.log2(counts.max() / train_length)) + 1,
+    )
     edges = np.unique(np.rint(train_length * 2.0 ** (steps / 2)).astype(int))
     ranges = ((max(a + 1, int(counts.min())), min(b, int(counts.max()))) for a, b in pairwise(edges.tolist()))
     return [(first, last) for first, last in ranges if ((counts >= first) & (counts <= last)).any()]

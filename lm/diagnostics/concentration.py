@@ -60,11 +60,15 @@ def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticF
 
     def largest_weight(n_keys: int) -> Statistic:
         return Statistic(
-            f"weight on the largest {n_keys}", "fraction", lambda rows: rows.descending_weights[..., :n_keys].sum(-1) / rows.abs_sum
+            f"weight on the largest {n_keys}",
+            "fraction",
+            lambda rows: rows.descending_weights[..., :n_keys].sum(-1) / rows.abs_sum,
         )
 
     def nearest_weight(n_keys: int) -> Statistic:
-        return Statistic(f"weight on the nearest {n_keys}", "fraction", lambda rows: weighted_mean(rows, rows.distance < n_keys))
+        return Statistic(
+            f"weight on the nearest {n_keys}", "fraction", lambda rows: weighted_mean(rows, rows.distance < n_keys)
+        )
 
     def row_sum(rows: AttentionRows) -> Tensor | None:
         return None if rows.normalizer.options.rows_sum_to_one else rows.weights.sum(-1)
@@ -72,7 +76,9 @@ def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticF
     by_row = [
         Statistic("effective keys", "keys", effective_keys, in_reports=True, has_exponent=True),
         Statistic("entropy / ln n", "fraction", relative_entropy, in_reports=True),
-        Statistic("largest weight", "weight", lambda rows: rows.descending_weights[..., 0], in_reports=True, has_exponent=True),
+        Statistic(
+            "largest weight", "weight", lambda rows: rows.descending_weights[..., 0], in_reports=True, has_exponent=True
+        ),
         Statistic(f"keys with {WEIGHT_FRACTION:.0%} of the weight", "keys", keys_with_most_weight, has_exponent=True),
         Statistic("S", "fraction", lambda rows: sparsity(rows.weights, rows.visible)),
         Statistic("entropy", "nats", entropy),
@@ -82,7 +88,12 @@ def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticF
         *map(nearest_weight, nearest),
     ]
     row_totals = [
-        Statistic("weight on the first token", "fraction", lambda rows: weighted_mean(rows, rows.is_first_token), in_reports=True),
+        Statistic(
+            "weight on the first token",
+            "fraction",
+            lambda rows: weighted_mean(rows, rows.is_first_token),
+            in_reports=True,
+        ),
         Statistic("ln Z", "nats", log_sum, has_exponent=True, log=True),
         Statistic("sum of weights", "weight", row_sum),
     ]

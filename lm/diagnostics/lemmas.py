@@ -29,7 +29,9 @@ ITERATIONS = 30  # power iterations
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = ITERATIONS) -> Tensor:
+def spectral_norm(
+    normalize: Normalize, scores: Tensor, visible: Tensor, generator: torch.Generator, steps: int = ITERATIONS
+) -> Tensor:
     """The largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on J^T J.
 
     The result is at most the true value. In rows with nearly all weight on one key, fp32 rounding errors are up to a third of the value.
@@ -39,7 +41,9 @@ def spectral_norm(normalize: Normalize, scores: Tensor, visible: Tensor, generat
     scores = scores.detach().clone().requires_grad_(True)
     weights = normalize(scores)
     cotangent = torch.zeros_like(weights, requires_grad=True)
-    (pullback,) = torch.autograd.grad(weights, scores, cotangent, create_graph=True)  # J^T cotangent, linear in the cotangent
+    (pullback,) = torch.autograd.grad(
+        weights, scores, cotangent, create_graph=True
+    )  # J^T cotangent, linear in the cotangent
     noise = torch.randn(scores.shape, generator=generator).to(scores)
     v = _unit_vectors((noise * weights.detach().abs().sqrt()).masked_fill(~visible, 0.0) + 1e-6 * noise)
     norm = v.new_zeros(scores.shape[:-1])
@@ -103,7 +107,10 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
     x, q, k, _ = rows.inputs
     length = x.size(1)
     query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
-    scores = (rows.normalizer.scores(q[:, :, -1:], k, layout) for layout in (query_layout, shifted_layout(query_layout, length)))
+    scores = (
+        rows.normalizer.scores(q[:, :, -1:], k, layout)
+        for layout in (query_layout, shifted_layout(query_layout, length))
+    )
     return not torch.allclose(*scores, rtol=1e-5, atol=1e-6)
 
 
@@ -138,4 +145,8 @@ def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
     mapped_scores, slope = (values.detach().masked_fill(~rows.visible, 0.0) for values in (mapped_scores, slope))
     factor = (rows.weights * mapped_scores).sum(-1) / mapped_scores.square().sum(-1)
     bound = factor.abs() * slope.abs().amax(-1)
-    return bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1) if rows.normalizer.options.rows_sum_to_one else bound
+    return (
+        bound * (rows.n.sqrt() * rows.weights.norm(dim=-1)).clamp(min=1)
+        if rows.normalizer.options.rows_sum_to_one
+        else bound
+    )

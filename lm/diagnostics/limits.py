@@ -86,7 +86,9 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
     farthest, nearest = _extreme_distances(x, order, counts)
     total, not_negative = weights.sum(-1), (weights >= 0).all(-1)
     by_count = []
-    for index, (count, (rest_mask, excess, distance)) in enumerate(zip(counts, _sum_gaps(weights, visible, x, order, counts), strict=True)):
+    for index, (count, (rest_mask, excess, distance)) in enumerate(
+        zip(counts, _sum_gaps(weights, visible, x, order, counts), strict=True)
+    ):
         top_mask = visible & ~rest_mask
         separable_mask = top_mask & (excess <= excess.masked_fill(~rest_mask, torch.inf).amin(-1, keepdim=True))
         r = distance.masked_fill(~rest_mask, torch.inf).amin(-1)
@@ -96,7 +98,13 @@ def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int])
         top_total = alpha.sum(-1)
         bound = (total - top_total) * largest_distance + ((n - count + 1) * top_total - total) * longest
         lower, upper = _envelopes(alpha, longest, nearest[index], r)
-        values = (distance * rest_mask).sum(-1), bound.where(not_negative, torch.nan), separable_mask.sum(-1) / count, lower, upper
+        values = (
+            (distance * rest_mask).sum(-1),
+            bound.where(not_negative, torch.nan),
+            separable_mask.sum(-1) / count,
+            lower,
+            upper,
+        )
         is_too_many = torch.stack((n < count, n < count, n <= count, n <= count, n <= count))
         by_count.append((torch.stack(values).masked_fill(is_too_many, torch.nan), separable_mask, top_mask))
     values, separable_masks, top_masks = map(torch.stack, zip(*by_count, strict=True))
@@ -116,7 +124,11 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
     mean_square = (weights * product).sum(-1, keepdim=True)  # |x-|^2
     own_squares, cross_products = weights.square() * square, weights * product  # |y_i|^2 and y_i . x-, of y_i = a_i x_i
     # For each key i: the sum over all other keys of the squared deviations of y from its mean.
-    rest_spread = own_squares.sum(-1, keepdim=True) - own_squares - (mean_square - 2 * cross_products + own_squares).clamp(min=0) / (n - 1)
+    rest_spread = (
+        own_squares.sum(-1, keepdim=True)
+        - own_squares
+        - (mean_square - 2 * cross_products + own_squares).clamp(min=0) / (n - 1)
+    )
     by_count = []
     for count in counts:
         c = count / (n - 1)
@@ -125,7 +137,9 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
         spread = c * (n - 1 - count) / (n - 2) * rest_spread
         rest_fraction = ((n - count) / n).squeeze(-1)
         squared_norms = uncorrected, corrected, corrected + spread
-        expectations = [rest_fraction * (squared_norm.clamp(min=0).sqrt() * visible).sum(-1) for squared_norm in squared_norms]
+        expectations = [
+            rest_fraction * (squared_norm.clamp(min=0).sqrt() * visible).sum(-1) for squared_norm in squared_norms
+        ]
         by_count.append(torch.stack(expectations).masked_fill(n.squeeze(-1) < count, torch.nan))
     return RandomKeys(*torch.stack(by_count, 1), _distances(weights, visible, x, order, counts))
 
@@ -158,17 +172,25 @@ def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple
         distances = pairs(keys, torch.arange(len(x), device=x.device))
         farthest.append(torch.cat((farthest[-1].unsqueeze(1), distances), 1).amax(1))
     pair_distances = pairs(order, order)
-    pair_distances = pair_distances.masked_fill(torch.ones_like(pair_distances[0], dtype=torch.bool).triu(), torch.inf)  # each pair once
+    pair_distances = pair_distances.masked_fill(
+        torch.ones_like(pair_distances[0], dtype=torch.bool).triu(), torch.inf
+    )  # each pair once
     return torch.stack(farthest[1:]), torch.stack([pair_distances[:, :count].amin((1, 2)) for count in counts])
 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
     """The sum of |a_i x_i - s| over keys i beyond the first N in `order`, s the sum of a_i x_i over these N: (G numbers N, R queries)."""
-    distance_sums = [(distance * rest_mask).sum(-1) for rest_mask, _, distance in _sum_gaps(weights, visible, x, order, counts)]
-    return torch.stack(distance_sums).masked_fill(visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan)
+    distance_sums = [
+        (distance * rest_mask).sum(-1) for rest_mask, _, distance in _sum_gaps(weights, visible, x, order, counts)
+    ]
+    return torch.stack(distance_sums).masked_fill(
+        visible.sum(-1) < torch.tensor(counts, device=x.device)[:, None], torch.nan
+    )
 
 
-def _sum_gaps(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _sum_gaps(
+    weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, for each N in `counts`, three (R, S): mask of the keys beyond the first N in `order`, |a_i x_i - s|^2 - |s|^2, |a_i x_i - s|.
 
     s is the sum of a_i x_i over the first N. The difference of squares tells small weights apart, as their distances round to |s|.
@@ -204,8 +226,21 @@ def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tu
 
 MAX_PRODUCTS = 2**22  # the most products of keys' vectors with sums s in memory at a time
 FEW_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # N of Theorem 2
-DISTANCES = ("largest weights", "random keys, uncorrected", "random keys, corrected", "random keys, upper bound", "random keys, drawn")
-SEPARABLE = ("N_s / N", "lower envelope", "upper envelope", "d~ / its bound", "by at least one head", "heads that choose a key")
+DISTANCES = (
+    "largest weights",
+    "random keys, uncorrected",
+    "random keys, corrected",
+    "random keys, upper bound",
+    "random keys, drawn",
+)
+SEPARABLE = (
+    "N_s / N",
+    "lower envelope",
+    "upper envelope",
+    "d~ / its bound",
+    "by at least one head",
+    "heads that choose a key",
+)
 DIFFERENCES = ("one direction", "largest of all directions", "spectral norm")
 
 
@@ -262,9 +297,14 @@ class Theorems:
 
             def at_counts(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
                 draws = torch.rand(weights.shape, generator=generator).to(weights.device)
-                return torch.stack((top_distances(weights, visible, x, counts), *random_keys(weights, visible, x, counts, draws)))
+                return torch.stack(
+                    (top_distances(weights, visible, x, counts), *random_keys(weights, visible, x, counts, draws))
+                )
 
-            values, missing_count = self._measure_in_chunks(octave_rows, len(counts), at_counts), len(many_key_counts(length)) - len(counts)
+            values, missing_count = (
+                self._measure_in_chunks(octave_rows, len(counts), at_counts),
+                len(many_key_counts(length)) - len(counts),
+            )
             return F.pad(values, (0, 0, 0, 0, 0, missing_count), value=math.nan)
 
         generator = _generator(rows)
@@ -287,7 +327,11 @@ class Theorems:
             shape = len(counts), heads, -1, masks[0][0].size(-1)
             near_count, top_count = (torch.cat(mask, 1).view(shape).any(1).sum(-1) for mask in zip(*masks, strict=True))
             numbers = torch.tensor(counts, device=top_count.device).unsqueeze(-1)
-            layer_values = torch.stack((near_count / top_count, numbers * heads / top_count)).unsqueeze(2).expand(-1, -1, heads, -1)
+            layer_values = (
+                torch.stack((near_count / top_count, numbers * heads / top_count))
+                .unsqueeze(2)
+                .expand(-1, -1, heads, -1)
+            )
             return torch.cat((head_values, layer_values.masked_fill(head_values[:1].isnan(), math.nan)))
 
         return self._sums_within(rows, octaves(length), measure)
@@ -301,33 +345,51 @@ class Theorems:
         """
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
-            is_left_out = octave_rows.is_first_token & (not self.config.first_token)  # its score stays, and its weight does not count
+            is_left_out = octave_rows.is_first_token & (
+                not self.config.first_token
+            )  # its score stays, and its weight does not count
 
             def weights_at(scores: Tensor, temperature: Tensor | float) -> Tensor:
                 scores = torch.where(is_left_out, logits.to(scores.dtype), scores)
-                return octave_rows.normalizer.normalize(scores / temperature, octave_rows.layout).masked_fill(is_left_out, 0.0)
+                return octave_rows.normalizer.normalize(scores / temperature, octave_rows.layout).masked_fill(
+                    is_left_out, 0.0
+                )
 
             root_head_size = math.sqrt(octave_rows.normalizer.layer.head_size)
-            logits = octave_rows.scores.masked_fill(~(octave_rows.visible | is_left_out), 0.0).unsqueeze(0) * root_head_size  # (1, H, T, S)
-            random_directions = directions(octave_rows.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator)
+            logits = (
+                octave_rows.scores.masked_fill(~(octave_rows.visible | is_left_out), 0.0).unsqueeze(0) * root_head_size
+            )  # (1, H, T, S)
+            random_directions = directions(
+                octave_rows.visible, torch.Size((self.config.directions, *logits.shape[1:])), generator
+            )
             temperatures = torch.tensor(self.config.temperatures).view(-1, 1, 1, 1).to(logits)
             stacked_logits = logits.expand(len(temperatures), -1, -1, -1)
-            norms = spectral_norm(partial(weights_at, temperature=temperatures), stacked_logits, octave_rows.visible, generator)
+            norms = spectral_norm(
+                partial(weights_at, temperature=temperatures), stacked_logits, octave_rows.visible, generator
+            )
             points = []
-            for (temperature, norm), step in product(zip(self.config.temperatures, norms, strict=True), self.config.steps):
+            for (temperature, norm), step in product(
+                zip(self.config.temperatures, norms, strict=True), self.config.steps
+            ):
                 rates = finite_difference(partial(weights_at, temperature=temperature), logits, step, random_directions)
                 points.append(torch.stack((rates[0], rates.amax(0), norm.double())))
             return torch.stack(points, 1)
 
         generator = _generator(rows)
-        return self._sums_within(rows.select((rows.n_later_queries == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure)
+        return self._sums_within(
+            rows.select((rows.n_later_queries == 0).nonzero().squeeze(-1)), octaves(length)[-1:], measure
+        )
 
     def vectors(self, rows: AttentionRows) -> Tensor:
         """The keys' vectors x that `config.vectors` names: (1, S, E), or (H, S, E) if each head has its own."""
-        x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[self.config.vectors].float()
+        x = {"embedding": rows.embedding, "input": rows.inputs.x, "value": rows.inputs.v[0]}[
+            self.config.vectors
+        ].float()
         return F.normalize(x, dim=-1) if self.config.unit else x
 
-    def _measure_in_chunks(self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def _measure_in_chunks(
+        self, rows: AttentionRows, points: int, measure: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """The values (quantities, points, H, T) of all rows, computed by `measure` for R rows at a time.
 
         measure: weights (R, S), visible (R, S), x (S, E) -> values (quantities, points, R).
@@ -337,9 +399,14 @@ class Theorems:
         x, weights = self.vectors(rows)[:, keys], rows.weights[..., keys]
         heads, queries, width = weights.shape
         size, values = max(1, MAX_PRODUCTS // (points * width)), []
-        for vectors, head_weights in zip(x, weights.split(heads // len(x)), strict=True):  # one x for all heads, or one for each head
+        for vectors, head_weights in zip(
+            x, weights.split(heads // len(x)), strict=True
+        ):  # one x for all heads, or one for each head
             visible = rows.visible[:, keys].expand(head_weights.shape).flatten(0, 1)
-            values += [measure(*pair, vectors) for pair in zip(head_weights.flatten(0, 1).split(size), visible.split(size), strict=True)]
+            values += [
+                measure(*pair, vectors)
+                for pair in zip(head_weights.flatten(0, 1).split(size), visible.split(size), strict=True)
+            ]
         return torch.cat(values, -1).unflatten(-1, (heads, queries))
 
     def _sums_within(
@@ -420,9 +487,13 @@ def limit_statistics(config: LimitsConfig, query_stride: int) -> StatisticFamily
     derivations = _derived_distances, _derived_critical, _derived_separable, _derived_differences
 
     def chosen_queries(rows: AttentionRows) -> Tensor:
-        return (rows.n_later_queries % query_stride == 0).nonzero().squeeze(-1)  # the last query of the sequence is always among them
+        return (
+            (rows.n_later_queries % query_stride == 0).nonzero().squeeze(-1)
+        )  # the last query of the sequence is always among them
 
-    def at_chosen_queries(statistic: Callable[[AttentionRows], Tensor | None]) -> Callable[[AttentionRows], Tensor | None]:
+    def at_chosen_queries(
+        statistic: Callable[[AttentionRows], Tensor | None],
+    ) -> Callable[[AttentionRows], Tensor | None]:
         """A function that gives the statistic at the chosen queries, and NaN at other queries."""
 
         def measure(rows: AttentionRows) -> Tensor | None:
@@ -433,22 +504,34 @@ def limit_statistics(config: LimitsConfig, query_stride: int) -> StatisticFamily
 
         return measure
 
-    def sums(name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]) -> QuerySums:
+    def sums(
+        name: str, size: Callable[[int], tuple[int, ...]], function: Callable[[AttentionRows, int], Tensor | None]
+    ) -> QuerySums:
         return QuerySums(name, "", size, lambda rows, length: function(rows.select(chosen_queries(rows)), length))
 
     return StatisticFamily(
         (
-            Statistic("n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True),  # 1 for equal weights
+            Statistic(
+                "n x largest weight", "", lambda rows: rows.magnitudes.amax(-1) * rows.n, has_exponent=True
+            ),  # 1 for equal weights
             Statistic("Lemma 1: ln (n x largest weight)", "nats", lemmas.log_of_n_times_largest),
             Statistic("Lemma 1: ln (n x smallest weight)", "nats", lemmas.log_of_n_times_smallest),
             Statistic("Lemma 1: ln C2 = -ln C1", "nats", lemmas.log_c2),
-            Statistic("norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_norm), in_reports=True, has_exponent=True),
+            Statistic(
+                "norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_norm), in_reports=True, has_exponent=True
+            ),
             Statistic("bound on the norm of the Jacobian", "", at_chosen_queries(lemmas.jacobian_ceiling)),
         ),
         (
-            sums("distances", lambda length: (len(octaves(length)), 2, len(DISTANCES), len(many_key_counts(length))), theorems.distances),
             sums(
-                "separability", lambda length: (len(octaves(length)), 2, len(SEPARABLE), len(few_key_counts(length))), theorems.separability
+                "distances",
+                lambda length: (len(octaves(length)), 2, len(DISTANCES), len(many_key_counts(length))),
+                theorems.distances,
+            ),
+            sums(
+                "separability",
+                lambda length: (len(octaves(length)), 2, len(SEPARABLE), len(few_key_counts(length))),
+                theorems.separability,
             ),
             sums("differences", lambda length: (1, 2, len(DIFFERENCES), steps), theorems.differences),
         ),
@@ -474,7 +557,10 @@ def _derived_distances(config: LimitsConfig, values: MeasuredValues) -> Iterator
     for number, label in enumerate(DISTANCES):
         yield DerivedNumbers("d~", "", distances[-1, number], _counts_axis(counts), in_reports=True, label=label)
     for number, label in enumerate(DISTANCES if LENGTH_CURVE_KEYS in counts else ()):
-        by_length, axis = distances[:, number, counts.index(LENGTH_CURVE_KEYS)], visible_keys_axis(octaves(values.length))
+        by_length, axis = (
+            distances[:, number, counts.index(LENGTH_CURVE_KEYS)],
+            visible_keys_axis(octaves(values.length)),
+        )
         yield DerivedNumbers(f"d~ of {LENGTH_CURVE_KEYS} keys", "", by_length, axis, in_reports=True, label=label)
 
 
@@ -486,17 +572,28 @@ def _derived_critical(config: LimitsConfig, values: MeasuredValues) -> Iterator[
     """
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
-    mean_keys = [float(n.mean()) if len(n) else math.nan for n in key_counts]  # mean number of keys that the queries of an octave see
+    mean_keys = [
+        float(n.mean()) if len(n) else math.nan for n in key_counts
+    ]  # mean number of keys that the queries of an octave see
     for expectation in TESTED_EXPECTATIONS:
         pairs = [_distance_samples(config, values, octave, expectation) for octave in range(len(bounds))]
         statistics, p_values = zip(*(two_sample_tests(*pair) for pair in pairs), strict=True)
         label = f"to {DISTANCES[expectation]}, {len(pairs[-1][0])} values"  # D of two small samples is large by chance
-        yield DerivedNumbers("D of the largest weights", "", statistics[-1], _counts_axis(counts), in_reports=True, label=label)
+        yield DerivedNumbers(
+            "D of the largest weights", "", statistics[-1], _counts_axis(counts), in_reports=True, label=label
+        )
         for level in SIGNIFICANCE_LEVELS:
-            fractions = np.array([critical_count(p, counts, level) / n for p, n in zip(p_values, mean_keys, strict=True)])
+            fractions = np.array(
+                [critical_count(p, counts, level) / n for p, n in zip(p_values, mean_keys, strict=True)]
+            )
             label = f"{DISTANCES[expectation]}, level {level:g}"
             yield DerivedNumbers(
-                "critical N / visible keys", "fraction", fractions, visible_keys_axis(bounds), in_reports=True, label=label
+                "critical N / visible keys",
+                "fraction",
+                fractions,
+                visible_keys_axis(bounds),
+                in_reports=True,
+                label=label,
             )
 
 
@@ -506,7 +603,9 @@ def _distance_samples(config: LimitsConfig, values: MeasuredValues, octave: int,
     total, counts = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     sample_pair = []
     for quantity in (0, expectation):
-        by_head, count = (np.moveaxis(part[octave, quantity], 0, -1) for part in (total, counts))  # (sequences, layers, H, N)
+        by_head, count = (
+            np.moveaxis(part[octave, quantity], 0, -1) for part in (total, counts)
+        )  # (sequences, layers, H, N)
         shape = (len(by_head), -1, by_head.shape[-1])
         sample_pair.append(head_mean_samples(by_head.reshape(shape), count.reshape(shape), config.sample_size))
     return sample_pair
@@ -519,7 +618,14 @@ def _derived_separable(config: LimitsConfig, values: MeasuredValues) -> Iterator
     axis = _counts_axis(counts)
     separability = query_means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
     for number in (0, 1, 2):
-        yield DerivedNumbers("N_s / N", "fraction", _mean_over_heads(separability[number]), axis, in_reports=True, label=SEPARABLE[number])
+        yield DerivedNumbers(
+            "N_s / N",
+            "fraction",
+            _mean_over_heads(separability[number]),
+            axis,
+            in_reports=True,
+            label=SEPARABLE[number],
+        )
     yield DerivedNumbers("d~ of the largest weights / its bound", "fraction", _mean_over_heads(separability[3]), axis)
     one_head = mean(separability[0], -1)  # p, by layer
     any_head = 1 - (1 - one_head) ** separability.shape[-1]
@@ -528,7 +634,11 @@ def _derived_separable(config: LimitsConfig, values: MeasuredValues) -> Iterator
     yield DerivedNumbers(title, "fraction", _mean_over_heads(any_head[..., None]), axis, label="1 - (1 - p)^H")
     yield DerivedNumbers("heads that choose a key", "heads", _mean_over_heads(separability[5]), axis)
     if PLATEAU_KEYS in counts:
-        yield DerivedNumbers(f"N_s / N of {PLATEAU_KEYS} keys", "fraction", _mean_over_heads(separability[0])[[counts.index(PLATEAU_KEYS)]])
+        yield DerivedNumbers(
+            f"N_s / N of {PLATEAU_KEYS} keys",
+            "fraction",
+            _mean_over_heads(separability[0])[[counts.index(PLATEAU_KEYS)]],
+        )
 
 
 def _derived_differences(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:

@@ -44,7 +44,9 @@ class Retrieval:
     def weight(self, growth: float) -> np.ndarray:
         """The weight on the needle, (Q,), in a sequence with `growth` further tokens."""
         scale = (1 + self.slope * np.log1p(growth / self.n))[:, None]
-        is_visible = np.isfinite(self.other_scores)  # times a scale of 0 or below, the -inf of others would be NaN or infinite
+        is_visible = np.isfinite(
+            self.other_scores
+        )  # times a scale of 0 or below, the -inf of others would be NaN or infinite
         gaps = np.where(is_visible, self.other_scores - self.needle[:, None], 0.0)
         odds = np.where(is_visible, np.exp(np.minimum(scale * gaps, 600.0)), 0.0)
         filler_mean = np.where(self.is_filler, odds, 0.0).sum(1) / self.is_filler.sum(1)
@@ -71,7 +73,9 @@ class RetrievingHead:
 
 
 @torch.no_grad()
-def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False) -> RetrievingHead | None:
+def retrieving_head(
+    decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False
+) -> RetrievingHead | None:
     """The head with the largest mean weight on the needle in sequences of one length; None if the module's formula holds for no layer.
 
     The formula holds for weights e^score / (sum of e^score) on all keys up to the query, if they do not depend on distance. A key is
@@ -88,7 +92,9 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
             rows = AttentionRows.from_block(block)
             normalizer = block.normalizer
             is_exp_map = normalizer.score_map == "exp" and not normalizer.log_decay(rows.scores).any()
-            is_exp_map &= type(normalizer).visible is Normalizer.visible  # a window may hold these sequences and not longer ones
+            is_exp_map &= (
+                type(normalizer).visible is Normalizer.visible
+            )  # a window may hold these sequences and not longer ones
             is_exp_map &= any_map or (normalizer.options.rows_sum_to_one and not normalizer.depends_on_distance)
             if is_exp_map or (any_map and bool((rows.n >= rows.queries).all())):
                 parts.setdefault(block.layer, []).append(_block_scores(block, rows, example, filler, is_exp_map))
@@ -99,16 +105,26 @@ def retrieving_head(decoder: Decoder, examples: list[Example], filler: range, an
         needle, other_scores, filler, n, slope, weight, effective_keys, entropy = arrays
         head = int(weight.mean(0).argmax())
         if best_head is None or weight[:, head].mean() > best_head.weight:
-            scores, mean = Retrieval(needle[:, head], other_scores[:, head], filler, n, slope[:, head]), float(weight[:, head].mean())
-            best_head = RetrievingHead(layer, head, mean, effective_keys[:, head], entropy[:, head], scores, formula_holds[layer])
+            scores, mean = (
+                Retrieval(needle[:, head], other_scores[:, head], filler, n, slope[:, head]),
+                float(weight[:, head].mean()),
+            )
+            best_head = RetrievingHead(
+                layer, head, mean, effective_keys[:, head], entropy[:, head], scores, formula_holds[layer]
+            )
     return best_head
 
 
-def _block_scores(block: QueryBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool) -> tuple[np.ndarray, ...]:
+def _block_scores(
+    block: QueryBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool
+) -> tuple[np.ndarray, ...]:
     """Arrays for Q questions of a sequence of L tokens: `Retrieval`'s needle (Q, H), other_scores (Q, H, L), is_filler (Q, L), n (Q,) and
     slope (Q, H), then the weight on the needle, effective keys 1 / (sum of squared weights) and the entropy, (Q, H) each."""
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
-    evidence, questions = torch.as_tensor(example.evidence[:, 0], device=device), torch.arange(len(example.questions), device=device)
+    evidence, questions = (
+        torch.as_tensor(example.evidence[:, 0], device=device),
+        torch.arange(len(example.questions), device=device),
+    )
     weights = rows.weights if is_exp_map else (rows.magnitudes / rows.abs_sum.unsqueeze(-1)).nan_to_num()
     fractions = weights.double().transpose(0, 1)  # (Q, H, S)
     scores = rows.scores.double().transpose(0, 1) if is_exp_map else fractions.clamp_min(1e-300).log()
@@ -125,7 +141,10 @@ def _block_scores(block: QueryBlock, rows: AttentionRows, example: Example, fill
     effective_keys = 1 / fractions.square().sum(-1)
     pad = (0, length - keys)
     padded_arrays = F.pad(other_scores, pad, value=-math.inf), F.pad(is_filler, pad)
-    return tuple(values.cpu().numpy() for values in (needle, *padded_arrays, rows.n.double(), slope, weight, effective_keys, entropy))
+    return tuple(
+        values.cpu().numpy()
+        for values in (needle, *padded_arrays, rows.n.double(), slope, weight, effective_keys, entropy)
+    )
 
 
 def _shifted_scale(block: QueryBlock, rows: AttentionRows, length: int) -> Tensor:

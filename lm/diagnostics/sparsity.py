@@ -31,7 +31,9 @@ from torch import Tensor
 
 from lm.diagnostics.attention_rows import AttentionRows, QuerySums, Statistic, StatisticFamily
 
-LOWEST_RATIO = -20.0  # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
+LOWEST_RATIO = (
+    -20.0
+)  # beta / gamma: S of relu and relu^2 is below 1e-40 from there on, and its terms cancel to rounding error
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
@@ -87,7 +89,9 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
     S is 1 for equal weights, and small where few keys have most of the weight. With this lower bound, weights can't concentrate.
     """
     beta, gamma = mean.double(), std.double()
-    mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(beta / gamma / math.sqrt(2))
+    mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(
+        beta / gamma / math.sqrt(2)
+    )
     return mean_magnitude / (beta.square() + gamma.square()).sqrt()
 
 
@@ -115,7 +119,9 @@ def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """r = mean / std, the normal distribution function Phi(r) and the normal density phi(r), in fp64."""
     r = (mean.double() / std.double()).clamp(LOWEST_RATIO, 1e6)  # at 1e6, which gamma = 0 gives too, S is 1
     density = (-r.square() / 2).exp() / math.sqrt(2 * math.pi)
-    tail = density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))  # exact where Phi's terms cancel
+    tail = (
+        density * math.sqrt(math.pi / 2) * torch.special.erfcx(-r.clamp(max=0.0) / math.sqrt(2))
+    )  # exact where Phi's terms cancel
     return r, torch.where(r < 0, tail, torch.special.ndtr(r)), density
 
 
@@ -128,7 +134,9 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
     deviation = (weights - weights.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / n).masked_fill(~visible, 0.0)
     std = (deviation.square().sum(-1, keepdim=True) / n).sqrt()
     largest = weights.abs().masked_fill(~visible, 0.0).amax(-1, keepdim=True)
-    counts = visible & (std > 1e-6 * largest) & std.isfinite()  # deviations below that are rounding errors of equal weights
+    counts = (
+        visible & (std > 1e-6 * largest) & std.isfinite()
+    )  # deviations below that are rounding errors of equal weights
     return torch.where(counts, deviation / std, 0.0), counts
 
 
@@ -185,7 +193,9 @@ VARIANCE_SOURCES = {  # queries in the second half of the sequence; for the last
 # ---------------------------------------------------------------- S against its closed form
 
 
-CLOSED_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by `Normalizer.score_map`, of mean and standard deviation
+CLOSED_FORMS: dict[
+    str, Callable[[Tensor, Tensor], Tensor]
+] = {  # by `Normalizer.score_map`, of mean and standard deviation
     "exp": lambda mean, std: exp_sparsity(std),
     "relu2": relu2_sparsity,
     "relu": relu_sparsity,
@@ -240,7 +250,16 @@ def sparsity_statistics() -> StatisticFamily:
     ]
     condensation = Statistic("queries beyond condensation", "fraction", is_condensed)
     explained_variance = [
-        QuerySums(f"variance explained by {source}", "", lambda length: (2 * length,), sums, variance_explained, in_reports=True)
+        QuerySums(
+            f"variance explained by {source}",
+            "",
+            lambda length: (2 * length,),
+            sums,
+            variance_explained,
+            in_reports=True,
+        )
         for source, sums in VARIANCE_SOURCES.items()
     ]
-    return StatisticFamily((*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance))
+    return StatisticFamily(
+        (*by_row, condensation, *(statistic.without_first for statistic in by_row)), tuple(explained_variance)
+    )

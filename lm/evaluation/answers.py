@@ -38,7 +38,9 @@ from lm.schema import Plain, to_plain
 
 QUESTION_SEED = 0  # seed of the sequences with questions, the same for every model
 ROLL_OUT = "roll-out"  # name of a setting in which sequences hold the model's own answers in place of the correct ones
-LENGTH_REMEDY = "leave that length out, or ask for fewer"  # remedy for a length in the configuration into which a task does not fit
+LENGTH_REMEDY = (
+    "leave that length out, or ask for fewer"  # remedy for a length in the configuration into which a task does not fit
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,9 @@ class Answers:
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
     hits: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
-    rolled_out_hits: np.ndarray  # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
+    rolled_out_hits: (
+        np.ndarray
+    )  # (N,) bool: greedy decoding gives the token, with the model's own answers in the sequence
     sequence: np.ndarray  # (N,) int64, index of the token's sequence
     token_index: np.ndarray  # (N,) int64, the token's index within its answer
 
@@ -67,22 +71,35 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
     tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
     sequence, position, token_index = tokens[:, 0], tokens[:, 1] - 1, tokens[:, 2]
     answer_token_counts = np.bincount(sequence, minlength=len(examples))  # answer tokens in each sequence
-    column = np.arange(len(sequence)) - np.repeat(np.cumsum(answer_token_counts) - answer_token_counts, answer_token_counts)
+    column = np.arange(len(sequence)) - np.repeat(
+        np.cumsum(answer_token_counts) - answer_token_counts, answer_token_counts
+    )
 
     def measure(indices: list[int]) -> Tensor:
         is_in_batch = np.isin(sequence, indices)
         batch = Batch.of(np.stack([examples[index].tokens for index in indices])).to(device.device)
-        locations = torch.from_numpy(np.stack((np.searchsorted(indices, sequence[is_in_batch]), position[is_in_batch]))).to(device.device)
+        locations = torch.from_numpy(
+            np.stack((np.searchsorted(indices, sequence[is_in_batch]), position[is_in_batch]))
+        ).to(device.device)
         start = int(locations[1].min())
-        hidden, targets = decoder.hidden(batch, start)[locations[0], locations[1] - start], batch.targets[locations[0], locations[1]]
+        hidden, targets = (
+            decoder.hidden(batch, start)[locations[0], locations[1] - start],
+            batch.targets[locations[0], locations[1]],
+        )
         predictions = argmax_tokens(hidden, decoder.head)
-        hits = [(answer == targets).float() for answer in (predictions, roll_out(decoder, batch, locations, predictions))]
+        hits = [
+            (answer == targets).float() for answer in (predictions, roll_out(decoder, batch, locations, predictions))
+        ]
         result = torch.zeros(len(indices), max(answer_token_counts), 3, device=device.device)
-        result[locations[0], torch.from_numpy(column[is_in_batch])] = torch.stack((token_nll(hidden, decoder.head, targets), *hits), 1)
+        result[locations[0], torch.from_numpy(column[is_in_batch])] = torch.stack(
+            (token_nll(hidden, decoder.head, targets), *hits), 1
+        )
         return result
 
     lengths = [len(item.tokens) - 1 for item in examples]
-    nll, right, rolled_out = by_sequence([decoder], lengths, (max(answer_token_counts), 3), device, measure, progress)[sequence, column].T
+    nll, right, rolled_out = by_sequence([decoder], lengths, (max(answer_token_counts), 3), device, measure, progress)[
+        sequence, column
+    ].T
     return Answers(nll, right > 0.5, rolled_out > 0.5, sequence, token_index)
 
 
@@ -98,12 +115,18 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
         locations: (2, N) int64, ascending: for each answer token the index of its sequence in the batch, and the position that predicts it.
         predictions: (N,) int64, the most probable token at each of these positions if the sequence holds the correct answers.
     """
-    is_last = locations[0] != torch.cat((locations[0, 1:], locations.new_tensor([-1])))  # (N,) bool: the sequence's last answer token
-    sequences = locations[0, (predictions != batch.targets[locations[0], locations[1]]) & ~is_last].unique()  # unsettled, as in `cache`
+    is_last = locations[0] != torch.cat(
+        (locations[0, 1:], locations.new_tensor([-1]))
+    )  # (N,) bool: the sequence's last answer token
+    sequences = locations[
+        0, (predictions != batch.targets[locations[0], locations[1]]) & ~is_last
+    ].unique()  # unsettled, as in `cache`
     if not len(sequences):
         return predictions
     tokens, answers, cache = batch.tokens.clone(), predictions.clone(), DecodingCache(batch.tokens.size(1))
-    start = int(locations[1, torch.isin(locations[0], sequences)].min()) + 1  # index of the first answer token in these sequences
+    start = (
+        int(locations[1, torch.isin(locations[0], sequences)].min()) + 1
+    )  # index of the first answer token in these sequences
     decoder(tokens[sequences, :start], cache=cache, first=start - 1)
     for _ in range(int(locations[0].bincount().max())):
         is_active = torch.isin(locations[0], sequences)
@@ -111,7 +134,9 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
         tokens[sequence, position + 1] = answers[is_active & (locations[1] + 1 < tokens.size(1))]
         is_read = is_active & (locations[1] >= start)
         hidden = decoder(tokens[sequences, start:], cache=cache.fork(1))
-        updates = argmax_tokens(hidden[torch.searchsorted(sequences, locations[0, is_read]), locations[1, is_read] - start], decoder.head)
+        updates = argmax_tokens(
+            hidden[torch.searchsorted(sequences, locations[0, is_read]), locations[1, is_read] - start], decoder.head
+        )
         changed_sequences = locations[0, is_read][(updates != answers[is_read]) & ~is_last[is_read]]
         answers[is_read] = updates
         is_unsettled = torch.isin(sequences, changed_sequences)
@@ -127,13 +152,17 @@ class AnswerMeasurement(Measurement):
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
-    def check_fits(self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY) -> None:
+    def check_fits(
+        self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY
+    ) -> None:
         """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of `length` tokens."""
         try:
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
         except TaskError as error:
             reason = f"{task.name} in sequences of {length:,}: {error}"
-            raise ConfigError([Problem(f"eval.{self.kind}.{key}", attrgetter(key)(self.eval_config), reason, remedy)]) from None
+            raise ConfigError(
+                [Problem(f"eval.{self.kind}.{key}", attrgetter(key)(self.eval_config), reason, remedy)]
+            ) from None
 
     def precision(self, device: Device) -> str:
         return "32"  # answers are measured in fp32, whatever the precision of training
@@ -148,7 +177,9 @@ class AnswerMeasurement(Measurement):
         other units. `fields`: other fields of `Series`."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
-        return self.series(metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields)
+        return self.series(
+            metric, unit, better, means, axis=lengths_axis(self.lengths), samples=tuple(samples), **fields
+        )
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
         """A series, for reports, of the fraction of correct whole answers. `chance` is the mean accuracy of guessing, None if unknown."""
@@ -157,7 +188,12 @@ class AnswerMeasurement(Measurement):
         caption = f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} after the model's own"
         display = Shown("Accuracy by sequence length", "sequences with questions", amount, caption, levels)
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
-        fields |= {"setting": setting, "references": {} if chance is None else {name: chance}, "interval": "wilson", "shown": display}
+        fields |= {
+            "setting": setting,
+            "references": {} if chance is None else {name: chance},
+            "interval": "wilson",
+            "shown": display,
+        }
         return self.length_series("accuracy", "fraction", samples, **fields)
 
 
@@ -187,7 +223,9 @@ class Recall(AnswerMeasurement):
     @property
     def options(self) -> dict[str, Plain]:
         tasks: list[Plain] = [to_plain(task) for task in self.tasks]
-        return self.with_settings(seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences)
+        return self.with_settings(
+            seed=QUESTION_SEED, tasks=tasks, lengths=self.lengths, sequences=self.eval_config.sequences
+        )
 
     @property
     def work_units(self) -> int:
@@ -200,15 +238,29 @@ class Recall(AnswerMeasurement):
             series += self._task_series(for_inference(decoder, setting), task, name, setting.label, device, progress)
         return series
 
-    def _task_series(self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance) -> list[Series]:
+    def _task_series(
+        self, decoder: Decoder, task: Task, name: str, setting: str, device: Device, progress: Advance
+    ) -> list[Series]:
         def length_samples(length: int) -> list[Sample]:
-            examples = [example(task, QUESTION_SEED, index, length, "test", self.haystack) for index in range(self.eval_config.sequences)]
-            sha256, answers = tokens_sha256(item.tokens for item in examples), read_answers(decoder, examples, device, progress)
+            examples = [
+                example(task, QUESTION_SEED, index, length, "test", self.haystack)
+                for index in range(self.eval_config.sequences)
+            ]
+            sha256, answers = (
+                tokens_sha256(item.tokens for item in examples),
+                read_answers(decoder, examples, device, progress),
+            )
             by_question = [answers.whole_answers(hits) for hits in (answers.hits, answers.rolled_out_hits)]
-            question_samples = [sequence_sample(sha256, answers.sequence[answers.token_index == 0], hits) for hits in by_question]
-            return question_samples + [sequence_sample(sha256, answers.sequence, values) for values in (answers.hits, answers.nll)]
+            question_samples = [
+                sequence_sample(sha256, answers.sequence[answers.token_index == 0], hits) for hits in by_question
+            ]
+            return question_samples + [
+                sequence_sample(sha256, answers.sequence, values) for values in (answers.hits, answers.nll)
+            ]
 
-        whole, rolled_out, token, loss = zip(*map(length_samples, self.lengths), strict=True)  # each has one sample a length
+        whole, rolled_out, token, loss = zip(
+            *map(length_samples, self.lengths), strict=True
+        )  # each has one sample a length
         task_options, chance = to_plain(task), task.chance
         fields = {"what": task_options.pop("name"), "options": task_options}
         log_names = tuple(self.eval_config.metric(name, length, setting) for length in self.lengths)
@@ -249,7 +301,10 @@ SCORED = (  # metric and unit of each column of `score`
     ("first of candidates", "fraction"),  # 1 if no other candidate is more probable, as a whole, than the answer
     ("rank among candidates", ""),  # 1 plus the number of candidates that are more probable than the answer
     ("loss of answers", "nats per token"),
-    ("loss over the most probable other", "nats"),  # -log p of the answer minus that of this candidate; 0 without other candidates
+    (
+        "loss over the most probable other",
+        "nats",
+    ),  # -log p of the answer minus that of this candidate; 0 without other candidates
 )
 
 
@@ -266,7 +321,9 @@ def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> 
     score_rows = []
     for index, trial in enumerate(questions):
         candidates = [trial.answer, *trial.others]
-        nll, hits = _candidate_nll(decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates)))
+        nll, hits = _candidate_nll(
+            decoder, candidates, first_logits[index : index + 1], cache.select([index]).fork(len(candidates))
+        )
         better_count = (nll[1:] < nll[0]).sum()
         prediction = text.decode(outputs[index].cpu().numpy()).strip()
         first_digit, exact = prediction[:1] == trial.number[:1], prediction.startswith(trial.number)
@@ -284,9 +341,13 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
     return torch.cat(tokens, 1)
 
 
-def _candidate_nll(decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache) -> tuple[Tensor, bool]:
+def _candidate_nll(
+    decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache
+) -> tuple[Tensor, bool]:
     """Losses -log p of whole candidates, (candidates,), nats, and whether each token of the first candidate is the most probable one."""
-    tokens = pad_sequence([torch.from_numpy(candidate) for candidate in candidates], batch_first=True).to(first_logits.device)
+    tokens = pad_sequence([torch.from_numpy(candidate) for candidate in candidates], batch_first=True).to(
+        first_logits.device
+    )
     lengths = torch.tensor([*map(len, candidates)], device=tokens.device)
     mask = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
     logits = first_logits.expand(len(candidates), -1, -1)
@@ -300,7 +361,11 @@ def _candidate_nll(decoder: Decoder, candidates: list[np.ndarray], first_logits:
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
     """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every model."""
     sequences = (example(task, QUESTION_SEED, index, length, "test", text) for index in range(count))
-    questions = (_make_trial(item, question, index, text) for index, item in enumerate(sequences) for question in range(task.needles))
+    questions = (
+        _make_trial(item, question, index, text)
+        for index, item in enumerate(sequences)
+        for question in range(task.needles)
+    )
     return [*islice(questions, count)]
 
 
@@ -309,7 +374,9 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
     answer = sequence.tokens[start:stop]
     number, text_numbers = text.decode(answer).strip(), set(re.findall(r"\d{7}", text.decode(sequence.tokens)))
     draw, drawn_numbers = Draw(QUESTION_SEED + 1, "test", index), set()
-    for _ in range(100 * DRAWN_NUMBERS):  # numbers with as many tokens as the answer: shorter ones would be more probable
+    for _ in range(
+        100 * DRAWN_NUMBERS
+    ):  # numbers with as many tokens as the answer: shorter ones would be more probable
         candidate = str(1_000_000 + draw.integer(9_000_000))
         if len(drawn_numbers) < DRAWN_NUMBERS and len(text.encode(f" {candidate}")) == len(answer):
             drawn_numbers.add(candidate)
@@ -331,7 +398,10 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
     by_scaling: dict[Scaling, list[Tensor]] = {}
     for name, scaling in scalings(model, model.config, AdamW().width_exponent).items():
         by_scaling.setdefault(scaling, []).append(model.get_parameter(name))
-    groups = [{"params": parameters, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps} for scaling, parameters in by_scaling.items()]
+    groups = [
+        {"params": parameters, "lr_factor": scaling.lr, "eps": 1e-8 * scaling.eps}
+        for scaling, parameters in by_scaling.items()
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
     task = Needle(needles=config.needles, distractors=config.distractors)
     with torch.enable_grad(), preserved_random_state():
@@ -340,9 +410,16 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
             device.check_time()
             phase_steps = max(1, options.steps // 3)
             for group in optimizer.param_groups:
-                group["lr"] = group["lr_factor"] * options.lr * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
+                group["lr"] = (
+                    group["lr_factor"]
+                    * options.lr
+                    * min(1.0, (step + 1) / phase_steps, (options.steps - step) / phase_steps)
+                )
             offset = step * options.batch_sequences
-            examples = [example(task, FINETUNE_SEED, offset + index, seq_len, "train", text) for index in range(options.batch_sequences)]
+            examples = [
+                example(task, FINETUNE_SEED, offset + index, seq_len, "train", text)
+                for index in range(options.batch_sequences)
+            ]
             answers = np.stack([item.answers for item in examples])
             batch = Batch.of(np.stack([item.tokens for item in examples]), answers).to(device.device)
             optimizer.zero_grad()
@@ -366,7 +443,9 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     blocks = attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
-    span_weights = [torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans]) for block in blocks]
+    span_weights = [
+        torch.stack([block.weights[0, :, 0, start:stop].sum(-1) for start, stop in trial.spans]) for block in blocks
+    ]
     return torch.stack(span_weights, 1).cpu()
 
 
@@ -389,17 +468,28 @@ class NeedleMeasurement(AnswerMeasurement):
                 reasons[length] = str(error)
             except TaskError:  # `check_fits` raises it as a ConfigError
                 continue
-        self.lengths = [length for length in lengths if length not in reasons] or lengths  # if all are too short, `check_fits` says so
+        self.lengths = [
+            length for length in lengths if length not in reasons
+        ] or lengths  # if all are too short, `check_fits` says so
         self.heads_length = round((self.eval_config.heads_at or 0) * config.data.seq_len)
         for length in self.lengths:
             self.check_fits(task, length, "length_factors", self.eval_config.trials)
         if self.eval_config.heads_at:
             self.check_fits(task, self.heads_length, "heads_at")
         if self.eval_config.finetune.steps:
-            self.check_fits(task, config.data.seq_len, "finetune.steps", 1, "train", "fine-tuning has the training length: set it to 0")
+            self.check_fits(
+                task,
+                config.data.seq_len,
+                "finetune.steps",
+                1,
+                "train",
+                "fine-tuning has the training length: set it to 0",
+            )
         for length in sorted({*lengths} - {*self.lengths}):
             if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-                Progress().say(f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}")
+                Progress().say(
+                    f"note: eval.needle.length_factors: sequences of {length:,} are left out: {reasons[length]}"
+                )
 
     @property
     def options(self) -> dict[str, Plain]:
@@ -414,7 +504,10 @@ class NeedleMeasurement(AnswerMeasurement):
         base = self._finetuned_decoder(decoder, device) if steps else decoder
         series, heads_series = [], []
         for inference in applicable_settings(decoder, self.eval_config.inference):
-            model, setting_label = for_inference(base, inference), inference.label + (f", fine-tuned {steps} steps" if steps else "")
+            model, setting_label = (
+                for_inference(base, inference),
+                inference.label + (f", fine-tuned {steps} steps" if steps else ""),
+            )
             series += self._answer_series(model, inference.label, setting_label, device, progress)
             heads_series += self._head_series(model, setting_label, device) if self.eval_config.heads_at else []
         return series + heads_series
@@ -435,18 +528,27 @@ class NeedleMeasurement(AnswerMeasurement):
 
     def precision(self, device: Device) -> str:
         training_precision = device.precision if self.eval_config.finetune.steps else "32"
-        return super().precision(device) + (f", fine-tuned in {training_precision}" if training_precision != "32" else "")
+        return super().precision(device) + (
+            f", fine-tuned in {training_precision}" if training_precision != "32" else ""
+        )
 
     def _chance(self, task: Needle) -> float | None:
         """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or the only number."""
-        candidates = task.needles + task.distractors  # earlier questions of a sequence stand in the prompt with their answers
-        return task.chance and float(np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)]))
+        candidates = (
+            task.needles + task.distractors
+        )  # earlier questions of a sequence stand in the prompt with their answers
+        return task.chance and float(
+            np.mean([1 / (candidates - index % task.needles) for index in range(self.eval_config.trials)])
+        )
 
-    def _answer_series(self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance) -> list[Series]:
+    def _answer_series(
+        self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance
+    ) -> list[Series]:
         """Accuracy series for reports, over all depths and for the control without needle; then a series for each metric that `SCORED`
         lists, at each depth and for the control."""
         scores = {
-            name: [self._scores(decoder, task, length, device, progress) for length in self.lengths] for name, task in self.tasks.items()
+            name: [self._scores(decoder, task, length, device, progress) for length in self.lengths]
+            for name, task in self.tasks.items()
         }
         options = {"needles": self.eval_config.needles, "distractors": self.eval_config.distractors}
         common_fields = {"options": options, "setting": setting_label}
@@ -454,21 +556,33 @@ class NeedleMeasurement(AnswerMeasurement):
         for control, names in ((False, list(self.tasks)[:-1]), (True, ["no needle"])):
             if not names:
                 continue
-            pools = [self._pooled_sample(depth_scores) for depth_scores in zip(*(scores[name] for name in names), strict=True)]
+            pools = [
+                self._pooled_sample(depth_scores)
+                for depth_scores in zip(*(scores[name] for name in names), strict=True)
+            ]
             log_names = tuple(self.eval_config.metric(control, length, label) for length in self.lengths)
             what, chance = "needle, control without it" if control else "needle", self._chance(self.tasks[names[0]])
             series.append(self.accuracy(pools, chance, control=control, what=what, logged=log_names, **common_fields))
         for name, task in self.tasks.items():
-            guess_accuracies = [np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials]) for length_scores in scores[name]]
+            guess_accuracies = [
+                np.mean([1 / (1 + len(trial.others)) for trial in length_scores.trials])
+                for length_scores in scores[name]
+            ]
             chance_levels = {"exact": self._chance(task), "first of candidates": float(np.mean(guess_accuracies))}
             for column, (metric, unit) in enumerate(SCORED):
                 samples = [length_scores.sample(length_scores.values[:, [column]]) for length_scores in scores[name]]
                 chances = {} if chance_levels.get(metric) is None else {"chance": chance_levels[metric]}
                 interval = "wilson" if unit == "fraction" else "none"
-                series.append(self.length_series(metric, unit, samples, what=name, references=chances, interval=interval, **common_fields))
+                series.append(
+                    self.length_series(
+                        metric, unit, samples, what=name, references=chances, interval=interval, **common_fields
+                    )
+                )
         return series
 
-    def _scores(self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore) -> "_Scores":
+    def _scores(
+        self, decoder: Decoder, task: Needle, length: int, device: Device, progress: Advance = ignore
+    ) -> "_Scores":
         questions = trials(task, length, self.eval_config.trials, self.haystack)
 
         def measure(indices: list[int]) -> Tensor:
@@ -486,7 +600,9 @@ class NeedleMeasurement(AnswerMeasurement):
     def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
         """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and correct first digits."""
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
-        scores = self._scores(decoder, Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length, device)
+        scores = self._scores(
+            decoder, Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length, device
+        )
 
         def measure(indices: list[int]) -> Tensor:
             return torch.stack([head_scores(decoder, scores.trials[index], length) for index in indices])
@@ -494,16 +610,24 @@ class NeedleMeasurement(AnswerMeasurement):
         def series(metric: str, values: np.ndarray, **fields: object) -> Series:
             options, sample = {"length": length, "depth": HEADS_DEPTH}, (scores.sample(values),)
             means = values.mean(0, dtype=np.float64)
-            return self.series(metric, "fraction", "higher", means, setting=setting_label, options=options, samples=sample, **fields)
+            return self.series(
+                metric, "fraction", "higher", means, setting=setting_label, options=options, samples=sample, **fields
+            )
 
         weights = by_sequence([decoder], [len(trial.prompt) for trial in scores.trials], shape, device, measure)
-        uniform_attention = np.mean([np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0)
+        uniform_attention = np.mean(
+            [np.diff(trial.spans).ravel() / len(trial.prompt) for trial in scores.trials], axis=0
+        )
         heads = Axis("head", "", "of head", tuple(range(shape[2])), log=False)
         attention_series = []
         for (number, span), layer in product(enumerate(("number", "sentence")), range(shape[1])):
             name, levels = f"attention to the {span}", {"uniform attention": float(uniform_attention[number])}
-            attention_series.append(series(name, weights[:, number, layer], what=f"layer {layer}", axis=heads, references=levels))
-        return attention_series + [series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)]
+            attention_series.append(
+                series(name, weights[:, number, layer], what=f"layer {layer}", axis=heads, references=levels)
+            )
+        return attention_series + [
+            series(f"{SCORED[column][0]}, heads' trials", scores.values[:, [column]]) for column in (0, 1)
+        ]
 
 
 @dataclass(frozen=True, eq=False)

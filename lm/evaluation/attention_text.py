@@ -36,10 +36,14 @@ class Maps:
     """Maps, K x K cells each, of all heads' attention on one sequence. A cell shows the weight of one of its queries on one of its keys."""
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
-    weights: np.ndarray  # (layers, H, K, K) fp32, queries by keys; NaN where no query sees a key; not finite where a weight is not
+    weights: (
+        np.ndarray
+    )  # (layers, H, K, K) fp32, queries by keys; NaN where no query sees a key; not finite where a weight is not
     queries: np.ndarray  # (layers, H, K, K) int64, index of each weight's query token; -1 where no query sees a key
     keys: np.ndarray  # (layers, H, K, K) int64, index of each weight's key token; -1 likewise
-    effective: np.ndarray  # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
+    effective: (
+        np.ndarray
+    )  # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
         """Pairs (layer, head), ascending, of the `count` most concentrated heads (lowest `effective`); of all heads if there are fewer."""
@@ -65,19 +69,33 @@ def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
     for block in attention_blocks(decoder, Batch.of(sequence)):
         rows = AttentionRows.from_block(block)
         rows_without_first = rows.without_first
-        effective[block.layer][:, block.queries.cpu()] = (effective_keys(rows_without_first) / rows_without_first.n).cpu()
+        effective[block.layer][:, block.queries.cpu()] = (
+            effective_keys(rows_without_first) / rows_without_first.n
+        ).cpu()
         magnitude = rows.magnitudes.masked_fill(~rows.visible, -1.0)
-        column_peaks, peak_keys = F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
-        peak_keys = peak_keys + torch.arange(0, side * size, size, device=peak_keys.device)  # (H, T, K), index of the key
+        column_peaks, peak_keys = (
+            F.pad(magnitude, (0, side * size - magnitude.size(-1)), value=-1.0).unflatten(-1, (side, size)).max(-1)
+        )
+        peak_keys = peak_keys + torch.arange(
+            0, side * size, size, device=peak_keys.device
+        )  # (H, T, K), index of the key
         head = torch.arange(len(column_peaks), device=peak_keys.device).unsqueeze(-1)
         for cell in (block.queries // size).unique().tolist():
             cell_rows = (block.queries // size == cell).nonzero().squeeze(-1)
             cell_peaks, peak_row = column_peaks[:, cell_rows].max(1)  # (H, K)
-            query, key = cell_rows[peak_row], peak_keys[head, cell_rows[peak_row], torch.arange(side, device=peak_keys.device)]
+            query, key = (
+                cell_rows[peak_row],
+                peak_keys[head, cell_rows[peak_row], torch.arange(side, device=peak_keys.device)],
+            )
             cell_weights = rows.weights[head, query, key.clamp(max=rows.weights.size(-1) - 1)]
             cell_index = block.layer, slice(None), cell
             is_larger = (cell_peaks.cpu() > peaks[cell_index]) | cell_peaks.isnan().cpu()
-            for array, update in ((peaks, cell_peaks), (weights, cell_weights), (queries, block.queries[query]), (keys, key)):
+            for array, update in (
+                (peaks, cell_peaks),
+                (weights, cell_weights),
+                (queries, block.queries[query]),
+                (keys, key),
+            ):
                 array[cell_index] = torch.where(is_larger, update.cpu(), array[cell_index])
     return Maps(size, weights.numpy(), queries.numpy(), keys.numpy(), effective.nanmean(-1).numpy())
 
@@ -105,7 +123,9 @@ class ShownModel:
 
 def attention_picture(models: Sequence[ShownModel]) -> Picture:
     """A picture with a map of each shown head, on one logarithmic scale of colours, which has both sides of 0 if any weight is negative."""
-    shown_weights = np.concatenate([model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads])
+    shown_weights = np.concatenate(
+        [model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads]
+    )
     shown_weights = shown_weights[np.isfinite(shown_weights)]
     top, scale = float(np.abs(shown_weights).max(initial=0.0)) or 1.0, "signed" if (shown_weights < 0).any() else "log"
     column_counts = [math.ceil(math.sqrt(len(model.heads))) for model in models]
@@ -136,7 +156,12 @@ def _labels(model: ShownModel) -> list[str]:
 
 
 def token_label(token: str) -> str:
-    return "".join("\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token) or "-"
+    return (
+        "".join(
+            "\u00b7" if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in token
+        )
+        or "-"
+    )
 
 
 # ---------------------------------------------------------------- lm diagnose --text
@@ -149,7 +174,13 @@ Indices = list[int] | None  # of layers or heads; None: all
 
 
 def show_attention(
-    sources: list[Path], text: str, layers: Indices, heads: Indices, checkpoint: str, overrides: list[str], table_path: Path | None
+    sources: list[Path],
+    text: str,
+    layers: Indices,
+    heads: Indices,
+    checkpoint: str,
+    overrides: list[str],
+    table_path: Path | None,
 ) -> list[str]:
     """Write attention weights of models on a text, as a table and two picture files beside it; return lines to print.
 
@@ -166,19 +197,27 @@ def show_attention(
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", overrides))
     options = changes["eval"]["diagnostics"]
     if not isinstance(options, dict):
-        raise ConfigError([Problem("eval.diagnostics", options, "must be a block of keys", "leave it out, or give its inference")])
+        raise ConfigError(
+            [Problem("eval.diagnostics", options, "must be a block of keys", "leave it out, or give its inference")]
+        )
     if unused_names := sorted(set(options) - {"inference"}):
-        raise ConfigError([Problem(f"eval.diagnostics.{name}", options[name], "has no effect with --text") for name in unused_names])
+        raise ConfigError(
+            [Problem(f"eval.diagnostics.{name}", options[name], "has no effect with --text") for name in unused_names]
+        )
     text = read_text(text)
     for source in sources:
         check_source(source)
-    models = [model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)]
+    models = [
+        model for source in sources for model in _shown_models(load(source, checkpoint), text, layers, heads, changes)
+    ]
     table_path = table_path or models[0].source / "attention.csv"
     picture = attention_picture(models)
     table = table_bytes([cell for model in models for cell in cells_of(model)], table_path)
     files = {table_path: table} | {table_path.with_suffix(suffix): picture.file(suffix) for suffix in (".png", ".svg")}
     write_together(files)
-    return [f"{model.name}: {model.amount}" if len(models) > 1 else model.amount for model in models] + [*map(str, files)]
+    return [f"{model.name}: {model.amount}" if len(models) > 1 else model.amount for model in models] + [
+        *map(str, files)
+    ]
 
 
 def read_text(text_or_path: str) -> str:
@@ -193,7 +232,9 @@ def read_text(text_or_path: str) -> str:
     return text
 
 
-def _shown_models(model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]) -> Iterator[ShownModel]:
+def _shown_models(
+    model: LoadedModel, text: str, layers: Indices, heads: Indices, changes: dict[str, Plain]
+) -> Iterator[ShownModel]:
     config, (tokenizer, start) = config_of(model, changes), model.tokenizer_and_start()
     encoded = encoding_of(tokenizer, text)
     ids, has_end = [start, *encoded.ids], model.spec.model.position.has_last_position
@@ -201,12 +242,18 @@ def _shown_models(model: LoadedModel, text: str, layers: Indices, heads: Indices
     if len(ids) > max_tokens:
         reason = "its learned positions end at" if has_end else "of one text are shown at most"
         raise RunError(f"--text: {len(ids):,} tokens to {model.folder}, {reason} {max_tokens:,}; give a shorter one")
-    layer_count, head_count = model.spec.model.n_layer, max(normalizer.layer.n_head for normalizer in model.decoder.normalizers())
+    layer_count, head_count = (
+        model.spec.model.n_layer,
+        max(normalizer.layer.n_head for normalizer in model.decoder.normalizers()),
+    )
     for name, indices, count in (("layer", layers, layer_count), ("head", heads, head_count)):
         if wrong_indices := [index for index in indices or [] if not 0 <= index < count]:
             raise ConfigError(f"--{name} {wrong_indices[0]}: {model.folder} has {count} {name}s, 0 to {count - 1}")
     device = open_device(config, model.environment).device
-    tokens, characters = ["<start>"] + [text[begin:end] for begin, end in encoded.offsets], [0] + [begin for begin, _ in encoded.offsets]
+    tokens, characters = (
+        ["<start>"] + [text[begin:end] for begin, end in encoded.offsets],
+        [0] + [begin for begin, _ in encoded.offsets],
+    )
     settings = applicable_settings(model.decoder, config.eval.diagnostics.inference)
     if not settings:
         raise RunError(f"{model.path}: no setting of eval.diagnostics.inference is for its normalizer; give another")
@@ -216,7 +263,9 @@ def _shown_models(model: LoadedModel, text: str, layers: Indices, heads: Indices
             decoder = for_inference(model.decoder, setting).to(device)
             with torch.autocast(device.type, enabled=False):
                 maps = attention_maps(decoder, torch.tensor(ids, device=device), CELLS_A_SIDE)
-            shown_heads = [(layer, head) for layer in layers or range(layer_count) for head in heads or range(head_count)]
+            shown_heads = [
+                (layer, head) for layer in layers or range(layer_count) for head in heads or range(head_count)
+            ]
             if layers is None and heads is None and len(shown_heads) > MAX_HEADS:
                 shown_heads = maps.most_concentrated(MAX_HEADS)
             count_prefix = f"{len(shown_heads)} of " * (len(shown_heads) < maps.effective.size)
@@ -231,9 +280,17 @@ def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
     """Table rows of the shown heads, one for each cell in which a query sees a key: the cell's weight, and this weight's query and key."""
     for layer, head in model.heads:
         head_fields = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
-        queries, keys, weights = (array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights))
+        queries, keys, weights = (
+            array[layer, head] for array in (model.maps.queries, model.maps.keys, model.maps.weights)
+        )
         for query, key, weight in zip(queries.flat, keys.flat, weights.flat, strict=True):
             if query >= 0:
                 characters = {"query_character": model.characters[query], "key_character": model.characters[key]}
                 tokens = {"query_token": model.tokens[query], "key_token": model.tokens[key]}
-                yield head_fields | {"query": int(query), "key": int(key)} | characters | tokens | {"weight": float(weight)}
+                yield (
+                    head_fields
+                    | {"query": int(query), "key": int(key)}
+                    | characters
+                    | tokens
+                    | {"weight": float(weight)}
+                )

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 
 from lm.diagnostics.attention_rows import HEAD, KEYS, MIN_KEYS, NO_FIRST
-from lm.diagnostics.sparsity import condensation_scale, exp_sparsity, identity_sparsity, relu2_sparsity, relu_sparsity, simulated_sparsity
+from lm.diagnostics.sparsity import (
+    condensation_scale,
+    exp_sparsity,
+    identity_sparsity,
+    relu2_sparsity,
+    relu_sparsity,
+    simulated_sparsity,
+)
 from lm.report.pictures import Map, Panel, Picture, Trace, logarithmic_ticks
 from lm.runs.evaluations import Series, number
 
@@ -18,7 +25,10 @@ PANEL_SIZE = 4.8, 3.4  # inches
 Heads = dict[str, np.ndarray]  # by metric: its values for all heads of all layers, NaN where it is not defined
 KeyCounts = tuple[int, float]  # the fewest and the most visible keys
 Frame = tuple[str, tuple[float, float] | None, list[Trace]]  # label and range of the x axis, and curves of theory
-HeadsAxis, FrameFunction = Callable[[Heads], np.ndarray], Callable[[float, KeyCounts], Frame]  # heads -> x; (largest x, keys) -> frame
+HeadsAxis, FrameFunction = (
+    Callable[[Heads], np.ndarray],
+    Callable[[float, KeyCounts], Frame],
+)  # heads -> x; (largest x, keys) -> frame
 
 
 def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
@@ -37,7 +47,12 @@ def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
     rows: list[list[Panel | Map | None]] = []
     for metric in dict.fromkeys(curve.metric for curve in curves):
         metric_curves = [curve for curve in curves if curve.metric == metric]
-        rows.append([_curve_panel(metric_curves, settings), *_maps(metric, series, [curve.setting for curve in metric_curves], settings)])
+        rows.append(
+            [
+                _curve_panel(metric_curves, settings),
+                *_maps(metric, series, [curve.setting for curve in metric_curves], settings),
+            ]
+        )
     for metric in dict.fromkeys(entry.metric for entry in derived_series):
         rows.append(_derived_panels([entry for entry in derived_series if entry.metric == metric], settings))
     columns = max(map(len, rows))
@@ -56,13 +71,21 @@ def _curve_panel(curves: list[Series], settings: list[str]) -> Panel:
     ]  # fmt: skip
     example = curves[0]
     base, ticks = logarithmic_ticks(example.axis.values)
-    return Panel(example.metric, "visible keys n", example.unit, traces, ticks, base, marks={example.seq_len: "training length"})
+    return Panel(
+        example.metric, "visible keys n", example.unit, traces, ticks, base, marks={example.seq_len: "training length"}
+    )
 
 
 def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], settings: list[str]) -> list[Map | None]:
     """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None without values."""
-    layers = [layer for layer in series if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what]
-    heads = {setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings}
+    layers = [
+        layer
+        for layer in series
+        if layer.axis and layer.axis.name == HEAD and layer.metric == metric and "," not in layer.what
+    ]
+    heads = {
+        setting: np.array([layer.means for layer in layers if layer.setting == setting]) for setting in curve_settings
+    }
     finite_values = np.concatenate([values[np.isfinite(values)] for values in heads.values()])
     low, top = (float(finite_values.min()), float(finite_values.max())) if len(finite_values) else (0.0, 1.0)
     return [
@@ -74,8 +97,15 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
 
 def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[Panel | Map | None]:
     """A panel for each model, on one y scale, with a line for each of the model's series; None for a model without series."""
-    finite_values, axis = np.concatenate([entry.means[np.isfinite(entry.means)] for entry in derived_series]), derived_series[0].axis
-    log = bool(derived_series[0].unit != "fraction" and finite_values.min() > 0 and finite_values.max() > 100 * finite_values.min())
+    finite_values, axis = (
+        np.concatenate([entry.means[np.isfinite(entry.means)] for entry in derived_series]),
+        derived_series[0].axis,
+    )
+    log = bool(
+        derived_series[0].unit != "fraction"
+        and finite_values.min() > 0
+        and finite_values.max() > 100 * finite_values.min()
+    )
     low, high = finite_values.min(), finite_values.max()
     spread = (high / low) ** 0.06 if log else 0.06 * (high - low) or 0.1
     y_range = (low / spread, high * spread) if log else (low - spread, high + spread)
@@ -87,7 +117,11 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
         for index, curve in enumerate(curves):
             traces.append(Trace(index, curve.what, np.array(curve.axis.values), curve.means, "mean", in_legend=True))
         title = f"{derived_series[0].metric}\n{setting}"
-        panels.append(Panel(title, axis.name, derived_series[0].unit, traces, ticks, base, log, y_range=y_range) if curves else None)
+        panels.append(
+            Panel(title, axis.name, derived_series[0].unit, traces, ticks, base, log, y_range=y_range)
+            if curves
+            else None
+        )
     return panels
 
 
@@ -105,18 +139,31 @@ def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[
         return []
     keys = MIN_KEYS, next(entry.axis.values[-1] for entry in series if entry.axis and entry.axis.name == KEYS)
     rows = {ending: _head_metrics(series, ending) for ending in ("", NO_FIRST)}
-    columns = [(x, frame) for x, frame in PANELS if any(np.isfinite(x(heads) + heads[CLOSED_FORM]).any() for heads in rows[""].values())]
-    return [[_theory_panel(heads, ending, x, frame, keys, settings) for x, frame in columns] for ending, heads in rows.items()]
+    columns = [
+        (x, frame)
+        for x, frame in PANELS
+        if any(np.isfinite(x(heads) + heads[CLOSED_FORM]).any() for heads in rows[""].values())
+    ]
+    return [
+        [_theory_panel(heads, ending, x, frame, keys, settings) for x, frame in columns]
+        for ending, heads in rows.items()
+    ]
 
 
-def _theory_panel(heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: FrameFunction, keys: KeyCounts, settings: list[str]) -> Panel:
+def _theory_panel(
+    heads: dict[str, Heads], ending: str, x: HeadsAxis, frame: FrameFunction, keys: KeyCounts, settings: list[str]
+) -> Panel:
     traces = []
     for index, (setting, values) in enumerate(heads.items()):
         x_values, sparsity = x(values), values[CLOSED_FORM] + values[DIFFERENCE]
         is_finite = np.isfinite(x_values) & np.isfinite(sparsity)
-        traces.append(Trace(settings.index(setting), setting, x_values[is_finite], sparsity[is_finite], "dots", hollow=index > 0))
+        traces.append(
+            Trace(settings.index(setting), setting, x_values[is_finite], sparsity[is_finite], "dots", hollow=index > 0)
+        )
     x_label, x_range, curves = frame(max(np.nanmax(x(values), initial=1.0) for values in heads.values()), keys)
-    return Panel(f"S{ending}, by head", x_label, f"S measured{ending}", [*traces, *curves], x_range=x_range, y_range=(0, 1.02))
+    return Panel(
+        f"S{ending}, by head", x_label, f"S measured{ending}", [*traces, *curves], x_range=x_range, y_range=(0, 1.02)
+    )
 
 
 def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
@@ -125,18 +172,25 @@ def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
     ending: the end of the metrics' names: empty for metrics that count all keys, `NO_FIRST` for metrics that leave out first tokens.
     """
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
-    metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {BEYOND_CONDENSATION: BEYOND_CONDENSATION}
+    metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {
+        BEYOND_CONDENSATION: BEYOND_CONDENSATION
+    }
     for entry in series:
         if entry.axis and entry.axis.name == HEAD and "," not in entry.what and entry.metric in metric_names:
             parts.setdefault(entry.setting, {}).setdefault(metric_names[entry.metric], []).append(entry.means)
-    heads = {setting: {name: np.concatenate(arrays) for name, arrays in metrics.items()} for setting, metrics in parts.items()}
+    heads = {
+        setting: {name: np.concatenate(arrays) for name, arrays in metrics.items()}
+        for setting, metrics in parts.items()
+    }
     for metrics in heads.values():
         nans = np.full(len(metrics[STD]), np.nan)
         metrics |= {name: metrics.get(name, nans) for name in (CLOSED_FORM, DIFFERENCE, BEYOND_CONDENSATION)}
     return heads
 
 
-def _theory_trace(label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int) -> Trace:
+def _theory_trace(
+    label: str, x: torch.Tensor | tuple[float, float], y: torch.Tensor | tuple[float, float], dashes: int
+) -> Trace:
     return Trace(-1, label, np.asarray(x), np.asarray(y), "mean", dashes=dashes, in_legend=True)
 
 
@@ -148,7 +202,9 @@ def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
     for dashes, n in enumerate(keys, 1):
         curves.append(_theory_trace(f"{number(n)} Gaussian scores", std, simulated_sparsity(std, int(n)), dashes))
         condensation_std = condensation_scale(torch.tensor(float(n))).item()
-        curves.append(_theory_trace(f"condensation of {number(n)}", (condensation_std, condensation_std), (0, 1.02), dashes + 3))
+        curves.append(
+            _theory_trace(f"condensation of {number(n)}", (condensation_std, condensation_std), (0, 1.02), dashes + 3)
+        )
     return "standard deviation of scores (logit scale)", None, curves
 
 
@@ -162,7 +218,10 @@ def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
         "score": identity_sparsity(ratio, unit_std),
         "products of non-negative features": torch.where(ratio > 0, ratio / (1 + ratio.square()).sqrt(), torch.nan),
     }
-    traces = [_theory_trace(f"closed form, {name}", ratio, curve, dashes) for dashes, (name, curve) in enumerate(curves.items())]
+    traces = [
+        _theory_trace(f"closed form, {name}", ratio, curve, dashes)
+        for dashes, (name, curve) in enumerate(curves.items())
+    ]
     return "mean of scores over their standard deviation", (-4.2, 4.2), traces
 
 

@@ -38,7 +38,13 @@ from lm.diagnostics.attention_rows import (
     shuffling_numbers,
     visible_keys_axis,
 )
-from lm.diagnostics.retrieval_length import STEPS_AN_OCTAVE, candidate_lengths, half_length, median_weights, retrieving_head
+from lm.diagnostics.retrieval_length import (
+    STEPS_AN_OCTAVE,
+    candidate_lengths,
+    half_length,
+    median_weights,
+    retrieving_head,
+)
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
@@ -56,14 +62,24 @@ from lm.runs.loading import LoadedModel, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
-RECALL_SEQUENCES, SHOWN_OCTAVES = 64, 16  # of `retrieval_series`: sequences with questions, and octaves of sequence length
+RECALL_SEQUENCES, SHOWN_OCTAVES = (
+    64,
+    16,
+)  # of `retrieval_series`: sequences with questions, and octaves of sequence length
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
-FAMILIES: dict[str, Callable[[DiagnosticsConfig], StatisticFamily]] = {  # by their names in `eval.diagnostics.statistics`
+FAMILIES: dict[
+    str, Callable[[DiagnosticsConfig], StatisticFamily]
+] = {  # by their names in `eval.diagnostics.statistics`
     "concentration": lambda options: concentration.concentration_statistics(options.top_k, options.nearest),
     "sparsity": lambda options: sparsity.sparsity_statistics(),
-    "limits": lambda options: limits.limit_statistics(options.limits, max(1, options.queries // options.limits.queries)),
+    "limits": lambda options: limits.limit_statistics(
+        options.limits, max(1, options.queries // options.limits.queries)
+    ),
 }
-UNDEFINED_FRACTIONS = (Statistic(NOT_FINITE, "fraction", lambda rows: None), Statistic(NO_WEIGHT, "fraction", lambda rows: None))
+UNDEFINED_FRACTIONS = (
+    Statistic(NOT_FINITE, "fraction", lambda rows: None),
+    Statistic(NO_WEIGHT, "fraction", lambda rows: None),
+)
 _LENGTH_KEY = "eval.diagnostics.length_factor"
 
 
@@ -120,7 +136,10 @@ def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: Diagnosti
         raise RunError(f"eval.diagnostics.text = {options.text}: {reason}; give more text, or lower {_LENGTH_KEY}")
     count = min(options.sequences, windows)
     starts = np.arange(count) * windows // count * length
-    sequences, token_bytes = tokens[starts[:, None] + np.arange(length + 1)], np.zeros(tokenizer.get_vocab_size(), np.float32)
+    sequences, token_bytes = (
+        tokens[starts[:, None] + np.arange(length + 1)],
+        np.zeros(tokenizer.get_vocab_size(), np.float32),
+    )
     return HeldOut(sequences, token_bytes, documents=np.zeros(count, int))
 
 
@@ -156,7 +175,13 @@ class Diagnostics(Measurement):
         facts = {"sequences": len(self.held_out.sequences), "sequences_asked": options["sequences"], "length": length}
         facts |= {"sequences_sha256": self.held_out.sha256, "query_indices": query_indices(length, options["queries"])}
         facts["documents"] = self.config.data.documents
-        return {"seq_len": self.config.data.seq_len, **options, **facts, "least_keys": MIN_KEYS, "untrained_seed": self.config.seed}
+        return {
+            "seq_len": self.config.data.seq_len,
+            **options,
+            **facts,
+            "least_keys": MIN_KEYS,
+            "untrained_seed": self.config.seed,
+        }
 
     @property
     def work_units(self) -> int:
@@ -174,13 +199,23 @@ class Diagnostics(Measurement):
         return (picture := diagnostics_picture(series)) and picture.png
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        fingerprint = "" if self.eval_config.text else self.fingerprint  # no window of a text is held back to select runs
-        series = diagnostic_series(decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress)
+        fingerprint = (
+            "" if self.eval_config.text else self.fingerprint
+        )  # no window of a text is held back to select runs
+        series = diagnostic_series(
+            decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress
+        )
         return series + retrieval_series(decoder, self.config, self.eval_config)
 
 
 def diagnostic_series(
-    decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, seed: int, fingerprint: str, progress: Advance = ignore
+    decoder: Decoder,
+    held_out: HeldOut,
+    options: DiagnosticsConfig,
+    device: Device,
+    seed: int,
+    fingerprint: str,
+    progress: Advance = ignore,
 ) -> list[Series]:
     """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head. All ranks call it.
 
@@ -203,7 +238,12 @@ def diagnostic_series(
 
 
 def statistics_of(
-    decoder: Decoder, untrained_decoder: Decoder, held_out: HeldOut, options: DiagnosticsConfig, device: Device, progress: Advance = ignore
+    decoder: Decoder,
+    untrained_decoder: Decoder,
+    held_out: HeldOut,
+    options: DiagnosticsConfig,
+    device: Device,
+    progress: Advance = ignore,
 ) -> tuple[Measures, np.ndarray]:
     """Return what is measured (`Measures`), and its values in each of N sequences for the model, the untrained model, and the model with
     shuffled scores: (N, 3, values) fp32.
@@ -217,13 +257,17 @@ def statistics_of(
     def vectors(index: int) -> Tensor:
         batch = held_out.batch([index]).to(device.device)
         device.check_time()
-        model_values, shuffled_values = measures.vectors(decoder, batch, index, shuffling_numbers(index, len(queries), held_out.length))
+        model_values, shuffled_values = measures.vectors(
+            decoder, batch, index, shuffling_numbers(index, len(queries), held_out.length)
+        )
         return torch.stack([model_values, *measures.vectors(untrained_decoder, batch, index), shuffled_values])
 
     def measure(indices: list[int]) -> Tensor:
         return torch.stack([vectors(index) for index in indices])
 
-    return measures, by_sequence([decoder, untrained_decoder], held_out.lengths, (3, measures.vector_length), device, measure, progress)
+    return measures, by_sequence(
+        [decoder, untrained_decoder], held_out.lengths, (3, measures.vector_length), device, measure, progress
+    )
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
@@ -248,10 +292,25 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
         weights, fields = median_weights(head.scores, length), {"setting": setting.label}
         failure_length = half_length(weights, length)
         if length < failure_length < math.inf:
-            series.append(Series(KIND, "predicted 50% length of retrieval", "tokens", "none", length, np.array([failure_length]), **fields))
+            series.append(
+                Series(
+                    KIND,
+                    "predicted 50% length of retrieval",
+                    "tokens",
+                    "none",
+                    length,
+                    np.array([failure_length]),
+                    **fields,
+                )
+            )
         octaves = slice(0, SHOWN_OCTAVES * STEPS_AN_OCTAVE + 1, STEPS_AN_OCTAVE)
-        fields |= {"axis": lengths_axis(candidate_lengths(length)[octaves].tolist()), "what": f"layer {head.layer}, head {head.head}"}
-        series.append(Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields))
+        fields |= {
+            "axis": lengths_axis(candidate_lengths(length)[octaves].tolist()),
+            "what": f"layer {head.layer}, head {head.head}",
+        }
+        series.append(
+            Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields)
+        )
     return series
 
 
@@ -261,15 +320,28 @@ def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfi
 class _ModelSeries:
     """The series of the statistics of several models on the same sequences; the trained model comes first."""
 
-    def __init__(self, values_by_setting: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str):
-        self.values_by_setting, self.measures, self.held_out, self.fingerprint = values_by_setting, measures, held_out, fingerprint
+    def __init__(
+        self, values_by_setting: dict[str, MeasuredValues], measures: Measures, held_out: HeldOut, fingerprint: str
+    ):
+        self.values_by_setting, self.measures, self.held_out, self.fingerprint = (
+            values_by_setting,
+            measures,
+            held_out,
+            fingerprint,
+        )
         self.first_setting = next(iter(values_by_setting))
-        self.bins = half_octaves(values_by_setting[self.first_setting].n, values_by_setting[self.first_setting].train_length)
+        self.bins = half_octaves(
+            values_by_setting[self.first_setting].n, values_by_setting[self.first_setting].train_length
+        )
 
-    def _model_values(self, statistics: Iterable[Statistic | QuerySums]) -> Iterator[tuple[Statistic | QuerySums, str, MeasuredValues]]:
+    def _model_values(
+        self, statistics: Iterable[Statistic | QuerySums]
+    ) -> Iterator[tuple[Statistic | QuerySums, str, MeasuredValues]]:
         """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
         for statistic in statistics:
-            arrays = [(values.by_query | values.by_head).get(statistic.name) for values in self.values_by_setting.values()]
+            arrays = [
+                (values.by_query | values.by_head).get(statistic.name) for values in self.values_by_setting.values()
+            ]
             if any(array is not None and np.isfinite(array).any() for array in arrays):
                 yield from ((statistic, setting, values) for setting, values in self.values_by_setting.items())
 
@@ -292,7 +364,9 @@ class _ModelSeries:
     def curves(self) -> Iterator[Series]:
         """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
         for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
-            by_bin = np.stack([self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1)  # (N, bins)
+            by_bin = np.stack(
+                [self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1
+            )  # (N, bins)
             fields = {"axis": visible_keys_axis(self.bins), "samples": (self.held_out.sample(by_bin),)}
             yield self._series(statistic, setting, mean(by_bin, 0), shown=self._display(statistic), **fields)
 
@@ -301,7 +375,9 @@ class _ModelSeries:
         for family in self.measures.families:
             for setting, values in self.values_by_setting.items():
                 for entry in family.derive(values):
-                    yield self._series(entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry))
+                    yield self._series(
+                        entry, setting, entry.values, what=entry.label, axis=entry.axis, shown=self._display(entry)
+                    )
 
     def head_means(self) -> Iterator[Series]:
         """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit statistic ~ n^b.
@@ -332,18 +408,27 @@ class _ModelSeries:
             if np.isfinite(exponents).any():
                 yield statistic, setting, exponents, r_squared
 
-    def _mean_within(self, statistic: Statistic, values: MeasuredValues, bounds: tuple[int, int], axes: tuple[int, ...]) -> np.ndarray:
+    def _mean_within(
+        self, statistic: Statistic, values: MeasuredValues, bounds: tuple[int, int], axes: tuple[int, ...]
+    ) -> np.ndarray:
         """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends included."""
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
 
-    def _head_series(self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = "") -> Iterator[Series]:
+    def _head_series(
+        self, statistic: Statistic, setting: str, by_head: np.ndarray, metric: str = "", suffix: str = ""
+    ) -> Iterator[Series]:
         axis = Axis(HEAD, "", "of head", tuple(range(by_head.shape[1])), log=False)
         for layer, means in enumerate(by_head):
             yield self._series(statistic, setting, means, metric, what=f"layer {layer}{suffix}", axis=axis)
 
     def _series(
-        self, statistic: Statistic | QuerySums | DerivedNumbers, setting: str, means: np.ndarray, metric: str = "", **fields: object
+        self,
+        statistic: Statistic | QuerySums | DerivedNumbers,
+        setting: str,
+        means: np.ndarray,
+        metric: str = "",
+        **fields: object,
     ) -> Series:
         """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed from the statistic."""
         return Series(
@@ -384,12 +469,16 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[
         check_source(source)
     changes = merge({"eval": {"diagnostics": {}}}, overrides_in("diagnose", [*overrides]))
     if changes["eval"]["diagnostics"] is None:
-        raise ConfigError([Problem("eval.diagnostics", None, "leaves nothing to describe", "leave it out, or give keys of the block")])
+        raise ConfigError(
+            [Problem("eval.diagnostics", None, "leaves nothing to describe", "leave it out, or give keys of the block")]
+        )
     results: list[EvaluationResult] = []
     folders = [source if source.is_dir() else source.resolve().parent.parent for source in sources]
     for source, folder in zip(sources, folders, strict=True):
         if files and not (folder / DESCRIPTION).is_file():
-            raise RunError(f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out")
+            raise RunError(
+                f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out"
+            )
         if checkpoint != "last" and not source.is_dir():
             raise RunError(f"{source}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
     for source, folder in zip(sources, folders, strict=True):
@@ -411,7 +500,9 @@ def check_source(source: Path) -> None:
     """Raise RunError if `source` does not exist, or is no model."""
     if not source.exists():
         raise RunError(f"{source}: no such run folder, checkpoint or export")
-    if source.suffix == ".gguf" or (source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS))):
+    if source.suffix == ".gguf" or (
+        source.is_dir() and not any((source / name).exists() for name in (CONFIG, DESCRIPTION, CHECKPOINTS))
+    ):
         require_run(source, CONFIG)
     if source.suffix in (".yaml", ".yml"):
         raise RunError(f"{source}: a configuration, not a model: train it (lm train {source}), and name its run folder")
@@ -422,7 +513,9 @@ def _diagnose_model(model: LoadedModel, changes: dict[str, Plain]) -> Evaluation
     config = config_of(model, changes)
     options = config.eval.diagnostics
     if options.text:
-        sequences = sequences_of_text(*model.tokenizer_and_start(), options, sequence_length(options, model.spec.seq_len))
+        sequences = sequences_of_text(
+            *model.tokenizer_and_start(), options, sequence_length(options, model.spec.seq_len)
+        )
         measurement = Diagnostics(config, None, sequences)
     elif model.config is None:
         remedy = "set eval.diagnostics.text=FILE, or name a configuration of text"
@@ -433,7 +526,9 @@ def _diagnose_model(model: LoadedModel, changes: dict[str, Plain]) -> Evaluation
         measurement = Diagnostics(config, store)
     device, stamp = open_device(config, model.environment), model.stamp
     with Progress().bar(f"{model.folder.resolve().name}: {KIND}", measurement.work_units) as advance:
-        evaluation = measurement.evaluate(model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance)
+        evaluation = measurement.evaluate(
+            model.decoder.to(device.device), device, stamp["step"], stamp["tokens_seen"], advance
+        )
     return EvaluationResult(model.folder, evaluation, cached=False)
 
 

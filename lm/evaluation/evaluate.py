@@ -27,7 +27,9 @@ from lm.runs.same_run import check_config, check_environment
 from lm.schema import Plain, effect, to_plain
 
 
-def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
+def evaluate_runs(
+    folders: list[Path], checkpoint: str = "last", suite: str = "", overrides: Sequence[str] = ()
+) -> list[EvaluationResult]:
     """Evaluate one checkpoint of each run, keep the results in its evaluations/, and return them.
 
     A result that was measured before, with the same weights, data, precision and options, is not measured again.
@@ -43,15 +45,25 @@ def evaluate_runs(folders: list[Path], checkpoint: str = "last", suite: str = ""
     changes = overrides_in("eval", [*overrides])
     folders, files = split_configurations(folders)
     if not folders:
-        raise ConfigError(f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too")
+        raise ConfigError(
+            f"{files[0]}: a configuration, not a model: name the run folders or model folders to measure, too"
+        )
     models = {folder: load(folder, checkpoint) for folder in folders if (folder / DESCRIPTION).is_file()}
     if files and (runs := [folder for folder in folders if folder not in models]):
         require_run(runs[0], CONFIG)
-        raise RunError(f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that out")
+        raise RunError(
+            f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that out"
+        )
     if models and not files:
-        remedy = f"name a configuration, e.g. lm eval {folders[0]} configs/sotu.yaml, or the run folder it was exported from"
-        raise RunError(f"{next(iter(models))}: a model folder: of which text its loss is to be measured is not known; {remedy}")
-    base_configs = [text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders]
+        remedy = (
+            f"name a configuration, e.g. lm eval {folders[0]} configs/sotu.yaml, or the run folder it was exported from"
+        )
+        raise RunError(
+            f"{next(iter(models))}: a model folder: of which text its loss is to be measured is not known; {remedy}"
+        )
+    base_configs = [
+        text_config(models[folder], files) if folder in models else read_config(folder) for folder in folders
+    ]
     configs = [parse(merge(merge(to_plain(config), suite_changes(suite, config)), changes)) for config in base_configs]
     paths = [folder if folder in models else find_checkpoint(folder, checkpoint) for folder in folders]
     results: list[EvaluationResult] = []
@@ -72,7 +84,9 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
         raise ConfigError(f"--suite {name}: choose {', '.join(SUITES)} or name a YAML file with an `eval` block")
     plain = resolve_interpolations(read_yaml(path))
     if list(plain) != ["eval"]:
-        raise ConfigError(f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}")
+        raise ConfigError(
+            f"{path}: a suite holds an `eval` block and nothing else, this one: {', '.join(plain) or 'nothing'}"
+        )
     return plain
 
 
@@ -133,7 +147,9 @@ def open_store(config: Config, model: LoadedModel) -> Store:
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
     """The device to measure on, in the precision that `config` sets, else in that of training, from `environment` (environment.json).
     Also sets torch's number of CPU threads."""
-    config = replace(config, trainer=replace(config.trainer, devices=1, num_nodes=1))  # one device, however many the run was trained on
+    config = replace(
+        config, trainer=replace(config.trainer, devices=1, num_nodes=1)
+    )  # one device, however many the run was trained on
     accelerator, _ = resolve_device(config)
     precision = resolve_precision(config, accelerator, environment)
     torch.set_num_threads(config.trainer.threads or threads_per_process(1))
@@ -159,9 +175,13 @@ def text_config(model: LoadedModel, files: list[Path]) -> Config:
     if base.data.symbolic:
         reason = f"its sequences are symbols, which {model.path} does not know"
         raise ConfigError([Problem("data.tasks", str(files[-1]), reason, "name a configuration of text")])
-    tokenizer = TokenizerFile(path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens)
+    tokenizer = TokenizerFile(
+        path=str(model.folder / TOKENIZER), end_of_text=spec.end_of_text, end_tokens=spec.end_tokens
+    )
     data = replace(base.data, seq_len=spec.seq_len, tokenizer=tokenizer, tasks=[], lengths=DataConfig().lengths)
-    trainer_keys = [field.name for field in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{field.name}").acts_in]
+    trainer_keys = [
+        field.name for field in fields(TrainerConfig) if "eval" in effect(Config, f"trainer.{field.name}").acts_in
+    ]
     folder = model.folder.resolve()
     return Config(
         name=folder.name, runs=str(folder.parent), seed=base.seed, data=data, model=spec.model, eval=base.eval,
@@ -177,4 +197,6 @@ def model_on_text(model: LoadedModel, config: Config) -> tuple[LoadedModel, Stor
     store = prepare(config.data, progress=True)
     check_sequences(store, config, fixing_model=str(model.path))
     metadata = {"step": 0, "tokens": 0, "phase": 0, "vocab_size": model.spec.vocab_size, "plugins": model.spec.plugins}
-    return replace(model, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}), store
+    return replace(
+        model, config=config, metadata={**metadata, "data_fingerprint": store.fingerprint}, environment={}
+    ), store

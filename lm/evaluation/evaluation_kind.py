@@ -43,7 +43,9 @@ class Measurement(ABC):
 
     def __init__(self, config: Config, store: Store | None):
         self.config, self.store = config, store
-        self.fingerprint = store.fingerprint if store else ""  # fingerprint of the data of its sequences; empty: no store
+        self.fingerprint = (
+            store.fingerprint if store else ""
+        )  # fingerprint of the data of its sequences; empty: no store
 
     @property
     def eval_config(self) -> Timing:
@@ -94,11 +96,15 @@ class Measurement(ABC):
     def code(self) -> dict[str, str]:
         """Digests of the code that the result depends on: lm, and plugin packages that define normalizers, tasks or the evaluation."""
         tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.eval_config, "tasks", ())]
-        task_names = [task.name for task in tasks if not isinstance(task, str)]  # downstream tasks are strings, which name no code
+        task_names = [
+            task.name for task in tasks if not isinstance(task, str)
+        ]  # downstream tasks are strings, which name no code
         names = [*self.config.normalizer_names, *task_names, getattr(self.eval_config, "name", "")]
         return {"lm": measuring_code(), **PLUGINS.code(names)}
 
-    def evaluate(self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore) -> Evaluation:
+    def evaluate(
+        self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore
+    ) -> Evaluation:
         """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call it."""
         weights = weights_sha256(decoder.state_dict())
         series = self.measure(decoder, device, progress)
@@ -111,7 +117,10 @@ class Measurement(ABC):
 
     def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
         """Write a result to its file in a run folder, and with `with_picture` also its picture if it has one; return the file's path."""
-        path, picture = evaluation_path(run, evaluation.kind, evaluation.step), self.picture(evaluation.series) if with_picture else None
+        path, picture = (
+            evaluation_path(run, evaluation.kind, evaluation.step),
+            self.picture(evaluation.series) if with_picture else None,
+        )
         pictures = {} if picture is None else {path.with_suffix(".png"): picture}
         write_together({path: json_bytes(sealed(evaluation.plain())), **pictures}, "the evaluation")
         return path
@@ -120,7 +129,9 @@ class Measurement(ABC):
         """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
         model = function_options(self.config.model)
         key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
-        if ":" in getattr(self.eval_config, "name", ""):  # a plugin, whose `options` may lack keys that decide its result
+        if ":" in getattr(
+            self.eval_config, "name", ""
+        ):  # a plugin, whose `options` may lack keys that decide its result
             key_parts += [self.plain_eval_config, self.config.eval.sequences]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.json"
 
@@ -150,5 +161,9 @@ def measurements(config: Config, store: Store, kinds: Iterable[str] | None = Non
 
     Raises LMError: the store does not hold the data that a measurement needs.
     """
-    class_paths = [name.split(":") for kind, name in config.eval.measurement_classes(config.data).items() if kinds is None or kind in kinds]
+    class_paths = [
+        name.split(":")
+        for kind, name in config.eval.measurement_classes(config.data).items()
+        if kinds is None or kind in kinds
+    ]
     return [getattr(import_module(module), attribute)(config, store) for module, attribute in class_paths]

@@ -46,7 +46,9 @@ class Continuation:
         """Sample, add and return the next token of each sequence. Raises RunError: the logits are not finite."""
         hidden = self._decoder(self._tokens, cache=self._cache, first=self._tokens.size(1) - 1)[:, 0]
         logits = self._decoder.head(hidden).float().cpu()
-        tokens = [sample(row, sampling, generator) for row, (sampling, generator) in zip(logits, self._draws, strict=True)]
+        tokens = [
+            sample(row, sampling, generator) for row, (sampling, generator) in zip(logits, self._draws, strict=True)
+        ]
         self._tokens = torch.tensor(tokens, device=self._device)[:, None]
         return tokens
 
@@ -67,13 +69,17 @@ def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling:
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id sampled from next-token logits (V,) fp32. Raises RunError if the logits are not finite."""
     if not logits.isfinite().all():
-        raise RunError("the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint")
+        raise RunError(
+            "the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = logits.argsort(descending=True)[: sampling.top_k]
     probabilities = (logits[order] / sampling.temperature).softmax(-1)
     if sampling.top_p is not None:
-        probabilities = probabilities[: int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1]  # the most probable token always stays
+        probabilities = probabilities[
+            : int((probabilities.cumsum(-1) < sampling.top_p).sum()) + 1
+        ]  # the most probable token always stays
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 
@@ -87,7 +93,12 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     temperature, top_k, top_p, seed = vars(sampling).values()
     limits = (
         ("--max-new-tokens", max_new_tokens, 1 <= max_new_tokens <= 10**7, "must be from 1 to 10,000,000"),
-        ("--temperature", temperature, temperature == 0 or 1e-6 <= temperature <= 1e6, "must be 0, or from 1e-6 to 1e6"),
+        (
+            "--temperature",
+            temperature,
+            temperature == 0 or 1e-6 <= temperature <= 1e6,
+            "must be 0, or from 1e-6 to 1e6",
+        ),
         ("--top-k", top_k, top_k is None or 1 <= top_k <= 10**9, "must be from 1 to 1e9"),
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1"),
         ("--seed", seed, 0 <= seed < 2**63, "must be from 0 to 2^63 - 1"),
@@ -97,14 +108,27 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
     model = load(source, checkpoint)
     tokenizer, start = model.tokenizer_and_start()
     encoding, unknown_token = encoding_of(tokenizer, prompt), getattr(tokenizer.model, "unk_token", None)
-    for begin, end in (offset for token, offset in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token):
+    for begin, end in (
+        offset for token, offset in zip(encoding.tokens, encoding.offsets, strict=True) if token == unknown_token
+    ):
         if (unknown_text := prompt[begin:end]) != unknown_token:
             examples = " ".join(filter(None, map(tokenizer.id_to_token, range(3))))
-            raise ConfigError([Problem("--prompt", unknown_text, "the model has no token for it", f"its tokens are such as `{examples}`")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "--prompt",
+                        unknown_text,
+                        "the model has no token for it",
+                        f"its tokens are such as `{examples}`",
+                    )
+                ]
+            )
     ids = [start, *encoding.ids]
     if model.spec.model.position.has_last_position and len(ids) + max_new_tokens > model.decoder.seq_len:
         room = model.decoder.seq_len - len(ids)
-        raise ConfigError([Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")])
+        raise ConfigError(
+            [Problem("--max-new-tokens", max_new_tokens, f"learned positions leave room for {room} after the prompt")]
+        )
     return text_pieces(tokenizer, ids[1:], model.end_ids, generate(model.decoder, ids, max_new_tokens, sampling))
 
 

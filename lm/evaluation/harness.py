@@ -38,12 +38,19 @@ try:
     from lm_eval.utils import get_rolling_token_windows
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    raise RunError(f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval>=0.4.9'") from None
+    raise RunError(
+        f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval>=0.4.9'"
+    ) from None
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 NEW_TOKENS = 256  # the most new tokens of a request, if its task sets no limit
-_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of this limit in tasks
+_NEW_TOKENS_KEYS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # names of this limit in tasks
 _GENERATION_KEYS = {*_NEW_TOKENS_KEYS, "until", "do_sample", "temperature", "top_k", "top_p"}
 
 TokenWindow = tuple[list[int], int]  # token ids, and how many of them, at the end, are to be scored
@@ -72,12 +79,16 @@ class HarnessLM(LM):
             raise ConfigError([Problem("max_length", max_length, "must be 2 or more")])
         if decoder.config.position.has_last_position and self.max_length > decoder.seq_len:
             raise ConfigError([Problem("max_length", max_length, f"learned positions end at {decoder.seq_len}")])
-        self.device_and_precision = device or Device(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False)
+        self.device_and_precision = device or Device(
+            torch.device("cuda" if torch.cuda.is_available() else "cpu"), bf16=False
+        )
         self._device = self.device_and_precision.device
         self.decoder = decoder.to(self._device).eval()
         self.prefix_token_id, self.end_ids = start, model.end_ids
         self.n_cut: Counter[str] = Counter()  # number of requests that lost tokens on the left, by task
-        self.n_shortened: Counter[str] = Counter()  # number of requests whose limit of new tokens was lowered to fit, by task
+        self.n_shortened: Counter[str] = (
+            Counter()
+        )  # number of requests whose limit of new tokens was lowered to fit, by task
 
     def tok_encode(self, string: str) -> list[int]:
         """Token ids of a text, without special tokens."""
@@ -92,7 +103,9 @@ class HarnessLM(LM):
         stem = context.rstrip()
         continuation = context[len(stem) :] + continuation
         context_ids, ids = self.tok_encode(stem), self.tok_encode(stem + continuation)
-        continuation_ids = ids[len(context_ids) :] if ids[: len(context_ids)] == context_ids else self.tok_encode(continuation)
+        continuation_ids = (
+            ids[len(context_ids) :] if ids[: len(context_ids)] == context_ids else self.tok_encode(continuation)
+        )
         return [self.prefix_token_id, *context_ids], continuation_ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -111,7 +124,9 @@ class HarnessLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return log p(text), nats, for each (text,). Tokens are scored once (`split_windows`), the first after the end-of-text token."""
         windows = [self.split_windows([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
-        return self._keep_answers("loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(windows, disable_tqdm)])
+        return self._keep_answers(
+            "loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(windows, disable_tqdm)]
+        )
 
     def _keep_answers(self, kind: str, requests: list[Instance], answers: list[T]) -> list[T]:
         """Add the answers to lm-eval's cache, and return them."""
@@ -134,7 +149,10 @@ class HarnessLM(LM):
         """For each request, log p of the scored tokens of its windows, in nats, and whether each scored token is the most probable one."""
         scores = iter(self.score([window for windows in request_windows for window in windows], quiet))
         request_scores = [[next(scores) for _ in windows] for windows in request_windows]
-        return [(-sum(nll for nll, _ in window_scores), all(hits for _, hits in window_scores)) for window_scores in request_scores]
+        return [
+            (-sum(nll for nll, _ in window_scores), all(hits for _, hits in window_scores))
+            for window_scores in request_scores
+        ]
 
     @torch.no_grad()
     def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
@@ -149,12 +167,18 @@ class HarnessLM(LM):
         with tqdm(total=len(windows), desc="likelihoods", leave=False, disable=quiet or None) as bar:
             for inputs in batches(sorted(by_input, key=len, reverse=True), len):
                 self.device_and_precision.check_time()
-                pairs = [(input_index, index) for input_index, tokens in enumerate(inputs) for index in by_input[tokens]]
+                pairs = [
+                    (input_index, index) for input_index, tokens in enumerate(inputs) for index in by_input[tokens]
+                ]
                 sizes = [windows[index][1] for _, index in pairs]
                 with self.device_and_precision.autocast():
                     hidden = self.decoder(torch.tensor(inputs, device=self._device), first=len(inputs[0]) - max(sizes))
-                states = torch.cat([hidden[input_index, -size:] for (input_index, _), size in zip(pairs, sizes, strict=True)])
-                targets = [token for (_, index), size in zip(pairs, sizes, strict=True) for token in windows[index][0][-size:]]
+                states = torch.cat(
+                    [hidden[input_index, -size:] for (input_index, _), size in zip(pairs, sizes, strict=True)]
+                )
+                targets = [
+                    token for (_, index), size in zip(pairs, sizes, strict=True) for token in windows[index][0][-size:]
+                ]
                 targets = torch.tensor(targets, device=self._device)
                 head = self.decoder.head
                 nll = token_nll(states, head, targets).double().cpu().split(sizes)
@@ -184,8 +208,13 @@ class HarnessLM(LM):
     def _text_request(self, request: Instance, seed: int) -> "_TextRequest":
         """Read a request of `generate_until`, and cut its context to fit `max_length`. Raises ConfigError: an unsupported option."""
         (context, options), task = request.args, request.task_name
-        unknown_names = [name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)]
-        if problems := [Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}") for name in unknown_names]:
+        unknown_names = [
+            name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)
+        ]
+        if problems := [
+            Problem(f"generation_kwargs.{name}", options[name], "not supported", f"task {task}")
+            for name in unknown_names
+        ]:
             raise ConfigError(problems)
         limit = next((int(options[name]) for name in _NEW_TOKENS_KEYS if options.get(name) is not None), NEW_TOKENS)
         ids = [self.prefix_token_id, *self.tok_encode(context)]
@@ -201,13 +230,23 @@ class HarnessLM(LM):
             temperature = 1.0
         stop_option = options.get("until") or []
         stops = [stop for stop in ([stop_option] if isinstance(stop_option, str) else stop_option) if stop]
-        return _TextRequest(ids, new_tokens, Sampling(temperature, options.get("top_k") or None, options.get("top_p"), seed), stops)
+        return _TextRequest(
+            ids, new_tokens, Sampling(temperature, options.get("top_k") or None, options.get("top_p"), seed), stops
+        )
 
     def _generate(self, texts: list["_TextRequest"]) -> list[str]:
         """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the batch."""
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
-        starts, answers, active_indices = [len(writing.shown) for writing in writings], [""] * len(texts), [*range(len(texts))]
-        prompts, samplings, new_tokens = [text.ids for text in texts], [text.sampling for text in texts], texts[0].max_new_tokens
+        starts, answers, active_indices = (
+            [len(writing.shown) for writing in writings],
+            [""] * len(texts),
+            [*range(len(texts))],
+        )
+        prompts, samplings, new_tokens = (
+            [text.ids for text in texts],
+            [text.sampling for text in texts],
+            texts[0].max_new_tokens,
+        )
         continuation = Continuation(self.decoder, prompts, len(prompts[0]) + new_tokens, samplings)
         for _ in range(new_tokens):
             self.device_and_precision.check_time()
@@ -258,14 +297,20 @@ def _find_tasks(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
         names += [name for name in matches if name not in names]
         if not matches:
             close_names = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
-            remedy = f"did you mean {' or '.join(close_names)}?" if close_names else "`lm-eval ls tasks` lists them; yours: include_path"
+            remedy = (
+                f"did you mean {' or '.join(close_names)}?"
+                if close_names
+                else "`lm-eval ls tasks` lists them; yours: include_path"
+            )
             problems.append(Problem("eval.downstream.tasks", task, "no such task", remedy))
     if problems:
         raise ConfigError(problems)
     return names, manager
 
 
-def _evaluate(model: HarnessLM, names: list[str], manager: "TaskManager", options: DownstreamConfig) -> dict[str, Plain]:
+def _evaluate(
+    model: HarnessLM, names: list[str], manager: "TaskManager", options: DownstreamConfig
+) -> dict[str, Plain]:
     """Results of lm-eval for the tasks `names`, with the results of each document.
 
     Raises RunError: a task or its data is wrong; the message says how, in one line.
@@ -298,7 +343,11 @@ class Downstream(Measurement):
 
     @property
     def options(self) -> dict[str, Plain]:
-        options = {"seq_len": self.config.data.seq_len, **self.plain_eval_config, "lm_eval": importlib.metadata.version("lm_eval")}
+        options = {
+            "seq_len": self.config.data.seq_len,
+            **self.plain_eval_config,
+            "lm_eval": importlib.metadata.version("lm_eval"),
+        }
         end_tokens = self.config.data.tokenizer.end_tokens
         return options | ({"end_tokens": [*end_tokens]} if end_tokens else {})
 
@@ -311,18 +360,28 @@ class Downstream(Measurement):
         return not self.eval_config.include_path and super().cacheable(series)
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens)
+        spec = ModelSpec.from_decoder(
+            decoder, self.store.manifest["end_of_text"]["token"], self.config.data.tokenizer.end_tokens
+        )
         with eval_mode(decoder), _restored_random_state():
-            model = HarnessLM(LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path), self.eval_config.max_length, device)
+            model = HarnessLM(
+                LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path), self.eval_config.max_length, device
+            )
             results: dict[str, Plain] = {}
             # all ranks stop together if one has no time left
-            all_reduce_sum(device, lambda: results.update(_evaluate(model, self.names, self.manager, self.eval_config)) or torch.zeros(1))
+            all_reduce_sum(
+                device,
+                lambda: results.update(_evaluate(model, self.names, self.manager, self.eval_config)) or torch.zeros(1),
+            )
         progress(len(self.names))
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 
     def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
         """Series of a task's metrics in lm-eval's results; reports also show how many of its requests were too long for the model."""
-        notes = {"requests lost tokens on the left": model.n_cut[task], "may write fewer tokens than they ask for": model.n_shortened[task]}
+        notes = {
+            "requests lost tokens on the left": model.n_cut[task],
+            "may write fewer tokens than they ask for": model.n_shortened[task],
+        }
         request_notes = "".join(f", {count:,} {phrase}" for phrase, count in notes.items() if count)
         for key, mean in results["results"][task].items():
             metric, has_filter, filter_name = key.partition(",")
@@ -335,9 +394,16 @@ class Downstream(Measurement):
             values = np.array([number for number in numbers if not isinstance(number, list | tuple)], float)
             by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
             hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
-            sample = Sample(hashlib.sha256(hashes.encode()).hexdigest(), values[:, None], np.ones(len(values)), np.arange(len(values)))
+            sample = Sample(
+                hashlib.sha256(hashes.encode()).hexdigest(),
+                values[:, None],
+                np.ones(len(values)),
+                np.arange(len(values)),
+            )
             better = {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none")
-            display = Shown("Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{request_notes}")
+            display = Shown(
+                "Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{request_notes}"
+            )
             unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
             fields = {"samples": (sample,), "interval": "documents"} if by_document else {}
             log_names = (f"{self.kind}/{task}/{name}",)

@@ -25,7 +25,18 @@ from lm.model.cross_entropy import token_nll
 from lm.model.decoder import Decoder
 from lm.model.device import Device, all_reduce_sum, eval_mode
 from lm.model.swapped import applicable_settings, for_inference
-from lm.runs.evaluations import LOSS, UNIGRAM, UNIGRAM_BOUND, VALIDATION, Axis, Sample, Series, Shown, selection_mask, validation_series
+from lm.runs.evaluations import (
+    LOSS,
+    UNIGRAM,
+    UNIGRAM_BOUND,
+    VALIDATION,
+    Axis,
+    Sample,
+    Series,
+    Shown,
+    selection_mask,
+    validation_series,
+)
 from lm.schema import Plain, to_plain
 
 NATS = "nats per token"
@@ -39,10 +50,14 @@ class HeldOut:
 
     sequences: np.ndarray  # (N, length + 1) token ids
     token_bytes: np.ndarray  # (V,) number of UTF-8 bytes that each token stands for
-    documents: np.ndarray | None = None  # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
+    documents: np.ndarray | None = (
+        None  # (N,) index of the held-out document that each sequence begins in; None: sequences are independent
+    )
     sources: np.ndarray | None = None  # (N,) index of the source or task of each sequence; None: not known
     answers: np.ndarray | None = None  # (N, length) bool, which predictions count; None: all
-    end_of_text: int | None = None  # the token that begins a document, if documents in a sequence don't see each other; else None
+    end_of_text: int | None = (
+        None  # the token that begins a document, if documents in a sequence don't see each other; else None
+    )
 
     @cached_property
     def sha256(self) -> str:
@@ -76,7 +91,9 @@ class HeldOut:
 
     def batch(self, indices: list[int]) -> Batch:
         """A batch of the sequences at `indices`."""
-        return Batch.of(self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text)
+        return Batch.of(
+            self.sequences[indices], None if self.answers is None else self.answers[indices], self.end_of_text
+        )
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
         """A sample with the row of `values`, (N, columns), of each sequence; rows of one document are a group. `weights` of sequences:
@@ -118,7 +135,10 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(count), "right")
     indices = np.arange(count) - np.concatenate(([0], ends))[sources]  # index of each sequence among those of its task
-    examples = [example(tasks[source].task, STORE_SEED, int(index), length, "test") for source, index in zip(sources, indices, strict=True)]
+    examples = [
+        example(tasks[source].task, STORE_SEED, int(index), length, "test")
+        for source, index in zip(sources, indices, strict=True)
+    ]
     sequences, answers = (np.stack([getattr(item, name) for item in examples]) for name in ("tokens", "answers"))
     return HeldOut(sequences, store.token_bytes, None, sources, answers)
 
@@ -206,7 +226,9 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
     """The sum of -log2 p of the predicted tokens of the sequences `selection`, divided by the number of UTF-8 bytes of these tokens."""
-    n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.target_mask[selection]).sum(dtype=np.float64)
+    n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.target_mask[selection]).sum(
+        dtype=np.float64
+    )
     return float(nll[selection].sum(dtype=np.float64) / math.log(2) / n_bytes)
 
 
@@ -277,8 +299,14 @@ class Validation(Measurement):
     @property
     def options(self) -> dict[str, Plain]:
         data = self.config.data
-        weights = [item.weight for item in (data.tasks if data.symbolic else data.sources)]  # which the store's fingerprint leaves out
-        options = {"seq_len": self.held_out.length, "sequences_sha256": self.held_out.sha256, "documents": data.documents}
+        weights = [
+            item.weight for item in (data.tasks if data.symbolic else data.sources)
+        ]  # which the store's fingerprint leaves out
+        options = {
+            "seq_len": self.held_out.length,
+            "sequences_sha256": self.held_out.sha256,
+            "documents": data.documents,
+        }
         return options | ({"weights": weights} if len(weights) > 1 else {})
 
     @property
@@ -292,10 +320,14 @@ class Validation(Measurement):
         bits = None if data.symbolic else bits_per_byte(nll, sequences, trained_mask)
         (loss, _), (_, sample) = sequences.means(nll, trained_mask), sequences.means(nll)
         unigram_level, level_name = unigram_loss(self.store, data)
-        series = validation_series(loss, bits, unigram_level, sequences.length, sample.part(trained_mask), self.fingerprint, level_name)
+        series = validation_series(
+            loss, bits, unigram_level, sequences.length, sample.part(trained_mask), self.fingerprint, level_name
+        )
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
         labels = task_names(tasks) if data.symbolic else [source.label for source in self.store.val.sources]
-        for number, label in enumerate(labels if len(labels) > 1 else []):  # the sources of a mixture, or the tasks over symbols
+        for number, label in enumerate(
+            labels if len(labels) > 1 else []
+        ):  # the sources of a mixture, or the tasks over symbols
             selection = sequences.sources == number
             if selection.any():
                 loss, sample = sequences.means(nll, selection)
@@ -318,22 +350,32 @@ class OtherTexts(Measurement):
             self.held_out[name] = spread_sequences(text, config, config.data.seq_len, self.eval_config.sequences)
             if not len(self.held_out[name].sequences):
                 reason = f"has {text.val.n_tokens:,} tokens, and a sequence needs {config.data.seq_len + 1:,}"
-                raise ConfigError([Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")])
+                raise ConfigError(
+                    [Problem(f"eval.texts.of.{name}", text.path.name, reason, "name a longer text, or leave it out")]
+                )
 
     def _prepared_store(self, name: str, source: Source) -> Store:
         """The store of a text, all of it held out, with the tokenizer of the run's store."""
         data = self.config.data
-        tokenizer = TokenizerFile(path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"])
+        tokenizer = TokenizerFile(
+            path=str(self.store.path / TOKENIZER), end_of_text=self.store.manifest["end_of_text"]["token"]
+        )
         data_options = {name: getattr(data, name) for name in ("on_error", "root", "prepare_workers")}
         try:
-            return prepare(DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **data_options))
+            return prepare(
+                DataConfig(source=source, tokenizer=tokenizer, val_fraction=1.0, deduplicate=False, **data_options)
+            )
         except DataError as error:
             raise DataError(f"eval.texts.of.{name}: {error}") from None
 
     @property
     def options(self) -> dict[str, Plain]:
         sha256 = {name: sequences.sha256 for name, sequences in self.held_out.items()}
-        return {"seq_len": self.config.data.seq_len, "sequences_sha256": sha256, "documents": self.config.data.documents}
+        return {
+            "seq_len": self.config.data.seq_len,
+            "sequences_sha256": sha256,
+            "documents": self.config.data.documents,
+        }
 
     @property
     def work_units(self) -> int:
@@ -406,7 +448,9 @@ class ByLength(Measurement):
         self.starts = validation_starts(store.val, self.longest, self.eval_config.sequences)
         if not len(self.starts):
             reason = f"needs {self.longest + 1:,} held-out tokens, and there are {store.val.n_tokens:,}"
-            raise ConfigError([Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")])
+            raise ConfigError(
+                [Problem("eval.by_length.lengths", self.longest, reason, "leave it out, or hold out more text")]
+            )
         self.stretches = self._cut_stretches(self.longest)
 
     def _cut_stretches(self, length: int) -> HeldOut:
@@ -421,7 +465,9 @@ class ByLength(Measurement):
 
     @property
     def work_units(self) -> int:
-        return len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
+        return (
+            len(self.starts) * sum(self.longest // length for length in self.lengths) * len(self.eval_config.inference)
+        )
 
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
         series, caption = [], "loss by sequence length, mean over the same tokens"
@@ -429,7 +475,9 @@ class ByLength(Measurement):
         for setting in applicable_settings(decoder, self.eval_config.inference):
             model = for_inference(decoder, setting)
             losses = [nll_by_token(model, self._cut_stretches(length), device, progress) for length in self.lengths]
-            by_stretch = np.stack([nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1)
+            by_stretch = np.stack(
+                [nll.reshape(len(self.starts), -1).mean(1, dtype=np.float64) for nll in losses], axis=1
+            )
             log_names = tuple(self.eval_config.metric(length, setting.label) for length in self.lengths)
             loss_series = self.series(
                 "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names, axis=lengths_axis(self.lengths),

@@ -22,7 +22,15 @@ from lm.data.tasks import NoRoom
 from lm.errors import ConfigError, Problem, RunError
 from lm.evaluation.evaluate import model_on_text, open_device, open_store, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import NATS, HeldOut, by_position, by_sequence, lengths_axis, task_sequences, validation_sequences
+from lm.evaluation.held_out import (
+    NATS,
+    HeldOut,
+    by_position,
+    by_sequence,
+    lengths_axis,
+    task_sequences,
+    validation_sequences,
+)
 from lm.files import file_sha256, new_folder, write_json, write_text
 from lm.model.attention_stream import paired_attention_blocks
 from lm.model.cross_entropy import token_kl, token_nll
@@ -105,7 +113,9 @@ class SwapMeasurement(Measurement):
                 if sequences.answers is None:
                     by_place = by_position(sequences, numbers, self.config.data.seq_len)
                 log_names = (f"swap/{name}",) if index == logged_index else ()
-                series.append(self.series(metric, NATS, "lower", **by_place, what=label, logged=log_names, **fingerprint))
+                series.append(
+                    self.series(metric, NATS, "lower", **by_place, what=label, logged=log_names, **fingerprint)
+                )
             drift = attention_drift(*models, sequences, device)
             layers = Axis("layer", "", "of layer", tuple(range(len(drift))), log=False)
             series.append(self.series("attention drift", "", "lower", drift, what=label, axis=layers, **fingerprint))
@@ -116,7 +126,9 @@ class SwapMeasurement(Measurement):
 
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
         """A series of means by length, for reports, with intervals over documents. `values`: (sequences, length) for each length."""
-        means, samples = zip(*(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True)
+        means, samples = zip(
+            *(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True
+        )
         sequences_text = "; ".join(sequences.amount for sequences in self.held_out)
         title = f"{metric[0].upper()}{metric[1:]} at the swap of the normalizer"
         display = Shown(title, "sequences around the swap", sequences_text, f"{metric} at the swap, by sequence length")
@@ -126,18 +138,31 @@ class SwapMeasurement(Measurement):
         )  # fmt: skip
 
 
-_LOG_NAMES = {"loss before": "loss_before", "loss after": "loss_after", "KL divergence": "kl"}  # by metric, its name in the metrics log
+_LOG_NAMES = {
+    "loss before": "loss_before",
+    "loss after": "loss_after",
+    "KL divergence": "kl",
+}  # by metric, its name in the metrics log
 
 
-def token_losses_and_kl(old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
+def token_losses_and_kl(
+    old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore
+) -> np.ndarray:
     """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats. All ranks call it."""
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
         with device.autocast():
             hidden = [model.hidden(batch).flatten(0, 1) for model in (old, new)]
-        losses = [token_nll(states, model.head, batch.targets.flatten()) for states, model in zip(hidden, (old, new), strict=True)]
-        return torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)]).view(3, *batch.targets.shape).transpose(0, 1)
+        losses = [
+            token_nll(states, model.head, batch.targets.flatten())
+            for states, model in zip(hidden, (old, new), strict=True)
+        ]
+        return (
+            torch.stack([*losses, token_kl(hidden[0], old.head, hidden[1], new.head)])
+            .view(3, *batch.targets.shape)
+            .transpose(0, 1)
+        )
 
     numbers = by_sequence([old, new], held_out.lengths, (3, held_out.length), device, measure, progress)
     return numbers.swapaxes(0, 1).astype("f8")
@@ -155,7 +180,9 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Devic
         drift = torch.zeros(len(indices), layers, dtype=torch.float64)
         for row, index in enumerate(indices):  # one at a time: attention weights are large
             with device.autocast():
-                for old_block, new_block in paired_attention_blocks([old, new], held_out.batch([index]).to(device.device)):
+                for old_block, new_block in paired_attention_blocks(
+                    [old, new], held_out.batch([index]).to(device.device)
+                ):
                     distance = (old_block.weights - new_block.weights).abs().sum((0, 2, 3), dtype=torch.float64).mean()
                     drift[row, old_block.layer] += float(distance) / 2 / held_out.length
         return drift.float()
@@ -183,7 +210,13 @@ class SwapResult:
 
 
 def swap_run(
-    source: Path, checkpoint: str, normalizer: str, init: str | None, destination: Path, overrides: list[str], files: Sequence[Path] = ()
+    source: Path,
+    checkpoint: str,
+    normalizer: str,
+    init: str | None,
+    destination: Path,
+    overrides: list[str],
+    files: Sequence[Path] = (),
 ) -> SwapResult:
     """`lm swap`: a copy of a trained model with another normalizer, as a run folder `destination` that holds weights alone.
 
@@ -213,14 +246,19 @@ def swap_run(
         if init == "fit" and not count_parameters(new)["normalizer"]:
             raise ConfigError([Problem("--init", init, f"{label} has no parameters to fit", "drop --init")])
         model, store = model_on_text(model, model.config) if files else (model, open_store(config, model))
-        environment = {**model.environment, "data_fingerprint": model.metadata["data_fingerprint"]}  # an export has no environment
+        environment = {
+            **model.environment,
+            "data_fingerprint": model.metadata["data_fingerprint"],
+        }  # an export has no environment
         measurement, device = SwapMeasurement(config, store, old), open_device(config, environment)
         old.to(device.device), new.to(device.device)
         facts: dict[str, Plain] = {"from": str(model.path), "arm": arm(to_plain(model.config), environment)}
         facts["normalizer"] = old.config.normalizer.label()
         facts["init"] = init if init == "fit" else getattr(config.model.normalizer, "init", None)
         if init == "fit":
-            full_length = replace(config, data=replace(config.data, lengths=FullLength()))  # the first steps of a curriculum are short
+            full_length = replace(
+                config, data=replace(config.data, lengths=FullLength())
+            )  # the first steps of a curriculum are short
             sequences = train_sequences(store, full_length, max(1, FIT_TOKENS // config.data.seq_len))
             batches = [sequences.batch(step).to(device.device) for step in range(FIT_BATCHES)]
             facts["fit_kl_before"], facts["fit_kl_after"] = fit_normalizers(old, new, batches)
@@ -240,14 +278,24 @@ def swap_run(
     if changed_layers := _layers_with_changed_keys(old, new):
         phrase = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
         model_lines.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
-    notes = [f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."]
-    unmatched_layers = [str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None]
+    notes = [
+        f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."
+    ]
+    unmatched_layers = [
+        str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None
+    ]
     if facts["init"] == "match" and unmatched_layers:
         remedy = "parameters have their initial values; --init fit chooses them"
-        layers_note = f" in layers {', '.join(unmatched_layers)}" if len(unmatched_layers) < len(old.normalizers()) else ""
-        notes.insert(0, f"note: {facts['normalizer']} has no factor on q.k{layers_note} that {label} could match: {remedy}")
+        layers_note = (
+            f" in layers {', '.join(unmatched_layers)}" if len(unmatched_layers) < len(old.normalizers()) else ""
+        )
+        notes.insert(
+            0, f"note: {facts['normalizer']} has no factor on q.k{layers_note} that {label} could match: {remedy}"
+        )
     if init == "fit":
-        notes.insert(0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences")
+        notes.insert(
+            0, f"fit: KL {facts['fit_kl_before']:.5f} -> {facts['fit_kl_after']:.5f} nats on training sequences"
+        )
     return SwapResult(evaluation, path, model_lines, notes, warning)
 
 
@@ -288,7 +336,11 @@ def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
     ratios = (new_factors / old_factors).flatten(1)  # (lengths, layers x heads)
     extreme_ratios = ratios.gather(1, ratios.log().abs().argmax(1, keepdim=True)).flatten().tolist()
     pairs = zip(extreme_ratios, lengths, strict=True)
-    deviations = [f"{ratio:.2g} times the old one at n = {length:,}" for ratio, length in pairs if not 1 / MAX_RATIO <= ratio <= MAX_RATIO]
+    deviations = [
+        f"{ratio:.2g} times the old one at n = {length:,}"
+        for ratio, length in pairs
+        if not 1 / MAX_RATIO <= ratio <= MAX_RATIO
+    ]
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
     warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"
     return lines, warning if deviations else ""
@@ -306,7 +358,9 @@ def _text_config(model: LoadedModel, files: Sequence[Path], overrides: list[str]
     """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but those of `model`.
     Raises RunError: the model is in a run folder, whose own text a swap is measured on."""
     if (model.folder / CONFIG).is_file():
-        raise RunError(f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out")
+        raise RunError(
+            f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out"
+        )
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
     return parse(merge(to_plain(text_config(model, list(files))), changes))
 
@@ -319,7 +373,11 @@ def _swapped_config(model: LoadedModel, name: str, init: str | None, destination
     except Unavailable as error:
         raise ConfigError([Problem("--to", name, error.reason, error.remedy)]) from None
     except KeyError:
-        remedy = "for a list: --to layers 'model.normalizer.of=[window, ssmax]'" if name.startswith("[") else suggest(name, OPTIONS)
+        remedy = (
+            "for a list: --to layers 'model.normalizer.of=[window, ssmax]'"
+            if name.startswith("[")
+            else suggest(name, OPTIONS)
+        )
         raise ConfigError([Problem("--to", name, "unknown normalizer", remedy)]) from None
     user_options = changes.get("model", {}).get("normalizer", {})
     if not isinstance(user_options, dict) or "name" in user_options:
@@ -330,19 +388,26 @@ def _swapped_config(model: LoadedModel, name: str, init: str | None, destination
     if init not in (None, "fit") and first_init is None:
         raise ConfigError([Problem("--init", init, f"{name} has no option init", "drop --init, or give fit")])
     if init is not None and "init" in user_options:
-        raise ConfigError([Problem("model.normalizer.init", user_options["init"], f"--init says {init}", "give one of them")])
+        raise ConfigError(
+            [Problem("model.normalizer.init", user_options["init"], f"--init says {init}", "give one of them")]
+        )
     if first_init is not None:
         normalizer["init"] = first_init if init in (None, "fit") else init
         with suppress(ValueError):
             normalizer["init"] = float(normalizer["init"])
-    base = merge({**to_plain(model.config), "experiment": {}}, {"model": {"normalizer": to_plain(model.decoder.config.normalizer)}})
+    base = merge(
+        {**to_plain(model.config), "experiment": {}},
+        {"model": {"normalizer": to_plain(model.decoder.config.normalizer)}},
+    )
     base = merge(merge(base, {"model": {"normalizer": normalizer}}), changes)
     fields = {"name": destination.name, "runs": str(destination.parent), "resume": "", "train_only": None, "phases": []}
     fields |= {"init_from": "", "branch_from": ""}
     return parse({**base, **fields})
 
 
-def _write_run(folder: Path, config: Config, model: LoadedModel, decoder: Decoder, environment: dict[str, Plain]) -> None:
+def _write_run(
+    folder: Path, config: Config, model: LoadedModel, decoder: Decoder, environment: dict[str, Plain]
+) -> None:
     """Write a run folder with one checkpoint of weights, from which no run can be resumed."""
     metadata = {**model.metadata, "format": CHECKPOINT_FORMAT, "config": to_yaml(config), "phase": 0, "best": None}
     metadata["plugins"] = PLUGINS.versions(config.normalizer_names)
@@ -352,5 +417,8 @@ def _write_run(folder: Path, config: Config, model: LoadedModel, decoder: Decode
     write_text(folder / CONFIG, to_yaml(config))
     if model.tokenizer:
         shutil.copyfile(model.folder / TOKENIZER, folder / TOKENIZER)
-        environment = {**environment, TOKENIZER_SHA256: file_sha256(folder / TOKENIZER)}  # the environment of an export is empty
+        environment = {
+            **environment,
+            TOKENIZER_SHA256: file_sha256(folder / TOKENIZER),
+        }  # the environment of an export is empty
     write_json(folder / ENVIRONMENT, {**environment, "parameters": count_parameters(decoder)})

@@ -32,7 +32,15 @@ from lm.experiments.page import experiment_files
 from lm.experiments.plan import PILOT_SECONDS, Costs, Times, costs, duration, plan_lines, run_times, total_seconds
 from lm.experiments.procedure import Procedure, next_look
 from lm.experiments.slots import Slots, Stopped, commands, slots_of
-from lm.experiments.summary import measured_words, print_verdicts, summary_entries, trend_table, trends, tuning_means, tuning_table_rows
+from lm.experiments.summary import (
+    measured_words,
+    print_verdicts,
+    summary_entries,
+    trend_table,
+    trends,
+    tuning_means,
+    tuning_table_rows,
+)
 from lm.files import json_bytes, write_together
 from lm.report.html import PAGE
 from lm.report.tables import csv_text, numeral, print_tables, table_from_rows
@@ -48,7 +56,9 @@ VERDICTS, TUNING, REPORT = "verdicts", "tuning", "report"
 class TrainingOptions:
     """Options of `lm compare` that control the training of runs."""
 
-    jobs: int | None = None  # number of slots (`lm.experiments.slots`); None: `slots_per_gpu` on each GPU, or one if no run takes a GPU
+    jobs: int | None = (
+        None  # number of slots (`lm.experiments.slots`); None: `slots_per_gpu` on each GPU, or one if no run takes a GPU
+    )
     retry: bool = False  # whether to try failed runs again
     anew: bool = False  # whether to train although the folder has none of the file's runs, but ended runs of another configuration
     slots_per_gpu: int = 1  # number of slots on each GPU
@@ -101,10 +111,18 @@ def compare_experiments(
     is_working, experiments = not plan_only and not report_only, [read_experiment(path, overrides) for path in files]
     names = Counter(experiment.name for experiment in experiments)
     if report_folder and max(names.values()) > 1:
-        raise RunError(f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one")
+        raise RunError(
+            f"--out {report_folder}: several experiments are named {names.most_common(1)[0][0]}; report them one by one"
+        )
     # Slots are counted before text is prepared: too few raise ConfigError.
-    job_counts = [1 if report_only or options.engine else options.slots(experiment).n_slots for experiment in experiments]
-    timer = None if options.engine else lambda procedure: options.estimated_times(procedure, costs(procedure), PILOT_SECONDS)[0]
+    job_counts = [
+        1 if report_only or options.engine else options.slots(experiment).n_slots for experiment in experiments
+    ]
+    timer = (
+        None
+        if options.engine
+        else lambda procedure: options.estimated_times(procedure, costs(procedure), PILOT_SECONDS)[0]
+    )
 
     open_procedure = partial(start, timer=timer) if is_working else open_experiment
     with ExitStack() as stack:
@@ -113,7 +131,9 @@ def compare_experiments(
         for path in files if options.engine else ():
             _start_in_job(path, overrides, options)
         anew = options.anew or plan_only
-        procedures = [open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)]
+        procedures = [
+            open_procedure(path, overrides, job_count, anew) for path, job_count in zip(files, job_counts, strict=True)
+        ]
         times = [{} for _ in files] if report_only else _print_plans(procedures, options)
         if plan_only:
             return
@@ -188,7 +208,9 @@ def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[
         times_by_experiment.append(times)
         if times:
             seconds = total_seconds(procedure, times, slots)
-            words = f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by {words}"
+            words = (
+                f"about {duration(seconds)} for what is left, {len(slots.concurrent_devices())} at a time, by {words}"
+            )
         slot_words = f"{options.workers} at a time, each in a job" if options.engine else str(slots)
         print("\n".join(plan_lines(procedure, run_costs, words, slot_words)), flush=True)
         if note := other_runs_note(procedure):
@@ -202,10 +224,15 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         has_measured_runs = is_measured(experiment)
-        reason = "none of the runs that the file now asks for has ended" if has_measured_runs else "no run has ended yet"
+        reason = (
+            "none of the runs that the file now asks for has ended" if has_measured_runs else "no run has ended yet"
+        )
         remedy = other_runs_note(procedure) or "leave --report-only out to train"
         if failed_runs := failures(procedure):
-            reason, remedy = f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}", "--retry tries again"
+            reason, remedy = (
+                f"no run has a result; {len(failed_runs)} failed, the first with {failed_runs[0][1]}",
+                "--retry tries again",
+            )
         raise RunError(f"{experiment.folder}: {reason}; {remedy}")
     judgement = procedure.judgement()
     entries, notes = summary_entries(procedure, judgement), procedure.notes()
@@ -219,7 +246,9 @@ def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
     if tuning_rows := tuning_table_rows(procedure):
         files[experiment.folder / f"{TUNING}.csv"] = csv_text(tuning_rows).encode()
         metric = experiment.choice_metric
-        means = [row | {"rate": rate_text(row["rate"]), metric: numeral(row[metric])} for row in tuning_means(procedure)]
+        means = [
+            row | {"rate": rate_text(row["rate"]), metric: numeral(row[metric])} for row in tuning_means(procedure)
+        ]
         title = f"tuning: mean {metric} ({experiment.data_words(metric, 'selection')})"
         print_tables(table_from_rows(title, means, dict.fromkeys(("rate", metric), "number")))
     rate_note = f", each arm at its own {experiment.tune.heading}" * experiment.is_tuned

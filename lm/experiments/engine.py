@@ -21,7 +21,17 @@ from lm.errors import ConfigError, RunError, one_line
 from lm.experiments.plan import duration, uninterrupted_seconds
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION, Outcome
-from lm.experiments.slots import LOG_FOLDER, Children, Devices, Slots, Stopped, gpu_words, interruptible, is_training, log_path
+from lm.experiments.slots import (
+    LOG_FOLDER,
+    Children,
+    Devices,
+    Slots,
+    Stopped,
+    gpu_words,
+    interruptible,
+    is_training,
+    log_path,
+)
 from lm.experiments.summary import value_text
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
 from lm.machine import process_start, this_machine
@@ -36,12 +46,27 @@ if TYPE_CHECKING:
 
 Engine = Literal["slurm", "local"]
 LOCK = "compare.lock"  # file in the experiment's folder: names the machine and process that work on it
-FAILURE_SUFFIX, JOB_SUFFIX = "failed.json", "job.json"  # suffixes of files beside a run's log: why the run failed, and which job trains it
+FAILURE_SUFFIX, JOB_SUFFIX = (
+    "failed.json",
+    "job.json",
+)  # suffixes of files beside a run's log: why the run failed, and which job trains it
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
-_STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run after its step, with a checkpoint
-_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # SIGKILL: out of memory?
+_STOP_SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+)  # signals that end a run after its step, with a checkpoint
+_CRASH_SIGNALS = (
+    signal.SIGSEGV,
+    signal.SIGKILL,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+)  # SIGKILL: out of memory?
 
 
 # ---------------------------------------------------------------- who works on an experiment
@@ -71,7 +96,12 @@ def experiment_lock(experiment_folder: Path) -> Iterator[None]:
         holder = _lock_holder(path)
         if holder.get("host") == _host() and process_start(int(holder["pid"])) != holder["born"]:
             path.unlink()
-        record = {"host": _host(), "pid": os.getpid(), "born": process_start(os.getpid()), "since": time.strftime("%F %T")}
+        record = {
+            "host": _host(),
+            "pid": os.getpid(),
+            "born": process_start(os.getpid()),
+            "since": time.strftime("%F %T"),
+        }
         if not write_new(path, json_bytes(record)):
             raise RunError(f"{experiment_folder}: {holder_words(experiment_folder)}")
         stack.callback(path.unlink, missing_ok=True)
@@ -82,8 +112,14 @@ def holder_words(experiment_folder: Path) -> str:
     """Describe the process that holds the lock of an experiment, and what the user can do."""
     path = experiment_folder / LOCK
     holder = _lock_holder(path)
-    words = f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}" if holder else "another process works on it"
-    remedy = f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
+    words = (
+        f"process {holder['pid']} on {holder['host']} works on it since {holder['since']}"
+        if holder
+        else "another process works on it"
+    )
+    remedy = (
+        f"; once that process is surely gone, delete {path}" if path.exists() and holder.get("host") != _host() else ""
+    )
     return f"{words}{remedy}; --report-only and --plan show how far it is"
 
 
@@ -135,16 +171,29 @@ class Failure:
 def note_failure(experiment_folder: Path, run: Run, status: int, reason: str = "") -> Failure:
     """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run, else `reason`,
     else the last line of the run's log. Write the failure to a file for `read_failure`, unless a signal stopped the run without a crash."""
-    log, file, folder = log_path(experiment_folder, run), log_path(experiment_folder, run, FAILURE_SUFFIX), run.config.run_folder
+    log, file, folder = (
+        log_path(experiment_folder, run),
+        log_path(experiment_folder, run, FAILURE_SUFFIX),
+        run.config.run_folder,
+    )
     step = max(map(step_of, step_paths(folder / CHECKPOINTS)), default=0)
     progress = f"step {step}, {len(evaluation_files(folder))} evaluations"
     output = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
     reason = reason or next((line for line in reversed(output) if line.strip()), "no output")[:300]
     if status < 0:
-        reason = f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+        reason = f"killed by {signal.Signals(-status).name}" + (
+            " (out of memory?)" if status == -signal.SIGKILL else ""
+        )
     earlier_failure = _failure_in_file(file)
-    is_repeat = -status in _CRASH_SIGNALS and earlier_failure is not None and earlier_failure.crashed and earlier_failure.saved == progress
-    failure = Failure(status, f"{reason}, twice in a row at the same place" if is_repeat else reason, str(log), progress, is_repeat)
+    is_repeat = (
+        -status in _CRASH_SIGNALS
+        and earlier_failure is not None
+        and earlier_failure.crashed
+        and earlier_failure.saved == progress
+    )
+    failure = Failure(
+        status, f"{reason}, twice in a row at the same place" if is_repeat else reason, str(log), progress, is_repeat
+    )
     if failure.crashed or not failure.interrupted:
         write_json(file, vars(failure) | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
     return failure
@@ -159,7 +208,11 @@ def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
 def failures(procedure: Procedure) -> list[tuple[Run, Failure]]:
     """The runs of an experiment that have failed, each with its failure."""
     folder = procedure.experiment.folder
-    return [(run, failure) for run in procedure.known_runs() if not run.outcome.ended and (failure := read_failure(folder, run))]
+    return [
+        (run, failure)
+        for run in procedure.known_runs()
+        if not run.outcome.ended and (failure := read_failure(folder, run))
+    ]
 
 
 def _failure_in_file(path: Path) -> Failure | None:
@@ -210,7 +263,9 @@ class Training:
         from submitit import JobEnvironment
 
         job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
-        while (recorded_id := _job_record(self.experiment_folder, self.run).get("id")) != job_id and time.monotonic() < deadline:
+        while (
+            recorded_id := _job_record(self.experiment_folder, self.run).get("id")
+        ) != job_id and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return recorded_id == job_id
 
@@ -234,12 +289,22 @@ class Cluster:
             import submitit
         except ImportError:
             raise RunError("--submit needs submitit, which is not installed: pip install 'submitit>=1.5.4'") from None
-        self.experiment_folder, self.engine, self._submitit_errors = experiment_folder.absolute(), engine, submitit.core.utils
+        self.experiment_folder, self.engine, self._submitit_errors = (
+            experiment_folder.absolute(),
+            engine,
+            submitit.core.utils,
+        )
         self._lock, self._stopping = threading.Lock(), threading.Event()
-        settings = _DEFAULT_OPTIONS | {name: int(value) if value.isdigit() else value for name, value in options.items()}
-        parameters: dict[str, object] = {name if name in _COMMON_OPTIONS else f"{engine}_{name}": value for name, value in settings.items()}
+        settings = _DEFAULT_OPTIONS | {
+            name: int(value) if value.isdigit() else value for name, value in options.items()
+        }
+        parameters: dict[str, object] = {
+            name if name in _COMMON_OPTIONS else f"{engine}_{name}": value for name, value in settings.items()
+        }
         if engine == "slurm":
-            parameters["slurm_setup"] = [f"export {_SIGNAL_VARIABLE}=USR1"]  # for jobs that don't inherit the environment
+            parameters["slurm_setup"] = [
+                f"export {_SIGNAL_VARIABLE}=USR1"
+            ]  # for jobs that don't inherit the environment
         try:
             requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
             self._executor = submitit.AutoExecutor(self.experiment_folder / JOBS_FOLDER, engine, **requeues)
@@ -272,7 +337,9 @@ class Cluster:
         try:
             return job.result()
         except self._submitit_errors.UncompletedJobError:
-            raise RunError(f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}") from None
+            raise RunError(
+                f"--submit {self.engine}: job {job.job_id} failed; its output says why: {job.paths.stderr}"
+            ) from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
         """Wait for the end of the job that trains a run; submit a job unless one is queued or running. Returns the exit status, and the
@@ -291,7 +358,11 @@ class Cluster:
                 return 128 + signal.SIGTERM, 0.0
         log_path(self.experiment_folder, run, JOB_SUFFIX).unlink(missing_ok=True)
         error = job.exception()
-        return (-signal.SIGKILL, 0.0) if error and not isinstance(error, self._submitit_errors.FailedJobError) else self.result(job)
+        return (
+            (-signal.SIGKILL, 0.0)
+            if error and not isinstance(error, self._submitit_errors.FailedJobError)
+            else self.result(job)
+        )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Stop waiting for the jobs, which continue to run. `number` is ignored; `Children.stop` sends this signal to its processes."""
@@ -383,7 +454,9 @@ class ExperimentTrainer:
                 self.stop()
                 words = f"{'jobs that go on' if self.cluster else 'runs that saved and ended'}: {running_count}"
                 words = words if running_count else "no run was under way"
-                raise Stopped(f"stopped by {signal.Signals(number).name}: {words}; the same command goes on", number) from None
+                raise Stopped(
+                    f"stopped by {signal.Signals(number).name}: {words}; the same command goes on", number
+                ) from None
             except BaseException:
                 self.stop()
                 raise
@@ -391,8 +464,12 @@ class ExperimentTrainer:
             failure_words = "; ".join(f"{folder.name}: {failure}" for folder, failure in self.failed.items())
             interruptions = {failure.interrupted for failure in self.failed.values()}
             words = "the same command goes on with them" if False not in interruptions else "--retry tries them again"
-            words = "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
-            raise RunsFailed(f"{len(self.failed)} runs failed ({failure_words}); {words}; their output is in {self.folder / LOG_FOLDER}")
+            words = (
+                "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
+            )
+            raise RunsFailed(
+                f"{len(self.failed)} runs failed ({failure_words}); {words}; their output is in {self.folder / LOG_FOLDER}"
+            )
 
     def free_runs(self) -> list[Run]:
         """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains one of the runs."""
@@ -414,7 +491,9 @@ class ExperimentTrainer:
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source
-            waits_for_source = source and (source.outcome.state != "finished" or source.config.run_folder in running_folders)
+            waits_for_source = source and (
+                source.outcome.state != "finished" or source.config.run_folder in running_folders
+            )
             if run.outcome.ended or folder in running_folders | self.failed.keys() or waits_for_source:
                 continue
             if failure := read_failure(self.folder, run):
@@ -432,10 +511,18 @@ class ExperimentTrainer:
             words = f"diverged ({outcome.divergence})" if diverged else self._result_words(run, outcome)
             words += f", did not learn: {outcome.not_learned_text}" if outcome.not_learned_text and not diverged else ""
             runs = self.procedure.known_runs()
-            slot_counts = [self.slots.slots_per_run(known_run.size, known_run.arm) for known_run in runs if not known_run.outcome.ended]
+            slot_counts = [
+                self.slots.slots_per_run(known_run.size, known_run.arm)
+                for known_run in runs
+                if not known_run.outcome.ended
+            ]
             durations = [*chain(*self.seconds.values())]
             rest_words = f"{len(slot_counts)} of the {len(runs)} runs known so far are left"
-            rest_words += f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.n_slots)}" if durations else ""
+            rest_words += (
+                f", about {duration(statistics.fmean(durations) * sum(slot_counts) / self.slots.n_slots)}"
+                if durations
+                else ""
+            )
             device_words = f" on {gpu_words(devices)}" if devices else ""
             print(f"{run.stage}: {run.label}: {words}, {seconds:.0f} s{device_words}; {rest_words}", flush=True)
             return
@@ -449,7 +536,9 @@ class ExperimentTrainer:
                 remedy = "it is a mean alone: give its Series `samples`" if is_mean_alone else "correct the file"
                 raise RunError(f"{folder}: {unmeasured}; {remedy}, measured were: {', '.join(names)}")
             reason = f"{unmeasured} ({'; '.join(reasons)}); lm eval {folder} measures it, without a limit of time"
-            reason = "an evaluation or checkpoint of its last step is missing after training" if metric in names else reason
+            reason = (
+                "an evaluation or checkpoint of its last step is missing after training" if metric in names else reason
+            )
         failure = self.failed[folder] = note_failure(self.folder, run, status, reason)
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 

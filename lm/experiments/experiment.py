@@ -43,7 +43,9 @@ class Swap:
     """The normalizer that an arm puts into the weights from which it starts, as `lm swap` does."""
 
     to: str = key("", "the new normalizer; its options are the arm's `model.normalizer`")
-    init: str | float | None = key(None, "initial values of its parameters: match, unit, fit or a number; null: its default")
+    init: str | float | None = key(
+        None, "initial values of its parameters: match, unit, fit or a number; null: its default"
+    )
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,20 @@ class Tune:
     """The choice of each arm's learning rate, or of its values of other configuration keys, from a grid or from a table of tuning runs."""
 
     grid: list[int | float] | list[list[int | float]] = key(
-        [], "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are", gt=0
+        [],
+        "its values, e.g. [1e-3, 2e-3, 4e-3], of several keys a list for each; []: the arms are taken as they are",
+        gt=0,
     )
-    table: str | None = key(None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid")
+    table: str | None = key(
+        None, "a file as `tuning.csv`, relative to the experiment's, of which rates are chosen instead of a grid"
+    )
     seeds: list[int] = key([101, 102], "seeds of the tuning runs; none of the final ones", ge=0, lt=2**31)
-    metric: Literal["val/loss", "primary"] = key("val/loss", "what its value is chosen by: the validation loss, or the primary metric")
-    key: str | list[str] = key("optim.lr", "the configuration key that is tuned, or a list of keys that are tuned together")
+    metric: Literal["val/loss", "primary"] = key(
+        "val/loss", "what its value is chosen by: the validation loss, or the primary metric"
+    )
+    key: str | list[str] = key(
+        "optim.lr", "the configuration key that is tuned, or a list of keys that are tuned together"
+    )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -99,12 +109,21 @@ class Tune:
         if self.table is not None and not self.table.strip():
             problems.append(Problem("table", self.table, "names no file", "name one as `tuning.csv`, or leave it out"))
         has_several_keys = isinstance(self.key, list)
-        if self.grid and (any(isinstance(values, list) != has_several_keys for values in self.grid) or len(self.axes) != len(self.keys)):
-            reason = f"must be a list of values for each of {', '.join(self.keys)}" if has_several_keys else "must be a list of values"
+        if self.grid and (
+            any(isinstance(values, list) != has_several_keys for values in self.grid)
+            or len(self.axes) != len(self.keys)
+        ):
+            reason = (
+                f"must be a list of values for each of {', '.join(self.keys)}"
+                if has_several_keys
+                else "must be a list of values"
+            )
             remedy = "" if has_several_keys else "of several keys name them all: `key: [KEY, ...]`"
             problems.append(Problem("grid", self.grid, reason, remedy))
         elif any(len(set(values)) < len(values) or len(values) < 2 for values in self.axes):
-            problems.append(Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * has_several_keys))
+            problems.append(
+                Problem("grid", self.grid, "must be at least 2 different values" + " of each key" * has_several_keys)
+            )
         if self.grid and len(set(self.seeds)) < MIN_TUNING_SEEDS:
             problems.append(Problem("seeds", self.seeds, f"tuning needs at least {MIN_TUNING_SEEDS} seeds"))
         if self.grid and self.table:
@@ -118,14 +137,26 @@ class PrimaryMetric:
 
     metric: str = key("val/loss", "name in the metrics log, as `lm eval` gives it, e.g. val/loss")
     better: Literal["lower", "higher"] = key("lower", "which direction is better")
-    matters: float = key(0.01, "smallest difference of interest, in the metric's unit; of `reach` relative: 0.1 is 10 %", gt=0)
-    spread: float | None = key(None, "standard deviation of differences between single runs that the plan expects; null: unknown", gt=0)
-    learned: float | None = key(None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are")
-    reach: float | None = key(None, "compare the tokens at which the metric first reaches this; null: its values at the end")
+    matters: float = key(
+        0.01, "smallest difference of interest, in the metric's unit; of `reach` relative: 0.1 is 10 %", gt=0
+    )
+    spread: float | None = key(
+        None, "standard deviation of differences between single runs that the plan expects; null: unknown", gt=0
+    )
+    learned: float | None = key(
+        None, "a run has learned if the metric reaches this: fractions of runs are compared; null: means are"
+    )
+    reach: float | None = key(
+        None, "compare the tokens at which the metric first reaches this; null: its values at the end"
+    )
 
     def problems(self) -> list[Problem]:
         is_ambiguous = self.learned is not None and self.reach is not None
-        return [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")] if is_ambiguous else []
+        return (
+            [Problem("reach", self.reach, "runs would be compared in two ways", "give learned or reach")]
+            if is_ambiguous
+            else []
+        )
 
     @property
     def quantity_name(self) -> str:
@@ -167,7 +198,9 @@ class Experiment:
     name: str  # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
     base: dict[str, Plain]  # plain configuration that all arms share
     arms: tuple[Arm, ...]
-    sizes: dict[str, dict[str, Plain]]  # changes of the configuration by size; an experiment without sizes has one size with an empty name
+    sizes: dict[
+        str, dict[str, Plain]
+    ]  # changes of the configuration by size; an experiment without sizes has one size with an empty name
     seeds: tuple[int, ...]
     tune: Tune
     primary: PrimaryMetric
@@ -177,10 +210,14 @@ class Experiment:
     table: tuple[TuningRun, ...] = ()  # the runs that the file `tune.table` lists
     # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during training
     evaluate: dict[str, Plain] = field(default_factory=dict)
-    more_seeds: tuple[int, ...] = ()  # seeds of the second look, which are trained if the first look leaves a comparison undecided
+    more_seeds: tuple[
+        int, ...
+    ] = ()  # seeds of the second look, which are trained if the first look leaves a comparison undecided
     look: Literal[1, 2] = 1  # the look that `seeds` belong to; the seeds of the second look include those of the first
     planned_seeds: tuple[int, ...] | None = None  # the seeds at the first start; None: no first start is recorded
-    departures: tuple[Departure, ...] = ()  # differences from the plan that was recorded before any final run was measured
+    departures: tuple[
+        Departure, ...
+    ] = ()  # differences from the plan that was recorded before any final run was measured
     # parsed configurations, by the values of all keys except `_UNCACHED_KEYS`
     _configs: dict[str, Config] = field(default_factory=dict, repr=False, compare=False)
 
@@ -217,11 +254,15 @@ class Experiment:
     @cached_property
     def _asks_questions(self) -> bool:
         """Whether the primary metric is an accuracy: the fraction of questions that are answered correctly."""
-        return self.measurement_config(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
+        return (
+            self.measurement_config(self.first_config).eval.quantity(kind_of_metric(self.primary.metric)) == "accuracy"
+        )
 
     def cost(self, value: float) -> float:
         """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay infinite."""
-        higher_is_better = self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
+        higher_is_better = (
+            self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
+        )
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
@@ -231,7 +272,10 @@ class Experiment:
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
         """The costs (`Experiment.cost`) of a size's tuning runs, for each arm and rate as a list in ascending order of seeds."""
         values = values_by_arm_and_rate(runs, size, self.choice_value)
-        return {arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()} for arm, rates in values.items()}
+        return {
+            arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()}
+            for arm, rates in values.items()
+        }
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
         """The value in `rate` of each tuned key; `optim.groups.normalizer.*` is left out if the arm's normalizers have no parameters."""
@@ -245,7 +289,9 @@ class Experiment:
         plan = self.config(size, arm, self.seeds[0], None, {"name": "any"}).plan
         layer_options = [options for phase in plan for options in phase.normalizer.layer_options()]
         with torch.device("meta"):
-            has_parameters = any([*make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters()] for options in layer_options)
+            has_parameters = any(
+                [*make_normalizer(options, LayerSpec(1, 2, 2, 2)).parameters()] for options in layer_options
+            )
         return {key: value for key, value in values.items() if has_parameters or not key.startswith(_NORMALIZER_GROUP)}
 
     @property
@@ -275,7 +321,13 @@ class Experiment:
         """Build the configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all other settings. Runs
         that differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
         plain = self.base
-        for block in (self.sizes[size], arm.changes, nest_keys(self.tuned_keys(size, arm, rate)), {"seed": seed}, changes):
+        for block in (
+            self.sizes[size],
+            arm.changes,
+            nest_keys(self.tuned_keys(size, arm, rate)),
+            {"seed": seed},
+            changes,
+        ):
             plain = merge(plain, block)
         plain = resolve_interpolations(plain)
         own_keys = {name: plain[name] for name in _UNCACHED_KEYS if name in plain}
@@ -312,13 +364,17 @@ def config_hash(config: Config) -> str:
     """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with another hash is another
     run. Null keys (off) are left out, so that new keys of a later version do not change the hash. The paths `init_from` and `branch_from`
     are hashed as text, so `lm.experiments.procedure` first makes them independent of where the experiment's folder lies."""
-    return hashlib.sha256(json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return hashlib.sha256(
+        json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()
+    ).hexdigest()[:8]
 
 
 def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
     """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left out."""
     areas = ("model", "training", "seed", "numerics", "evaluation")
-    return {path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas}
+    return {
+        path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas
+    }
 
 
 @cache
@@ -334,7 +390,9 @@ def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) 
     source_name: the arm whose weights the run starts from, named in place of their path; empty: random weights.
     """
     plain, skipped_keys = flatten(to_plain(config)), (*tuned_keys, "init_from", "branch_from")
-    changed_keys = [path for path, value in plain.items() if value not in (None, _defaults().get(path)) and path not in skipped_keys]
+    changed_keys = [
+        path for path, value in plain.items() if value not in (None, _defaults().get(path)) and path not in skipped_keys
+    ]
     settings = {path: plain[path] for path in changed_keys if effect_of(path).affects in ("model", "training")}
     settings |= {"from": source_name} if source_name else {}
     return "; ".join(f"{path}={value}" for path, value in sorted(settings.items()))
@@ -347,7 +405,9 @@ def _defaults() -> dict[str, Plain]:
 
 def differing_keys(description: str, other_description: str) -> list[str]:
     """List the keys whose values differ between two configurations, each described in the form of `settings_words`."""
-    return sorted({setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}})
+    return sorted(
+        {setting.partition("=")[0] for setting in {*description.split("; ")} ^ {*other_description.split("; ")}}
+    )
 
 
 def values_by_arm_and_rate(

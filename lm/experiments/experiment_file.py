@@ -43,7 +43,9 @@ class _FileKeys:
     """The keys of an experiment file except `base`, `arms`, `sizes` and `evaluate`, which hold configuration keys."""
 
     seeds: list[int] = key([1, 2, 3], "seeds of the final runs", ge=0, lt=2**31)
-    more_seeds: list[int] = key([], "seeds of a second look, trained if the first leaves a comparison undecided", ge=0, lt=2**31)
+    more_seeds: list[int] = key(
+        [], "seeds of a second look, trained if the first leaves a comparison undecided", ge=0, lt=2**31
+    )
     tune: Tune = section(Tune, "the learning rate of each arm")
     primary: PrimaryMetric = section(PrimaryMetric, "what decides")
 
@@ -84,7 +86,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     base, evaluation_keys = plain.pop("base", None), plain.pop("evaluate", None) or {}
     if base == []:
         raise ConfigError([Problem("base", base, "names no file", "name one, or a list of files")])
-    base = merge_bases(nest_keys(base), file, "base.base") if isinstance(base, dict) else merge_bases({"base": base}, file)
+    base = (
+        merge_bases(nest_keys(base), file, "base.base") if isinstance(base, dict) else merge_bases({"base": base}, file)
+    )
     if not isinstance(evaluation_keys, dict):
         problems.append(Problem("evaluate", evaluation_keys, "must be a block of configuration keys"))
         evaluation_keys = {}
@@ -101,9 +105,15 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         problems.append(Problem("more_seeds", settings.more_seeds, reason, "move some to `seeds`"))
     if settings.more_seeds and (settings.tune.grid or settings.tune.table) and any(arm.source for arm in arms):
         reason = "a second look may choose another rate for the arms that others start from"
-        problems.append(Problem("more_seeds", settings.more_seeds, reason, "give all seeds in `seeds`, or tune nothing"))
-    if settings.tune.grid and (shared_seeds := sorted({*settings.seeds, *settings.more_seeds} & {*settings.tune.seeds})):
-        problems.append(Problem("tune.seeds", shared_seeds, "are also final seeds", "the runs that choose a rate must not judge it"))
+        problems.append(
+            Problem("more_seeds", settings.more_seeds, reason, "give all seeds in `seeds`, or tune nothing")
+        )
+    if settings.tune.grid and (
+        shared_seeds := sorted({*settings.seeds, *settings.more_seeds} & {*settings.tune.seeds})
+    ):
+        problems.append(
+            Problem("tune.seeds", shared_seeds, "are also final seeds", "the runs that choose a rate must not judge it")
+        )
     fixed_keys = {"seed", "data.seed", "name", "runs", "resume", "init_from", "branch_from"}
     fixed_keys |= {*(f"experiment.{spec.name}" for spec in fields(ExperimentConfig))}
     for tuned_key in settings.tune.keys:
@@ -111,7 +121,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
             reason = "is set by the experiment" if tuned_key in fixed_keys else "is nothing that training depends on"
             problems.append(Problem("tune.key", tuned_key, reason, "name a key of the optimizer, such as optim.lr"))
     fixed_keys |= {*settings.tune.keys} if settings.tune.grid or settings.tune.table else set()
-    blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {f"sizes.{name}": changes for name, changes in sizes.items()}
+    blocks = {f"arms.{arm.name}": arm.changes for arm in arms} | {
+        f"sizes.{name}": changes for name, changes in sizes.items()
+    }
     for prefix, changes in blocks.items():
         for path in sorted(fixed_keys & set(flatten(changes))):
             problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
@@ -119,7 +131,9 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     full_arms: dict[str, Arm] = {}
     for arm in arms:
         changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
-        if arm.source in full_arms and (arm.branch_step is not None or not arm.trained):  # its changes are laid over its source's
+        if arm.source in full_arms and (
+            arm.branch_step is not None or not arm.trained
+        ):  # its changes are laid over its source's
             changes = merge(merge(full_arms[arm.source].changes, {} if arm.trained else {"phases": []}), changes)
         if (tokens := flatten(changes).get(TOKENS_KEY)) is not None:
             reason = "the arms of a size train equally long"
@@ -129,7 +143,11 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     sizes = {name: merge_bases(changes, file, f"sizes.{name}.base") for name, changes in sizes.items()}
     override_values = read_overrides(overrides)
     reason = "is a key of the experiment; overrides change its base configuration"
-    problems += [Problem(name, override_values[name], reason, f"change it in {file.name}") for name in _TOP_KEYS if name in override_values]
+    problems += [
+        Problem(name, override_values[name], reason, f"change it in {file.name}")
+        for name in _TOP_KEYS
+        if name in override_values
+    ]
     if problems:
         raise ConfigError(problems)
     base = merge(base, override_values)
@@ -148,23 +166,38 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
     arms: dict[str, Arm] = {}
     for name, block in read_blocks("arms", arm_blocks, problems).items():
         prefix, keys = f"arms.{name}", dict(block)
-        source, swap_block, trained, step = keys.pop("from", None), keys.pop("swap", None), keys.pop("train", True), keys.pop("step", None)
+        source, swap_block, trained, step = (
+            keys.pop("from", None),
+            keys.pop("swap", None),
+            keys.pop("train", True),
+            keys.pop("step", None),
+        )
         source_name = None if source is None else str(source)
         changes = nest_keys(keys, path=f"{prefix}.")
         if source_name is not None and source_name not in arms:
-            remedy = suggest(source_name, arms) if arms else "the first arm is the baseline, which starts from random weights"
+            remedy = (
+                suggest(source_name, arms)
+                if arms
+                else "the first arm is the baseline, which starts from random weights"
+            )
             problems.append(Problem(f"{prefix}.from", source, "is no earlier arm", remedy))
         if swap_block is not None and source_name is None:
-            problems.append(Problem(f"{prefix}.swap", swap_block, "there are no weights to swap", "say of which arm: `from`"))
+            problems.append(
+                Problem(f"{prefix}.swap", swap_block, "there are no weights to swap", "say of which arm: `from`")
+            )
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 1):
             problems.append(Problem(f"{prefix}.step", step, "must be a step of the arm it starts from, at least 1"))
         elif step is not None and (source_name is None or swap_block is not None or trained is not True):
             reason = "goes on with the optimizer state of another arm"
-            problems.append(Problem(f"{prefix}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`"))
+            problems.append(
+                Problem(f"{prefix}.step", step, reason, "name the arm: `from`, and drop `swap` and `train`")
+            )
         if not isinstance(trained, bool):
             problems.append(Problem(f"{prefix}.train", trained, "must be true or false"))
         elif not trained and swap_block is None:
-            problems.append(Problem(f"{prefix}.train", trained, "would be the arm it starts from", "give a `swap`, or train it"))
+            problems.append(
+                Problem(f"{prefix}.train", trained, "would be the arm it starts from", "give a `swap`, or train it")
+            )
         problem_count = len(problems)
         if is_list := is_block(swap_block) and isinstance(swap_block.get("to"), list):
             remedy = "several, one a layer, are swap: {to: layers} and model.normalizer: {of: [...]}"
@@ -197,7 +230,11 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
     normalizer = changes.get("model", {}).get("normalizer", {}) if is_block(changes.get("model", {})) else {}
     if not is_block(normalizer) or normalizer.get("name", swap.to) != swap.to or "init" in normalizer:
         reason = f"the weights are swapped to {swap.to}"
-        problems.append(Problem(f"{prefix}.model.normalizer", normalizer, reason, "give its options by their keys, and init in `swap`"))
+        problems.append(
+            Problem(
+                f"{prefix}.model.normalizer", normalizer, reason, "give its options by their keys, and init in `swap`"
+            )
+        )
     first_init = options.first_init()
     if swap.init is not None and first_init is None:
         problems.append(Problem(f"{prefix}.swap.init", swap.init, f"{swap.to} has no parameters to start", "drop it"))
@@ -220,11 +257,21 @@ def read_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, di
     blocks = {}
     for name, changes in value.items():
         if isinstance(name, bool | None):
-            problems.append(Problem(key, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes"))
+            problems.append(
+                Problem(key, name, "is no text: YAML reads on, yes and null as values", "put the name in quotes")
+            )
             continue
         is_reserved = str(name) in RESERVED[key]
-        if is_reserved or not all(letter.isalnum() or letter in "-_." for letter in str(name)) or not 0 < len(str(name)) <= 40:
-            problems.append(Problem(f"{key}.{name}", name, f"must be a name of at most 40 {_CHARSET}, not {', '.join(RESERVED[key])}"))
+        if (
+            is_reserved
+            or not all(letter.isalnum() or letter in "-_." for letter in str(name))
+            or not 0 < len(str(name)) <= 40
+        ):
+            problems.append(
+                Problem(
+                    f"{key}.{name}", name, f"must be a name of at most 40 {_CHARSET}, not {', '.join(RESERVED[key])}"
+                )
+            )
         elif str(name) in blocks:
             problems.append(Problem(f"{key}.{name}", name, "is there twice"))
         elif isinstance(changes, dict | None):
@@ -246,7 +293,9 @@ def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
             reader = csv.DictReader(file, strict=True)
             columns = ("size", "arm", "key", "rate", "seed", SELECTION, "configuration")
             if missing_columns := [name for name in columns if name not in (reader.fieldnames or ())]:
-                raise ConfigError(f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_TABLE_REMEDY}")
+                raise ConfigError(
+                    f"{path}: not a tuning table: it has no column {', '.join(missing_columns)}; {_TABLE_REMEDY}"
+                )
             runs = []
             for line in reader:
                 try:
@@ -257,7 +306,9 @@ def read_table(path: Path, metric: str) -> tuple[TuningRun, ...]:
                     if not all(0 < value < math.inf for value in values) or len(values) != len(keys):
                         raise ValueError
                     configuration = line["configuration"] or ""
-                    runs.append(TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration))
+                    runs.append(
+                        TuningRun(line["size"], line["arm"], line["key"], rate, seed, selection, primary, configuration)
+                    )
                 except (ValueError, TypeError, AttributeError):
                     reason = f"needs a rate above 0, a seed, and a {SELECTION} that is a number or `{DIVERGED}`"
                     raise ConfigError(f"{path}: line {reader.line_num} {reason}; {_TABLE_REMEDY}") from None
@@ -318,7 +369,15 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 
 
 # Keys of `data` that decide what the token store holds.
-_STORE_KEYS = ("source", "tokenizer", "val_fraction", "deduplicate", "min_document_bytes", "max_document_bytes", "on_error")
+_STORE_KEYS = (
+    "source",
+    "tokenizer",
+    "val_fraction",
+    "deduplicate",
+    "min_document_bytes",
+    "max_document_bytes",
+    "on_error",
+)
 # Evaluation kinds whose lengths are multiples of the training length, so that arms of other training lengths get other sequences.
 _LENGTH_KINDS = ("validation", "long_context", "texts")
 
@@ -342,7 +401,9 @@ def check_experiment(experiment: Experiment) -> None:
                 size_arms_by_problem.setdefault(str(problem), []).append((size, arm.name))
     problems += [f"{_size_arm_words(experiment, size_arms)}{text}" for text, size_arms in size_arms_by_problem.items()]
     for size in experiment.sizes:
-        problems += _check_arms(experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs])
+        problems += _check_arms(
+            experiment, [(arm, configs[size, arm.name]) for arm in experiment.arms if (size, arm.name) in configs]
+        )
     problems += _check_sizes(experiment, configs)
     if problems:
         raise ConfigError(list(dict.fromkeys(map(str, problems))))
@@ -351,7 +412,9 @@ def check_experiment(experiment: Experiment) -> None:
 def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
     """Name the sizes and arms that an error is about, for the beginning of its message. Return an empty text if it is about all of them,
     but always name a single size that has a name."""
-    if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (len(experiment.sizes) > 1 or "" in experiment.sizes):
+    if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (
+        len(experiment.sizes) > 1 or "" in experiment.sizes
+    ):
         return ""
     words = []
     for size in experiment.sizes:
@@ -378,13 +441,17 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
         baseline = arms[0][1]
         identity = f"{arm.source} {arm.branch_step} {arm.swap} {arm.trained} {config_hash(config)}"
         if identity in name_by_identity:
-            yield Problem(f"arms.{arm.name}", arm.changes, f"is the same as {name_by_identity[identity]}", "change it, or drop it")
+            yield Problem(
+                f"arms.{arm.name}", arm.changes, f"is the same as {name_by_identity[identity]}", "change it, or drop it"
+            )
         name_by_identity[identity], configs[arm.name] = arm.name, config
         if arm.branch_step is not None and arm.source in configs and config.trainer.max_steps:
             yield from _check_branch(arm, config, configs[arm.source])
         elif arm.source in configs:
             yield from _check_start(arm, config, configs[arm.source])
-        other_keys = [f"data.{name}" for name in _STORE_KEYS if getattr(baseline.data, name) != getattr(config.data, name)]
+        other_keys = [
+            f"data.{name}" for name in _STORE_KEYS if getattr(baseline.data, name) != getattr(config.data, name)
+        ]
         if other_keys:
             reason, remedy = "reads other data than the baseline", f"give all arms one value of {', '.join(other_keys)}"
             yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
@@ -407,12 +474,19 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
         remedy = "set trainer.checkpoint_every to a divisor of it, and raise trainer.keep_checkpoints"
         yield Problem(f"arms.{arm.name}.step", arm.branch_step, reason, remedy)
     if config.trainer.max_steps <= arm.branch_step:
-        reason, remedy = f"leaves no step after step {arm.branch_step} of {arm.source}", "raise it: it counts all steps from the first"
+        reason, remedy = (
+            f"leaves no step after step {arm.branch_step} of {arm.source}",
+            "raise it: it counts all steps from the first",
+        )
         yield Problem(f"arms.{arm.name}.trainer.max_steps", config.trainer.max_steps, reason, remedy)
-    for path, (branch_value, source_value) in differences(to_plain(config, whole=True), to_plain(source, whole=True)).items():
+    for path, (branch_value, source_value) in differences(
+        to_plain(config, whole=True), to_plain(source, whole=True)
+    ).items():
         if effect_of(path).on_resume == "same":
             reason = f"is {as_written(source_value)} in {arm.source}, which it branches from"
-            yield Problem(f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ")
+            yield Problem(
+                f"arms.{arm.name}.{path}", branch_value, reason, "drop it: length, rate and schedule alone may differ"
+            )
 
 
 def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
@@ -421,7 +495,9 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
         reason = f"has another normalizer than {arm.source}, whose weights it starts from"
         remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
         yield Problem(f"arms.{arm.name}.from", arm.source, reason, remedy)
-    for path, (value, source_value) in differences(*({"model": to_plain(side.model, whole=True)} for side in (config, source))).items():
+    for path, (value, source_value) in differences(
+        *({"model": to_plain(side.model, whole=True)} for side in (config, source))
+    ).items():
         if effect_of(path).affects == "model" and not path.startswith("model.normalizer"):
             reason = f"is {as_written(source_value)} in {arm.source}, whose weights it starts from"
             yield Problem(f"arms.{arm.name}.{path}", value, reason, "set it to that")
@@ -439,7 +515,9 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
         yield Problem(f"arms.{arm.name}", arm.changes, reason, remedy)
         return
     kind = kind_of_metric(metric)
-    options = [experiment.measurement_config(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)]
+    options = [
+        experiment.measurement_config(arm_config).eval.measured_options(kind) for arm_config in (baseline, config)
+    ]
     if options[0] != options[1] or (kind in _LENGTH_KINDS and baseline.data.seq_len != config.data.seq_len):
         reason = f"measures {metric} on other sequences than the baseline"
         remedy = "name a metric that `evaluate` measures alike in all arms, such as by_length/loss"
@@ -454,7 +532,11 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
     tasks = [to_plain(task) for task in recall.asked_tasks(data)]
     conditions = [*product(lengths_from_factors(recall.length_factors, data), recall.inference)]
     named_tasks = zip(task_names(tasks), tasks, strict=True)
-    return [task for name, task in named_tasks if metric in {recall.metric(name, length, setting.label) for length, setting in conditions}]
+    return [
+        task
+        for name, task in named_tasks
+        if metric in {recall.metric(name, length, setting.label) for length, setting in conditions}
+    ]
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
@@ -466,18 +548,28 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         prefixes = {name: prefix for prefix, name in EVAL_KINDS.items()}
         patterns = ", ".join(f"{prefixes.get(name, name)}/..." for name in kinds)
         remedy = "name one of these, or ask for the evaluation in the base's `eval` or in `evaluate`"
-        raise ConfigError([Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)])
+        raise ConfigError(
+            [Problem("primary.metric", metric, f"is not measured: at the last step runs have {patterns}", remedy)]
+        )
     names = {name: _metric_names(config, name) for name in kinds}
     if (kind_names := names[kind]) is not None and metric not in kind_names:
         all_names = [name for metric_names in names.values() for name in metric_names or ()]
-        raise ConfigError([Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))])
+        raise ConfigError(
+            [Problem("primary.metric", metric, "is not measured by sequence", suggest(metric, all_names))]
+        )
     _check_primary(experiment.primary, config.eval.quantity(kind))
     timing = Timing(every=config.validation_every, at=[1.0]) if kind == "validation" else config.eval.kinds.get(kind)
-    if experiment.primary.reach is not None and timing and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2:
+    if (
+        experiment.primary.reach is not None
+        and timing
+        and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2
+    ):
         key = "eval.every" if kind == "validation" else f"{config.eval.path(kind)}.every"
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
-    if experiment.primary.reach is not None and (untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]):
+    if experiment.primary.reach is not None and (
+        untrained_arms := [arm.name for arm in experiment.arms if not arm.trained]
+    ):
         reason = f"{untrained_arms[0]} is not trained"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, "drop the arm, or train it")])
 
@@ -486,11 +578,24 @@ def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
     """Check that `better` is lower for a loss, higher for an accuracy, and that no accuracy in `primary` exceeds 1. Raises ConfigError."""
     problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:
-        problems.append(Problem("primary.better", primary.better, f"of {primary.metric}, {better} is better", f"write `better: {better}`"))
-    levels = {"learned": primary.learned, "reach": primary.reach} | ({"matters": primary.matters} if primary.reach is None else {})
+        problems.append(
+            Problem(
+                "primary.better",
+                primary.better,
+                f"of {primary.metric}, {better} is better",
+                f"write `better: {better}`",
+            )
+        )
+    levels = {"learned": primary.learned, "reach": primary.reach} | (
+        {"matters": primary.matters} if primary.reach is None else {}
+    )
     for name, level in levels.items() if quantity == "accuracy" else ():
         if level is not None and level > 1:
-            problems.append(Problem(f"primary.{name}", level, f"{primary.metric} lies between 0 and 1", "give a fraction, such as 0.25"))
+            problems.append(
+                Problem(
+                    f"primary.{name}", level, f"{primary.metric} lies between 0 and 1", "give a fraction, such as 0.25"
+                )
+            )
     if problems:
         raise ConfigError(problems)
 
@@ -500,7 +605,9 @@ def _metric_names(config: Config, kind: str) -> list[str] | None:
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
-    part_names = task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
+    part_names = (
+        task_names([to_plain(weighted_task.task) for weighted_task in data.tasks]) if data.symbolic else labels(data)
+    )
     return [SELECTION, *(f"{SELECTION} {part_name}" for part_name in part_names if len(part_names) > 1)]
 
 
@@ -508,7 +615,9 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
     evaluation_keys = flatten(experiment.evaluate) if experiment.evaluate else {}
     if other_paths := [path for path in evaluation_keys if not path.startswith("eval.")]:
         for path in other_paths:
-            yield Problem(f"evaluate.{path}", evaluation_keys[path], "is no key of an evaluation", "name keys of `eval`")
+            yield Problem(
+                f"evaluate.{path}", evaluation_keys[path], "is no key of an evaluation", "name keys of `eval`"
+            )
         return
     try:
         overrides_in("eval", experiment.evaluate_overrides)

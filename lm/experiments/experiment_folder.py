@@ -15,7 +15,16 @@ from lm.config.yaml_text import override, parse_yaml
 from lm.data.prepare import prepare, vocab_size_of
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError, as_written
-from lm.experiments.experiment import SHARED_SETTINGS, Arm, Departure, Experiment, config_hash, deciding_keys, kind_of_metric, omitted_keys
+from lm.experiments.experiment import (
+    SHARED_SETTINGS,
+    Arm,
+    Departure,
+    Experiment,
+    config_hash,
+    deciding_keys,
+    kind_of_metric,
+    omitted_keys,
+)
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.plan import Times, cost
 from lm.experiments.procedure import Procedure, next_look
@@ -58,15 +67,27 @@ def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool 
     trainer = experiment.base.get("trainer", {})  # sizes and arms may set these keys, too
     open_settings = {name: settings[name] for name in SHARED_SETTINGS if trainer.get(name) in ("auto", None)}
     planned_seeds = tuple(settings["seeds"]) if "seeds" in settings else None
-    experiment = replace(experiment, base=merge(experiment.base, {"trainer": open_settings}), planned_seeds=planned_seeds)
-    procedure = Procedure(replace(experiment, departures=departures(experiment, settings if settings_file.exists() else None)))
-    if not anew and not any(run.config.run_folder.is_dir() for run in procedure.known_runs()) and (note := other_runs_note(procedure)):
+    experiment = replace(
+        experiment, base=merge(experiment.base, {"trainer": open_settings}), planned_seeds=planned_seeds
+    )
+    procedure = Procedure(
+        replace(experiment, departures=departures(experiment, settings if settings_file.exists() else None))
+    )
+    if (
+        not anew
+        and not any(run.config.run_folder.is_dir() for run in procedure.known_runs())
+        and (note := other_runs_note(procedure))
+    ):
         raise RunError(f"{experiment.folder}: {note}; to train what is asked for now, add --anew")
     return next_look(procedure)
 
 
 def start(
-    path: Path, overrides: list[str], jobs: int = 1, anew: bool = False, timer: Callable[[Procedure], Times] | None = None
+    path: Path,
+    overrides: list[str],
+    jobs: int = 1,
+    anew: bool = False,
+    timer: Callable[[Procedure], Times] | None = None,
 ) -> Procedure:
     """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start the experiment at the
     same time, one of them fixes the settings.
@@ -83,15 +104,26 @@ def start(
     settings = {"data_fingerprint": store.fingerprint} | {name: getattr(trainer, name) for name in SHARED_SETTINGS}
     file_experiment = read_experiment(path, overrides)
     if timer and not settings_file.exists() and file_experiment.first_config.trainer.compile == "auto":
-        compilation = _compilation(file_experiment, timer(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name)))
+        compilation = _compilation(
+            file_experiment, timer(procedure).get((next(iter(file_experiment.sizes)), file_experiment.arms[0].name))
+        )
         settings["compile"] = compilation.value == "true"
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
     has_measured_runs, plan = is_measured(experiment), plan_of(experiment)
     plugin_names = [run.config.plugin_names_by_key for run in procedure.known_runs()]
-    code = PLUGINS.versions({name for names in plugin_names for key, name in names.items() if not key.startswith("eval.")})
-    settings |= {"seeds": list(experiment.all_seeds), _OVERRIDES: list(overrides), PLAN: None if has_measured_runs else plan, _CODE: code}
-    if not write_new(settings_file, json_bytes(settings)) and not has_measured_runs:  # the plan may change before a final run is measured
+    code = PLUGINS.versions(
+        {name for names in plugin_names for key, name in names.items() if not key.startswith("eval.")}
+    )
+    settings |= {
+        "seeds": list(experiment.all_seeds),
+        _OVERRIDES: list(overrides),
+        PLAN: None if has_measured_runs else plan,
+        _CODE: code,
+    }
+    if (
+        not write_new(settings_file, json_bytes(settings)) and not has_measured_runs
+    ):  # the plan may change before a final run is measured
         old_settings = read_json(settings_file)
         new_settings = old_settings | ({PLAN: plan} if has_plan_changed(old_settings.get(PLAN), plan) else {})
         new_settings |= {name: settings[name] for name in ("seeds", _CODE) if name in old_settings}
@@ -121,7 +153,9 @@ def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
         labels = documents[used_metric]
         if labels is not None and not (selection_mask(store.fingerprint, labels) == (use != "report")).any():
             reason = f"none of the {len(set(labels.tolist()))} held-out documents of {used_metric} is left to {use} on"
-            raise ConfigError([Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")])
+            raise ConfigError(
+                [Problem("base.data.val_fraction", config.data.val_fraction, reason, "hold out more text")]
+            )
 
 
 def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | None:
@@ -132,7 +166,9 @@ def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | 
     if config.data.symbolic or kind not in ("validation", "long_context", "by_length"):
         return None
     if kind != "validation":
-        return (LongContext(config, store).held_out if kind == "long_context" else ByLength(config, store).stretches).document_labels
+        return (
+            LongContext(config, store).held_out if kind == "long_context" else ByLength(config, store).stretches
+        ).document_labels
     validation = Validation(config, store)
     source_labels = [source.label for source in store.val.sources]
     mask = validation.held_out.sources == source_labels.index(label) if label else validation.trained_mask
@@ -145,30 +181,56 @@ def other_runs_note(procedure: Procedure) -> str:
     start from another arm's weights are left out, as that arm's runs show the difference."""
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     arms = {arm.name: arm for arm in experiment.arms if not arm.source}
-    tuned_values = dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
-    differences = list[dict[str, tuple[Plain, Plain]]]()  # of each run, by key: its value and the requested value; None: not set
-    sized_files = [(size, path) for size in experiment.sizes for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))]
+    tuned_values = (
+        dict(zip(experiment.tune.keys, key_values(experiment.any_rate), strict=True)) if experiment.is_tuned else {}
+    )
+    differences = list[
+        dict[str, tuple[Plain, Plain]]
+    ]()  # of each run, by key: its value and the requested value; None: not set
+    sized_files = [
+        (size, path)
+        for size in experiment.sizes
+        for path in sorted((experiment.folder / size).glob(f"*-seed*/{CONFIG}"))
+    ]
     for run_size, file in sized_files:
         plain = {} if file.parent in known_folders else parse_yaml(file.read_bytes(), str(file))
         values, experiment_block = omitted_keys() | deciding_keys(plain), plain.get("experiment") or {}
-        last_step, arm, cell = values.get("trainer.max_steps"), arms.get(experiment_block.get("arm")), experiment_block.get("rate")
+        last_step, arm, cell = (
+            values.get("trainer.max_steps"),
+            arms.get(experiment_block.get("arm")),
+            experiment_block.get("rate"),
+        )
         n_tuned_keys = 0 if cell is None else len(str(cell).split(" / "))
         has_ended = isinstance(last_step, int) and step_path(file.parent / CHECKPOINTS, last_step).exists()
         if not arm or not has_ended or n_tuned_keys != len(tuned_values):
             continue
         rate = make_rate(values.get(key, value) for key, value in tuned_values.items()) if tuned_values else None
-        requested_values = omitted_keys() | deciding_keys(to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config))
-        pairs = {key: (values.get(key), requested_values.get(key)) for key in sorted(values.keys() | requested_values.keys())}
+        requested_values = omitted_keys() | deciding_keys(
+            to_plain(procedure.run(run_size, arm, "final", rate, plain["seed"], {}).config)
+        )
+        pairs = {
+            key: (values.get(key), requested_values.get(key)) for key in sorted(values.keys() | requested_values.keys())
+        }
         differences.append({key: pair for key, pair in pairs.items() if pair[0] != pair[1] and key not in tuned_values})
     differences = [pairs for pairs in differences if pairs]
     if not differences:
         return ""
-    shared_values = {key: pair for key, pair in differences[0].items() if all(pair == group.get(key) for group in differences)}
+    shared_values = {
+        key: pair for key, pair in differences[0].items() if all(pair == group.get(key) for group in differences)
+    }
     listed_values = [*(shared_values or differences[0]).items()][:4]
-    words = ", ".join(f"{key}={as_written(value)} (asked for: {as_written(requested)})" for key, (value, requested) in listed_values)
+    words = ", ".join(
+        f"{key}={as_written(value)} (asked for: {as_written(requested)})" for key, (value, requested) in listed_values
+    )
     ellipsis = ", ..." if len(shared_values or differences[0]) > 4 else ""
-    overrides = _overrides_of(experiment, shared_values if all(group.keys() == shared_values.keys() for group in differences) else {})
-    remedy = f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}" if overrides is not None else ""
+    overrides = _overrides_of(
+        experiment, shared_values if all(group.keys() == shared_values.keys() for group in differences) else {}
+    )
+    remedy = (
+        f"; the command that goes on with them: {replace(experiment, overrides=overrides).command}"
+        if overrides is not None
+        else ""
+    )
     return f"{len(differences)} ended runs here are of another configuration: {words}{ellipsis}{remedy}"
 
 
@@ -178,8 +240,14 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
     `differing_values`: for each differing key, its value in the runs and the requested value."""
     if not differing_values:
         settings_file = experiment.folder / RESOLVED_FILE
-        first_overrides = convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
-        return None if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides else tuple(first_overrides)
+        first_overrides = (
+            convert(list[str], read_json(settings_file).get(_OVERRIDES)) if settings_file.exists() else MISSING
+        )
+        return (
+            None
+            if first_overrides is MISSING or tuple(first_overrides) == experiment.overrides
+            else tuple(first_overrides)
+        )
     other_overrides = (text for text in experiment.overrides if text.partition("=")[0] not in differing_values)
     return (*other_overrides, *(override(key, value) for key, (value, _) in differing_values.items()))
 
@@ -187,7 +255,9 @@ def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plai
 def _settings_problem(settings: dict[str, Plain]) -> str:
     if missing_names := {*SHARED_SETTINGS} - settings.keys():
         return f"has no {', '.join(sorted(missing_names))}"
-    problems = [Problem(name, settings[name], "is not settled") for name in SHARED_SETTINGS if settings[name] in ("auto", None)]
+    problems = [
+        Problem(name, settings[name], "is not settled") for name in SHARED_SETTINGS if settings[name] in ("auto", None)
+    ]
     build(TrainerConfig, {name: settings[name] for name in SHARED_SETTINGS}, "", problems)
     if "seeds" in settings and convert(list[int], settings["seeds"]) is MISSING:
         problems.append(Problem("seeds", settings["seeds"], "must be a list of seeds"))
@@ -226,38 +296,62 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
     """The present plan: time, primary metric, options of its evaluation, tuning, how often the data may be judged, and a hash of each arm
     by size. With `more_seeds`, it also has the seeds that are judged first."""
-    configs = {(size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms}
-    arms = {size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms} for size in experiment.sizes}
+    configs = {
+        (size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms
+    }
+    arms = {
+        size: {arm.name: _arm_hash(arm, configs[size, arm.name]) for arm in experiment.arms}
+        for size in experiment.sizes
+    }
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    primary = {key: value for key, value in vars(experiment.primary).items() if key != "spread"}  # only the plan's power depends on it
+    primary = {
+        key: value for key, value in vars(experiment.primary).items() if key != "spread"
+    }  # only the plan's power depends on it
     baseline, kind = experiment.arms[0].name, kind_of_metric(experiment.primary.metric)
-    measured = {size: experiment.measurement_config(configs[size, baseline]).eval.measured_options(kind) for size in experiment.sizes}
+    measured = {
+        size: experiment.measurement_config(configs[size, baseline]).eval.measured_options(kind)
+        for size in experiment.sizes
+    }
     tune = dict(vars(experiment.tune))
     if experiment.table:
         rows = sorted(
-            f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection_value} {run.primary_value}" for run in experiment.table
+            f"{run.size} {run.arm} {run.key} {run.rate} {run.seed} {run.selection_value} {run.primary_value}"
+            for run in experiment.table
         )
         tune["digest of table"] = plain_sha256(rows)[:8]
-    plan = {"at": timestamp, "primary": primary, "measured": measured, "tune": tune, "looks": experiment.looks, "arms": arms}
+    plan = {
+        "at": timestamp,
+        "primary": primary,
+        "measured": measured,
+        "tune": tune,
+        "looks": experiment.looks,
+        "arms": arms,
+    }
     first_seeds = [seed for seed in experiment.seeds if seed not in experiment.more_seeds]
     return plan | ({"first look": first_seeds} if experiment.more_seeds else {})
 
 
 def _arm_hash(arm: Arm, config: Config) -> str:
     step = () if arm.branch_step is None else (arm.branch_step,)
-    return " ".join(map(str, (config_hash(config), *((f"from {arm.source}", arm.swap, arm.trained, *step) if arm.source else ()))))
+    return " ".join(
+        map(str, (config_hash(config), *((f"from {arm.source}", arm.swap, arm.trained, *step) if arm.source else ())))
+    )
 
 
 def is_measured(experiment: Experiment) -> bool:
     """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any configuration."""
     paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
-    return any(any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths)
+    return any(
+        any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths
+    )
 
 
 def has_plan_changed(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
     """Whether a recorded plan is known and differs from the current plan in more than the time at which it was recorded. A new order of the
     arms counts only if it changes the baseline."""
-    return bool(plan) and ({**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"]))
+    return bool(plan) and (
+        {**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"])
+    )
 
 
 def _baseline(arms: dict[str, dict[str, str]]) -> str:
@@ -277,9 +371,18 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
     if (plan and not has_plan_changed(plan, current_plan)) or not is_measured(experiment):
         return ()
     if settings is not None and PLAN not in settings:
-        return (Departure(f"{RESOLVED_FILE} is of an earlier version, which did not record primary metric and arms", exploratory=False),)
+        return (
+            Departure(
+                f"{RESOLVED_FILE} is of an earlier version, which did not record primary metric and arms",
+                exploratory=False,
+            ),
+        )
     if plan is None:
-        return (Departure(f"what was planned before the first run is not known: {RESOLVED_FILE} was not there when final runs were"),)
+        return (
+            Departure(
+                f"what was planned before the first run is not known: {RESOLVED_FILE} was not there when final runs were"
+            ),
+        )
     try:
         plan_time, changes = plan["at"], []
 
@@ -296,9 +399,13 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
                     subject = f"what {experiment.primary.metric} is measured on: its {name}"
                     changes.append(Departure(change_words(subject, planned_value, value)))
         if (looks := plan.get("looks", current_plan["looks"])) != current_plan["looks"]:
-            changes.append(Departure(f"{change_words('the number of looks', looks, current_plan['looks'])} (more_seeds)"))
+            changes.append(
+                Departure(f"{change_words('the number of looks', looks, current_plan['looks'])} (more_seeds)")
+            )
         if (first := plan.get("first look")) not in (None, now := current_plan.get("first look")) and now is not None:
-            changes.append(Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}"))
+            changes.append(
+                Departure(f"the first look had seeds {first} when it was settled ({plan_time}), it has {now}")
+            )
         return tuple(changes + _changed_arms(plan["arms"], current_plan["arms"], experiment.arms, plan_time))
     except (KeyError, TypeError, AttributeError):
         raise RunError(f"{experiment.folder / RESOLVED_FILE}: its `{PLAN}` is damaged; bring it back") from None
@@ -311,7 +418,10 @@ def _extends(value: Plain, planned_value: Plain) -> bool:
 
 
 def _changed_arms(
-    planned_arms: dict[str, dict[str, str]], current_arms: dict[str, dict[str, str]], arms: Sequence[Arm], plan_time: str
+    planned_arms: dict[str, dict[str, str]],
+    current_arms: dict[str, dict[str, str]],
+    arms: Sequence[Arm],
+    plan_time: str,
 ) -> list[Departure]:
     """Departures for arms that were added, left out, or changed. A change of the baseline, or an arm that is left out, concerns all
     verdicts. A change of another arm concerns its own verdict and the verdicts of arms that start from its weights."""
@@ -320,15 +430,32 @@ def _changed_arms(
     def change_words(size: str, arm: str) -> str:
         planned_hash, current_hash = planned_arms.get(size, {}).get(arm), current_arms.get(size, {}).get(arm)
         if planned_hash != current_hash:
-            return "was added" if planned_hash is None else "is left out" if current_hash is None else "has another configuration"
-        return f"starts from an arm that {words}" if sources.get(arm) and (words := change_words(size, sources[arm])) else ""
+            return (
+                "was added"
+                if planned_hash is None
+                else "is left out"
+                if current_hash is None
+                else "has another configuration"
+            )
+        return (
+            f"starts from an arm that {words}"
+            if sources.get(arm) and (words := change_words(size, sources[arm]))
+            else ""
+        )
 
-    size_arms = {(size, arm): None for arms_by_size in (planned_arms, current_arms) for size, arms in arms_by_size.items() for arm in arms}
+    size_arms = {
+        (size, arm): None
+        for arms_by_size in (planned_arms, current_arms)
+        for size, arms in arms_by_size.items()
+        for arm in arms
+    }
     for size, arm in size_arms:
         if words := change_words(size, arm):
             size_arm = None if arm == baseline or arm not in current_arms.get(size, {}) else (size, arm)
             name = ", ".join(filter(None, (arm, size)))
-            changes.append(Departure(f"arm {name} {words} since the arms were settled ({plan_time})", size_arm=size_arm))
+            changes.append(
+                Departure(f"arm {name} {words} since the arms were settled ({plan_time})", size_arm=size_arm)
+            )
     if _baseline(planned_arms) not in ("", baseline):
         changes.append(Departure(f"the baseline is another since the arms were settled ({plan_time})"))
     return changes

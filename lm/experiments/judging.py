@@ -16,7 +16,11 @@ from lm.statistics.learned import LearnedCounts, clopper_pearson, factor, has_le
 from lm.statistics.tuning import Rate, rate_cell, rate_text
 from lm.statistics.verdicts import MAX_SEEDS, MIN_SEEDS, POWER, Comparison, Verdict, power, seeds_needed, verdicts
 
-INTERVALS = ("difference", "factor", "alone")  # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
+INTERVALS = (
+    "difference",
+    "factor",
+    "alone",
+)  # intervals in `Judgement.entries`; a CSV has columns for their ends even if all are empty
 SizeArm = tuple[str, str]  # size and arm
 RatePair = tuple[Rate | None, Rate | None]  # the rates of an arm and of the baseline
 
@@ -42,7 +46,9 @@ class JudgedRun:
         return float(np.average(self.values, weights=self.weights)) if self.state == "finished" else math.inf
 
 
-RunsByRate = dict[Rate | None, list[JudgedRun]]  # runs of an arm by seed, at each rate; the rate that tuning chose comes first
+RunsByRate = dict[
+    Rate | None, list[JudgedRun]
+]  # runs of an arm by seed, at each rate; the rate that tuning chose comes first
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +64,9 @@ class Judgement:
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
     all_pairs: bool = False
     looks: int = 1  # the number of times that the data may be judged
-    sources: Mapping[str, list[str]] = field(default_factory=dict)  # the names of the arms whose weights an arm starts from, by that arm
+    sources: Mapping[str, list[str]] = field(
+        default_factory=dict
+    )  # the names of the arms whose weights an arm starts from, by that arm
     exploratory: Collection[SizeArm] = ()  # the sizes and arms whose verdicts are exploratory
     rate_heading: str = "rate"  # the heading of the column of rates
     measured_on: str = ""  # what means are measured on, for the heading of their column
@@ -82,16 +90,24 @@ class Judgement:
         """
         primary = self.primary
         if primary.learned is not None:
-            results = learned_verdicts({size_arm: self.learned_counts(*size_arm) for size_arm in self.size_arms}, self.looks)
+            results = learned_verdicts(
+                {size_arm: self.learned_counts(*size_arm) for size_arm in self.size_arms}, self.looks
+            )
         else:
             results = verdicts(self.comparisons, primary.matters, primary.reach is not None, self.looks)
         if primary.reach is not None:
             results = {
-                size_arm: replace(verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval))
+                size_arm: replace(
+                    verdict, interval=factor(verdict.interval), single_interval=factor(verdict.single_interval)
+                )
                 for size_arm, verdict in results.items()
             }
         return {
-            size_arm: replace(verdict, exploratory=size_arm in self.exploratory, reason=verdict.reason + self._not_learned_words(*size_arm))
+            size_arm: replace(
+                verdict,
+                exploratory=size_arm in self.exploratory,
+                reason=verdict.reason + self._not_learned_words(*size_arm),
+            )
             for size_arm, verdict in results.items()
         }
 
@@ -113,22 +129,32 @@ class Judgement:
         pair, (arm_runs, baseline_runs) = (rates[arm], rates[baseline]), self._runs_at_all_rates(size, arm)
         arm_rates = arm_runs.keys()
         decisive_runs = _decisive_runs(pair, arm_runs, baseline_runs)
-        has_begun = any(run.arm == arm and run.ended for run in decisive_runs)  # before that, a diverged baseline says nothing of the arm
+        has_begun = any(
+            run.arm == arm and run.ended for run in decisive_runs
+        )  # before that, a diverged baseline says nothing of the arm
         diverged_runs = [run for run in decisive_runs if has_begun and run.state == "diverged"]
         reason = "; ".join(run.note for run in diverged_runs[:3]) + ("; ..." if len(diverged_runs) > 3 else "")
         if diverged_runs:  # no claim is possible: only the runs at the judged rates are shown
             arm_runs, baseline_runs = {pair[0]: arm_runs[pair[0]]}, {pair[1]: baseline_runs[pair[1]]}
         else:
-            arm_runs, baseline_runs = _usable_runs(arm_runs, pair[0], counts_tokens), _usable_runs(baseline_runs, pair[1], counts_tokens)
+            arm_runs, baseline_runs = (
+                _usable_runs(arm_runs, pair[0], counts_tokens),
+                _usable_runs(baseline_runs, pair[1], counts_tokens),
+            )
         runs_by_seed = zip(*arm_runs.values(), *baseline_runs.values(), strict=True)
         seeds = [seed for seed, runs in enumerate(runs_by_seed) if all(run.state == "finished" for run in runs)]
         arm_runs, baseline_runs = (
-            {rate: [runs[seed] for seed in seeds] for rate, runs in runs_by_rate.items()} for runs_by_rate in (arm_runs, baseline_runs)
+            {rate: [runs[seed] for seed in seeds] for rate, runs in runs_by_rate.items()}
+            for runs_by_rate in (arm_runs, baseline_runs)
         )
         unreached_words, document_estimate = "", None
         # Without shared rates, all rates of the baseline count.
-        shared_count = None if arm in self.sources or diverged_runs else sum(rate in arm_rates for rate in baseline_runs) or None
-        differences = _differences(arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value)
+        shared_count = (
+            None if arm in self.sources or diverged_runs else sum(rate in arm_rates for rate in baseline_runs) or None
+        )
+        differences = _differences(
+            arm_runs, baseline_runs, lambda run: log_tokens(run.value) if counts_tokens else run.value
+        )
         if counts_tokens:
             unreached_words = self._unreached_words(chain(*arm_runs.values(), *baseline_runs.values()))
         elif seeds and (first_run := next(iter(arm_runs.values()))[0]).documents is not None:
@@ -167,7 +193,9 @@ class Judgement:
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
         if sources is None:
-            return arm_runs, {rate: baseline_runs[rate] for rate in sorted(baseline_runs, key=lambda rate: rate not in arm_runs)}
+            return arm_runs, {
+                rate: baseline_runs[rate] for rate in sorted(baseline_runs, key=lambda rate: rate not in arm_runs)
+            }
         rate = self.rates[size][baseline]
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
@@ -184,9 +212,13 @@ class Judgement:
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
             if unreached_count := sum(number == math.inf for number in tokens):
-                words.append(f"{unreached_count} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}")
+                words.append(
+                    f"{unreached_count} of {len(tokens)} runs of {arm} did not reach {primary.metric} {primary.reach:g}"
+                )
             if early_count := sum(number == 0 for number in tokens):
-                words.append(f"{early_count} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation")
+                words.append(
+                    f"{early_count} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation"
+                )
         return "; ".join(words)
 
     def entries(self) -> list[dict[str, Plain]]:
@@ -211,7 +243,11 @@ class Judgement:
         primary, runs = self.primary, self.judged_runs(size, arm)
         counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
-        common_values = [run.value for run, is_common in zip(runs, common_seeds, strict=False) if is_common and run.state == "finished"]
+        common_values = [
+            run.value
+            for run, is_common in zip(runs, common_seeds, strict=False)
+            if is_common and run.state == "finished"
+        ]
         entry: dict[str, Plain] = {
             "size": size, "arm": arm, "rate": rate_cell((self.rates[size] or {}).get(arm)),
             "runs": len(values), "of": len(self.seeds), "mean": _mean(common_values, counts_tokens),
@@ -230,10 +266,16 @@ class Judgement:
         if arm != self.arms[0]:
             verdict = self.verdicts[size, arm]
             entry |= {"verdict": verdict.label, "words": verdict.words, "reason": verdict.reason}
-            intervals = {"factor" if counts_tokens else "difference": verdict.interval, "alone": verdict.single_interval}
+            intervals = {
+                "factor" if counts_tokens else "difference": verdict.interval,
+                "alone": verdict.single_interval,
+            }
             intervals["over_seeds_and_documents"] = verdict.document_interval
             entry |= {name: json_value(interval and interval.as_list()) for name, interval in intervals.items()}
-            entry |= {"p": verdict.p if verdict.seeds or primary.learned is not None else None, "p_exact": verdict.p_exact}
+            entry |= {
+                "p": verdict.p if verdict.seeds or primary.learned is not None else None,
+                "p_exact": verdict.p_exact,
+            }
             entry["seeds_needed"] = verdict.seeds_needed and [*verdict.seeds_needed]
         return entry
 
@@ -247,8 +289,12 @@ class Judgement:
         if seed_count < MIN_SEEDS:
             yield f"NO VERDICT: there are {seed_count} seeds, and a verdict takes {MIN_SEEDS}: add seeds"
             return
-        seed_differences = [comparison.differences for (size, _), comparison in self.comparisons.items() if self.rates[size] is not None]
-        seed_differences = [differences for differences in seed_differences if len(differences) > 1 and np.isfinite(differences).all()]
+        seed_differences = [
+            comparison.differences for (size, _), comparison in self.comparisons.items() if self.rates[size] is not None
+        ]
+        seed_differences = [
+            differences for differences in seed_differences if len(differences) > 1 and np.isfinite(differences).all()
+        ]
         spread, source = primary.spread, "primary.spread"
         if seed_differences:
             degrees_of_freedom = [len(differences) - 1 for differences in seed_differences]
@@ -257,7 +303,11 @@ class Judgement:
             spread = math.sqrt(np.average(variances, weights=degrees_of_freedom))
             source = "the seeds that have ended"
         if not spread:
-            reason = "before seeds have ended, as the file expects no primary.spread" if spread is None else "as all seeds agree"
+            reason = (
+                "before seeds have ended, as the file expects no primary.spread"
+                if spread is None
+                else "as all seeds agree"
+            )
             yield f"power: not known {reason}"
             return
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters
@@ -284,13 +334,20 @@ def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
 
     permanent_rates = judged_rate, next(iter(runs))
-    return {rate: rate_runs for rate, rate_runs in runs.items() if rate in permanent_rates or not any(map(has_no_value, rate_runs))}
+    return {
+        rate: rate_runs
+        for rate, rate_runs in runs.items()
+        if rate in permanent_rates or not any(map(has_no_value, rate_runs))
+    }
 
 
-def _differences(arm_runs: RunsByRate, baseline_runs: RunsByRate, value_of: Callable[[JudgedRun], float | np.ndarray]) -> np.ndarray:
+def _differences(
+    arm_runs: RunsByRate, baseline_runs: RunsByRate, value_of: Callable[[JudgedRun], float | np.ndarray]
+) -> np.ndarray:
     """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), with the shape of `value_of(run)` last."""
     arm_values, baseline_values = (
-        np.array([[value_of(run) for run in runs] for runs in runs_by_rate.values()]) for runs_by_rate in (arm_runs, baseline_runs)
+        np.array([[value_of(run) for run in runs] for runs in runs_by_rate.values()])
+        for runs_by_rate in (arm_runs, baseline_runs)
     )
     with np.errstate(invalid="ignore"):
         return arm_values[:, None] - baseline_values

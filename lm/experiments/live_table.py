@@ -26,9 +26,20 @@ from lm.statistics.tuning import rate_text
 REFRESH_SECONDS = 1.0
 MAX_RUNS = 20  # largest number of rows; more runs are shown in groups
 _NUMBER_COLUMNS = dict.fromkeys(("rate", "seed", "runs", SELECTION), "number")  # columns that hold numbers
-_STATE_STYLES = {"finished": "green", "diverged": "red", "failed": "red", "running": "bold", "waiting": "dim"}  # groups count in this order
+_STATE_STYLES = {
+    "finished": "green",
+    "diverged": "red",
+    "failed": "red",
+    "running": "bold",
+    "waiting": "dim",
+}  # groups count in this order
 # columns that tell single runs apart, then columns that tell groups of runs apart, the finest groups first
-_LINE_COLUMNS = (("size", "arm", "rate", "seed", "stage"), ("size", "arm", "rate", "stage"), ("size", "arm", "stage"), ("size", "stage"))
+_LINE_COLUMNS = (
+    ("size", "arm", "rate", "seed", "stage"),
+    ("size", "arm", "rate", "stage"),
+    ("size", "arm", "stage"),
+    ("size", "stage"),
+)
 
 
 @dataclass
@@ -54,8 +65,13 @@ class LiveTable:
 
     def run_lines(self) -> list[RunLine]:
         devices_by_folder = {run.config.run_folder: devices for run, devices in list(self.jobs.pending.values())}
-        self._logged = {folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder}
-        return [self._run_line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ()))) for run in self.jobs.known_runs]
+        self._logged = {
+            folder: self._logged.get(folder, {}) | last_logged(folder / METRICS) for folder in devices_by_folder
+        }
+        return [
+            self._run_line(run, gpu_words(devices_by_folder.get(run.config.run_folder, ())))
+            for run in self.jobs.known_runs
+        ]
 
     def _run_line(self, run: Run, devices: str) -> RunLine:
         folder, outcome = run.config.run_folder, run.outcome
@@ -66,7 +82,9 @@ class LiveTable:
             return RunLine(run, "failed", note=f"status {failure.status}")
         if (logged := self._logged.get(folder)) is not None:
             return RunLine(run, "running", logged.get("step", 0), logged.get(SELECTION), devices)
-        return RunLine(run, note="for the run it starts from" if run.source and run.source.outcome.state != "finished" else "")
+        return RunLine(
+            run, note="for the run it starts from" if run.source and run.source.outcome.state != "finished" else ""
+        )
 
     def render(self, height: int = 50) -> RenderableType:
         """Return the table, in at most about `height` lines."""
@@ -88,33 +106,50 @@ class LiveTable:
         first_line, is_single = group[0], "seed" in column_names
         has_column = {"size": "" not in self.experiment.sizes, "rate": self.experiment.is_tuned}
         values = {name: getattr(first_line.run, name) for name in column_names if has_column.get(name, True)}
-        row = {name: "" if value is None else rate_text(value) if name == "rate" else str(value) for name, value in values.items()}
-        steps = [f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"]
+        row = {
+            name: "" if value is None else rate_text(value) if name == "rate" else str(value)
+            for name, value in values.items()
+        }
+        steps = [
+            f"{line.step} of {line.run.outcome.last_step}" for line in group if is_single or line.state == "running"
+        ]
         losses = [line.loss for line in group if line.loss is not None and (is_single or line.state == "finished")]
         if is_single:
             state = Text(f"{first_line.state} {first_line.note}".strip(), _STATE_STYLES[first_line.state])
         else:
             row["runs"], counts = str(len(group)), Counter(line.state for line in group)
             device_words = "".join(f" {line.note}" for line in group if line.state == "running" and line.note)
-            state = Text(", ".join(f"{counts[name]} {name}{device_words * (name == 'running')}" for name in _STATE_STYLES if counts[name]))
+            state = Text(
+                ", ".join(
+                    f"{counts[name]} {name}{device_words * (name == 'running')}"
+                    for name in _STATE_STYLES
+                    if counts[name]
+                )
+            )
         loss = {SELECTION if is_single else f"mean {SELECTION}": f"{statistics.fmean(losses):.4f}" if losses else ""}
         return row | {"state": state, "step": "; ".join(steps)} | loss
 
     def _progress_words(self, lines: list[RunLine]) -> str:
         """The line below the table: the progress of the experiment, and the remaining time."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
-        words = [f"{experiment.name}: {sum(line.run.outcome.ended for line in lines)} of the {len(lines)} runs known so far ended"]
+        words = [
+            f"{experiment.name}: {sum(line.run.outcome.ended for line in lines)} of the {len(lines)} runs known so far ended"
+        ]
         words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
         if experiment.tune.grid:
             tuning_lines = [line for line in lines if line.run.stage == "tune"]
             remaining_count = sum(not line.run.outcome.ended for line in tuning_lines)
-            rates = {(line.run.size, line.run.rate) for line in tuning_lines if line.run.rate not in experiment.tune.rates}
+            rates = {
+                (line.run.size, line.run.rate) for line in tuning_lines if line.run.rate not in experiment.tune.rates
+            }
             added_count = max(Counter(size for size, _ in rates).values(), default=0)
             growth = f", whose grid has grown by {added_count}" if added_count else ""
             words.append(f"tuning{growth}: {f'{remaining_count} runs left' if remaining_count else 'done'}")
         if unfinished_lines := [line for line in lines if line.state in ("running", "waiting")]:
             seconds, unknown = [self._seconds(line) for line in unfinished_lines], "how long it takes is not known yet"
-            words.append(unknown if None in seconds else f"about {duration(sum(seconds) / self.jobs.slots.n_slots)} left")
+            words.append(
+                unknown if None in seconds else f"about {duration(sum(seconds) / self.jobs.slots.n_slots)} left"
+            )
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
@@ -139,7 +174,10 @@ def live_table(jobs: ExperimentTrainer, times: Times) -> Iterator[None]:
         return
     table = LiveTable(jobs, times)
     live = Live(
-        get_renderable=lambda: table.render(console.size.height), console=console, refresh_per_second=1 / REFRESH_SECONDS, transient=True
+        get_renderable=lambda: table.render(console.size.height),
+        console=console,
+        refresh_per_second=1 / REFRESH_SECONDS,
+        transient=True,
     )
     with suppress(OSError):  # the terminal was closed
         live.start()

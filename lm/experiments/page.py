@@ -15,7 +15,15 @@ from lm.experiments.experiment import Experiment
 from lm.experiments.judging import Judgement
 from lm.experiments.procedure import Procedure, Run
 from lm.experiments.run_outcome import SELECTION
-from lm.experiments.summary import differences_by_rate, has_reached, measured_words, summary_entries, summary_table, trend_table, value_text
+from lm.experiments.summary import (
+    differences_by_rate,
+    has_reached,
+    measured_words,
+    summary_entries,
+    summary_table,
+    trend_table,
+    value_text,
+)
 from lm.report.comparison import ArmRuns, RunComparison, comparison_of
 from lm.report.comparison_pictures import LOSSES, DrawnRun, curves, layer_pictures
 from lm.report.html import Answer, PagePart, PageSection, page_files, run_details, run_sections
@@ -52,7 +60,11 @@ class SizeResults:
 
     def __init__(self, procedure: Procedure, size: str, judgement: Judgement):
         self.procedure, self.experiment, self.size, self.judgement = procedure, procedure.experiment, size, judgement
-        self.title_suffix, self.tuning_runs, self.choice = f", {size}" if size else "", procedure.tuning_runs(size), procedure.choice(size)
+        self.title_suffix, self.tuning_runs, self.choice = (
+            f", {size}" if size else "",
+            procedure.tuning_runs(size),
+            procedure.choice(size),
+        )
         self.arm_names = [arm.name for arm in procedure.experiment.arms]
         self.verdicts = {name: judgement.verdicts[size, name] for name in self.arm_names[1:]}
         self.final = procedure.final_runs(size)
@@ -63,14 +75,18 @@ class SizeResults:
     def begun_runs(self) -> list[DrawnRun]:
         """The final runs that have begun, whether they have finished, diverged or neither."""
         states = [(run, run.outcome.state) for run in self.final if run.has_begun]
-        return [DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states]
+        return [
+            DrawnRun(run.arm, run.seed, state, run.outcome.record, f"{run.label} ({state})") for run, state in states
+        ]
 
     @cached_property
     def comparison(self) -> RunComparison | None:
         """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which learning rates are
         chosen); None without finished runs."""
         finished_runs = [run for run in self.begun_runs if run.state == "finished"]
-        records_by_arm = {name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names}
+        records_by_arm = {
+            name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names
+        }
         arms = tuple(ArmRuns(name, records) for name, records in records_by_arm.items() if records)
         return comparison_of(arms, tuple(self.arm_names)) if arms else None
 
@@ -78,7 +94,9 @@ class SizeResults:
 # ---------------------------------------------------------------- the page
 
 
-def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judgement | None = None) -> dict[Path, bytes]:
+def experiment_files(
+    procedures: list[Procedure], folder: Path, judgement: Judgement | None = None
+) -> dict[Path, bytes]:
     """The content of each file of a report on experiments (the page, its tables and its pictures), by path in `folder`. With several
     experiments, the name of a table or picture file begins with the name of its experiment.
 
@@ -87,12 +105,18 @@ def experiment_files(procedures: list[Procedure], folder: Path, judgement: Judge
     Raises LMError: run folders can't be read or compared.
     """
     prefixes = [f"{procedure.experiment.name}-" if len(procedures) > 1 else "" for procedure in procedures]
-    return page_files([_page_part(procedure, prefix, judgement) for procedure, prefix in zip(procedures, prefixes, strict=True)], folder)
+    return page_files(
+        [_page_part(procedure, prefix, judgement) for procedure, prefix in zip(procedures, prefixes, strict=True)],
+        folder,
+    )
 
 
 def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -> PagePart:
     experiment, judgement = procedure.experiment, judgement or procedure.judgement()
-    entries, sizes = summary_entries(procedure, judgement), [SizeResults(procedure, size, judgement) for size in experiment.sizes]
+    entries, sizes = (
+        summary_entries(procedure, judgement),
+        [SizeResults(procedure, size, judgement) for size in experiment.sizes],
+    )
     summary = PageSection("Summary")
     summary.add("note", f"Decides: {measured_words(procedure)}.")
     summary.add("note", _family_words(experiment))
@@ -105,7 +129,11 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
         summary.add("picture", learned_runs_picture(sizes, entries), f"{prefix}learned")
     summary.add("table", trend_table(procedure, judgement), f"{prefix}trends")
     for results in sizes:
-        summary.add("table", seeds_table(results) if results.final else None, f"{prefix}{results.size}{'-' * bool(results.size)}seeds")
+        summary.add(
+            "table",
+            seeds_table(results) if results.final else None,
+            f"{prefix}{results.size}{'-' * bool(results.size)}seeds",
+        )
     sections, commands = [summary], PageSection("Commands")
     commands.add("code", experiment.command)
     for results in sizes:
@@ -117,7 +145,10 @@ def _page_part(procedure: Procedure, prefix: str, judgement: Judgement | None) -
 
 
 def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
-    training, tuning = PageSection(f"While training{results.title_suffix}"), PageSection(f"Learning rates{results.title_suffix}")
+    training, tuning = (
+        PageSection(f"While training{results.title_suffix}"),
+        PageSection(f"Learning rates{results.title_suffix}"),
+    )
     primary, comparison = results.experiment.primary.metric, results.comparison
     titles = LOSSES | ({} if primary == SELECTION else {primary: primary})
     training.add("picture", curves(results.arm_names, results.begun_runs, titles, comparison), f"{prefix}curves")
@@ -129,7 +160,11 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
     tuning.add("note", CROSSED_RATES_NOTE if results.choice.crossed else None)
     if comparison is None:
         return [training, tuning]
-    return [training, tuning, *run_sections(comparison, [run.record for run in results.begun_runs], prefix, results.title_suffix, _is_name)]
+    return [
+        training,
+        tuning,
+        *run_sections(comparison, [run.record for run in results.begun_runs], prefix, results.title_suffix, _is_name),
+    ]
 
 
 def _is_name(key: str) -> bool:
@@ -150,7 +185,9 @@ def question(experiment: Experiment) -> str:
     baseline, *names = (arm.name for arm in experiment.arms)
     primary, subject = experiment.primary, f"{'Does' if len(names) == 1 else 'Do'} {_join_names(names)}"
     if primary.learned is not None:
-        condition = f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
+        condition = (
+            f"{primary.metric} is {primary.learned:g} or {'less' if primary.better == 'lower' else 'more'} at its end"
+        )
         return f"{subject} learn more or less often than {baseline}? (A run has learned if {condition}.)"
     if primary.reach is not None:
         value = f"{primary.metric} {primary.reach:g}"
@@ -165,7 +202,9 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
     primary, baseline = sizes[0].experiment.primary, sizes[0].arm_names[0]
     margin, is_factor = primary.matters, primary.reach is not None
     scale, marks = (np.log, [1.0, 1 / (1 + margin), 1 + margin]) if is_factor else (np.asarray, [0.0, -margin, margin])
-    column, effect_name = (FACTOR, f"Factor: tokens, of those of {baseline}") if is_factor else (DIFFERENCE, f"Difference to {baseline}")
+    column, effect_name = (
+        (FACTOR, f"Factor: tokens, of those of {baseline}") if is_factor else (DIFFERENCE, f"Difference to {baseline}")
+    )
     bounded_intervals = [verdict.interval for *_, verdict in verdicts if verdict.interval and verdict.interval.bounded]
     ends = scale([value for interval in bounded_intervals for value in interval.as_list()] + marks)
     lowest, width = ends.min(), np.ptp(ends) or 1.0
@@ -176,10 +215,23 @@ def answers(sizes: list[SizeResults]) -> list[Answer]:
             cards.append(Answer(name, "no verdict yet", "Rates are being tuned."))
             continue
         if interval := verdict.interval:
-            positions = (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist() if interval.bounded else None
+            positions = (
+                (4 + 92 * (scale([*interval.as_list(), *marks]) - lowest) / width).round(2).tolist()
+                if interval.bounded
+                else None
+            )
             mark_labels = tuple(f"{mark:.3g}" if is_factor else f"{mark:+g}" if mark else "0" for mark in marks)
-            noise_source = "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source  # the words end with seeds
-            effect = effect_name, column.text(interval.mean), column.ends(interval), noise_source, positions, mark_labels
+            noise_source = (
+                "" if interval.noise_source == f"{verdict.seeds} seeds" else interval.noise_source
+            )  # the words end with seeds
+            effect = (
+                effect_name,
+                column.text(interval.mean),
+                column.ends(interval),
+                noise_source,
+                positions,
+                mark_labels,
+            )
         tone = {"better": "good", "worse": "bad", "unstable": "bad"}.get(verdict.kind, "")
         reason = "" if verdict.reason == verdict.open_reason else f"{verdict.reason[:1].upper()}{verdict.reason[1:]}."
         cards.append(Answer(name, verdict.words, reason, tone, *effect))
@@ -205,7 +257,9 @@ def _family_words(experiment: Experiment) -> str:
     looks = " Two looks were planned, and each has half of the 5%." if experiment.looks == 2 else ""
     if arms * sizes == 1:
         return f"There is one comparison, by {test}." + (looks or " Nothing is adjusted.")
-    comparisons = f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
+    comparisons = (
+        f"{arms * sizes} comparisons with {experiment.arms[0].name} ({arms} arms{f', {sizes} sizes' * (sizes > 1)})"
+    )
     adjustment = f"p values and intervals are adjusted for their number{coverage}."
     return f"Family: {comparisons} on {primary.quantity_name}, by {test}. {adjustment}{looks}"
 
@@ -214,16 +268,28 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
     """List what a reader must know beside the numbers: unfinished, diverged and failed runs, ongoing tuning, arms without a rate, notes."""
     experiment, caveats, infinite_caveats = procedure.experiment, [], []
     for results in sizes:
-        prefix, values = f"{results.size}: " if results.size else "", [(run, experiment.choice_value(run)) for run in results.tuning_runs]
-        for event, diverged in (("diverged", True), (f"did not reach {experiment.choice_metric.removeprefix('tokens to ')}", False)):
+        prefix, values = (
+            f"{results.size}: " if results.size else "",
+            [(run, experiment.choice_value(run)) for run in results.tuning_runs],
+        )
+        for event, diverged in (
+            ("diverged", True),
+            (f"did not reach {experiment.choice_metric.removeprefix('tokens to ')}", False),
+        ):
             runs = [run for run, value in values if value == math.inf and run.diverged == diverged]
             if names := _join_names([f"{run.arm} at {rate_text(run.rate)} seed {run.seed}" for run in runs]):
                 infinite_caveats.append(f"{prefix}tuning runs that {event}: {names}")
         if results.choice.rates is None:
             ended_count = sum(value is not None for _, value in values)
             progress = f"{ended_count} of the {len(values)} tuning runs known so far have ended"
-            final_words = "arms that start from others have no final runs yet" if results.choice.crossed else "there are no final runs yet"
-            final_words = final_words if results.choice.settled else "final runs at the rates of several arms have not all ended"
+            final_words = (
+                "arms that start from others have no final runs yet"
+                if results.choice.crossed
+                else "there are no final runs yet"
+            )
+            final_words = (
+                final_words if results.choice.settled else "final runs at the rates of several arms have not all ended"
+            )
             caveats.append(f"{prefix}tuning goes on: {progress}; {final_words}")
             continue
         if edge_names := _join_names([name for name in results.arm_names if name not in results.choice.rates]):
@@ -237,7 +303,10 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
             caveats.append(f"{prefix}{len(unfinished_names)} of {len(results.final)} final runs have not ended{names}")
         if "diverged" in runs_by_state:
             caveats.append(f"{prefix}diverged, counted and in no mean: {_join_names(runs_by_state['diverged'])}")
-    caveats += [*infinite_caveats, *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure))]
+    caveats += [
+        *infinite_caveats,
+        *(f"failed: {run.stage} run {run.label}: {failure}" for run, failure in failures(procedure)),
+    ]
     return caveats + procedure.notes()
 
 
@@ -261,12 +330,20 @@ def _tuning_words(results: SizeResults) -> str | None:
 
 def seeds_table(results: SizeResults) -> Table:
     """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the same seed."""
-    primary, baseline, seeds, values = results.experiment.primary, results.arm_names[0], results.experiment.seeds, results.values
+    primary, baseline, seeds, values = (
+        results.experiment.primary,
+        results.arm_names[0],
+        results.experiment.seeds,
+        results.values,
+    )
     states = {(run.arm, run.seed): run.outcome.state for run in results.final}
     columns: list[FilledColumn] = [(Column("seed", kind="label"), list(map(str, seeds)))]
     for arm in results.arm_names:
         arm_seeds = [(arm, seed) for seed in seeds]
-        words = [value_text(primary, values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate") for arm_seed in arm_seeds]
+        words = [
+            value_text(primary, values[arm_seed]) if arm_seed in values else states.get(arm_seed, "no rate")
+            for arm_seed in arm_seeds
+        ]
         columns.append((Column(arm, primary.quantity_name), words))
     for arm in results.arm_names[1:]:
         value_pairs = [(values.get((arm, seed)), values.get((baseline, seed))) for seed in seeds]
@@ -282,17 +359,27 @@ def seeds_table(results: SizeResults) -> Table:
 
 def crossed_table(results: SizeResults) -> Table | None:
     """A table of the means of final runs by rate, for arms whose final seeds are trained at several rates; None without such arms."""
-    experiment, procedure, choice, baseline = results.experiment, results.procedure, results.choice, results.arm_names[0]
+    experiment, procedure, choice, baseline = (
+        results.experiment,
+        results.procedure,
+        results.choice,
+        results.arm_names[0],
+    )
     finished_runs: dict[tuple[str, Rate], list[Run]] = {}
     for run in procedure.crossed_runs(results.size):
         finished_runs.setdefault((run.arm, run.rate), []).extend([run] if run.outcome.state == "finished" else [])
     if not finished_runs:
         return None
-    values = {arm_rate: {run.seed: procedure.compared_value(run.outcome) for run in runs} for arm_rate, runs in finished_runs.items()}
+    values = {
+        arm_rate: {run.seed: procedure.compared_value(run.outcome) for run in runs}
+        for arm_rate, runs in finished_runs.items()
+    }
 
     def rate_difference(arm: str, rate: Rate) -> Interval | None:
         baseline_values = values.get((baseline, rate), {}) if arm != baseline else {}
-        differences = [value - baseline_values[seed] for seed, value in values[arm, rate].items() if seed in baseline_values]
+        differences = [
+            value - baseline_values[seed] for seed, value in values[arm, rate].items() if seed in baseline_values
+        ]
         return over_seeds(np.array(differences)).interval() if len(differences) > 1 else None
 
     def mean(numbers: Collection[float]) -> str | None:
@@ -308,7 +395,10 @@ def crossed_table(results: SizeResults) -> Table | None:
         (Column(experiment.tune.heading), [rate_text(rate) for _, rate in finished_runs]),
         (Column("use", kind="words"), [uses_by_rate[arm].get(rate) for arm, rate in finished_runs]),
         (Column("seeds"), [f"{len(runs)} of {len(experiment.seeds)}" for runs in finished_runs.values()]),
-        (Column(f"mean {experiment.choice_metric}", experiment.data_words(experiment.choice_metric, "selection")), choice_means),
+        (
+            Column(f"mean {experiment.choice_metric}", experiment.data_words(experiment.choice_metric, "selection")),
+            choice_means,
+        ),
     ]
     if experiment.primary.reach is None:
         means = [mean(seed_values.values()) for seed_values in values.values()]
@@ -339,7 +429,11 @@ def rates_picture(results: SizeResults) -> Picture | None:
     means_words = " of the best other values" if len(experiment.tune.keys) > 1 else ""
     caption = f"Left: dots are single tuning seeds, lines their means{means_words}, rings the rates that were chosen."
     if any(trace.kind == "diverged" for panel in panels for trace in panel.traces):
-        unreached_words = ", or did not reach the value" if primary.reach is not None and experiment.choice_metric != SELECTION else ""
+        unreached_words = (
+            ", or did not reach the value"
+            if primary.reach is not None and experiment.choice_metric != SELECTION
+            else ""
+        )
         caption += f" Crosses at the top: a seed diverged there{unreached_words}, and the rate is not chosen."
     caption += " Right: of the tuning seeds, once every tuning run has ended."
     caption += f" Shaded: differences below {primary.matters:g}." if primary.learned is None else ""
@@ -352,11 +446,19 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
     chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
     arm_costs = experiment.costs_of(tuning_runs, results.size)
     for index, name in enumerate(results.arm_names):
-        values = [(run.rate, value) for run in tuning_runs if run.arm == name and (value := experiment.choice_value(run)) is not None]
+        values = [
+            (run.rate, value)
+            for run in tuning_runs
+            if run.arm == name and (value := experiment.choice_value(run)) is not None
+        ]
         values = [(key_values(rate)[key_index], value) for rate, value in values]
         traces.append(_dots(index, f"{name}, single seeds", [pair for pair in values if math.isfinite(pair[1])]))
         crosses = np.array([x for x, value in values if not math.isfinite(value)])
-        traces += [Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged")] if len(crosses) else []
+        traces += (
+            [Trace(index, f"{name}, diverged", crosses, np.full(len(crosses), np.nan), "diverged")]
+            if len(crosses)
+            else []
+        )
         means: dict[float, list[float]] = {}
         for rate, costs in sorted(arm_costs.get(name, {}).items()):
             if all(map(math.isfinite, costs)):
@@ -379,7 +481,13 @@ def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, 
         scale = np.asarray if primary.reach is None else np.expm1
         value_differences = {x: scale(values).tolist() for x, values in value_differences.items() if values}
         label, means = f"{arm.name} - {baseline}", np.array([np.mean(values) for values in value_differences.values()])
-        traces.append(_dots(index, f"{label}, single seeds", [(x, value) for x, values in value_differences.items() for value in values]))
+        traces.append(
+            _dots(
+                index,
+                f"{label}, single seeds",
+                [(x, value) for x, values in value_differences.items() for value in values],
+            )
+        )
         traces.append(Trace(index, f"{label}, mean", np.array([*value_differences]), means, "mean"))
     quantity_name, margin = _difference_label(experiment), primary.matters
     if primary.learned is not None:
@@ -404,13 +512,20 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     names, margin = sizes[0].arm_names, experiment.primary.matters
     x_labels = [results.size for results in sizes] if by_size else names[1:]
     for results, (arm_index, arm) in product(sizes, enumerate(names[1:], 1)):
-        differences, interval = np.array(results.judgement.comparisons[results.size, arm].differences), results.verdicts[arm].interval
+        differences, interval = (
+            np.array(results.judgement.comparisons[results.size, arm].differences),
+            results.verdicts[arm].interval,
+        )
         ends = interval and np.array(interval.as_list())
         if experiment.primary.reach is not None:
             differences, ends = np.expm1(differences), interval and ends - 1
         x = x_labels.index(results.size if by_size else arm) + (0.16 * (arm_index - len(names) / 2) if by_size else 0.0)
         label = ", ".join(filter(None, (results.size, arm)))
-        traces += [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in differences])] if len(differences) else []
+        traces += (
+            [_dots(arm_index, f"{label}, single seeds", [(x, value) for value in differences])]
+            if len(differences)
+            else []
+        )
         traces += [_bar(arm_index, label, x + 0.06, ends.tolist())] if interval and interval.bounded else []
     if not traces:
         return None
@@ -441,7 +556,14 @@ def learned_runs_picture(size_results: list[SizeResults], entries: list[dict[str
     if not seed_traces:
         return None
     panels = [
-        Panel("Every seed", "", f"{primary.metric}, at the end", seed_traces, x_labels, levels={primary.learned: "has learned"}),
+        Panel(
+            "Every seed",
+            "",
+            f"{primary.metric}, at the end",
+            seed_traces,
+            x_labels,
+            levels={primary.learned: "has learned"},
+        ),
         Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, x_labels, y_range=(-0.03, 1.03)),
     ]
     caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."

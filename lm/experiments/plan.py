@@ -58,8 +58,12 @@ def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
         decoder = Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None)
     trainer = config.trainer
     parameters, tokens = count_parameters(decoder), config.optim.batch_tokens * (trainer.max_steps - branch_step)
-    trained_parameters = {name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer_parameter(name)}
-    state_count = sum(config.optim.optimizer.kept(group_of(name, p)) * p.numel() for name, p in trained_parameters.items())
+    trained_parameters = {
+        name: p for name, p in decoder.named_parameters() if not config.train_only or is_normalizer_parameter(name)
+    }
+    state_count = sum(
+        config.optim.optimizer.kept(group_of(name, p)) * p.numel() for name, p in trained_parameters.items()
+    )
     checkpoint_bytes = 4 * (parameters["total"] + state_count)  # fp32
 
     def occurrences(interval: int) -> int:
@@ -107,18 +111,27 @@ def plan_lines(procedure: Procedure, run_costs: Costs | None, time_words: str, s
     tuning = f"{tune.heading} as chosen from {tune.table}" if tune.table else "no tuning"
     if tune.grid:
         values = [", ".join(f"{value:g}" for value in axis) for axis in tune.axes]
-        grid_words = " and ".join(f"{key} over {value_words}" for key, value_words in zip(tune.keys, values, strict=True))
+        grid_words = " and ".join(
+            f"{key} over {value_words}" for key, value_words in zip(tune.keys, values, strict=True)
+        )
         combinations = f" ({len(tune.rates)} together)" if len(tune.keys) > 1 else ""
         tuning = f"tuning {grid_words}{combinations} with seeds {', '.join(map(str, tune.seeds))}"
     yield f"{tuning}; final seeds {', '.join(map(str, experiment.seeds))}"
     counts = {(size, arm): run_count for size in sizes for arm, run_count in procedure.n_runs(size).items()}
     run_count = sum(counts.values())
-    note = "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted" if tune.grid else ""
+    note = (
+        "; the grid may grow twice, and final seeds are trained at each chosen rate: two are counted"
+        if tune.grid
+        else ""
+    )
     untrained_count = sum(counts[size, arm.name] for size in sizes for arm in experiment.arms if not arm.trained)
-    runs = f"{run_count} runs" + (f" ({untrained_count} of them are measured without training)" if untrained_count else "")
+    runs = f"{run_count} runs" + (
+        f" ({untrained_count} of them are measured without training)" if untrained_count else ""
+    )
     if run_costs:
         tokens, flops, disk = (
-            sum(counts[size_arm] * getattr(usage, name) for size_arm, usage in run_costs.items()) for name in ("tokens", "flops", "disk")
+            sum(counts[size_arm] * getattr(usage, name) for size_arm, usage in run_costs.items())
+            for name in ("tokens", "flops", "disk")
         )
         yield f"{runs}, {tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs, about {decimal(int(disk))} on disk{note}"
     else:
@@ -155,7 +168,9 @@ def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
     if primary.reach is not None:
         margin, effect = math.log1p(primary.matters), f"a factor of {1 + primary.matters:g} in {primary.quantity_name}"
     deviations = margin / 2, margin, 2 * margin
-    seed_counts = ", ".join(f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in deviations)
+    seed_counts = ", ".join(
+        f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in deviations
+    )
     return f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between {runs}: {seed_counts}"
 
 
@@ -190,10 +205,15 @@ def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: floa
     if not measured_times:
         remedy = "plan again on an idle machine, one experiment at a time, or let a run end"
         raise RunError(f"no arm was timed within {max(0.0, budget):.3g} s: {remedy}")
-    default_size_arm = next(size_arm for size_arm in measured_times if run_costs[size_arm].flops)  # arms that are not trained take no FLOPs
+    default_size_arm = next(
+        size_arm for size_arm in measured_times if run_costs[size_arm].flops
+    )  # arms that are not trained take no FLOPs
     seconds = {}
     for key, run_cost in run_costs.items():
-        reference = next((size_arm for size_arm in measured_times if size_arm[1] == key[1] and run_costs[size_arm].flops), default_size_arm)
+        reference = next(
+            (size_arm for size_arm in measured_times if size_arm[1] == key[1] and run_costs[size_arm].flops),
+            default_size_arm,
+        )
         seconds[key] = measured_times.get(key, measured_times[reference] * run_cost.flops / run_costs[reference].flops)
     return seconds, source
 
@@ -240,21 +260,37 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
     file PILOT, at most MAX_PILOTS are timed, within `budget` seconds. Arms of equal `_timing_hash` are timed once. Arms whose normalizers
     or FLOPs differ from those of all arms before them come first."""
     experiment = procedure.experiment
-    file, size, arms = experiment.folder / PILOT, next(iter(experiment.sizes)), [arm for arm in experiment.arms if arm.trained]
-    branches = {arm.name: "" if arm.branch_step is None else str(step_path(experiment.folder, arm.branch_step)) for arm in arms}
+    file, size, arms = (
+        experiment.folder / PILOT,
+        next(iter(experiment.sizes)),
+        [arm for arm in experiment.arms if arm.trained],
+    )
+    branches = {
+        arm.name: "" if arm.branch_step is None else str(step_path(experiment.folder, arm.branch_step)) for arm in arms
+    }
     configs = {arm.name: replace(experiment.example_config(size, arm), branch_from=branches[arm.name]) for arm in arms}
     keys = {name: _timing_hash(config, slots) for name, config in configs.items()}
     file_seconds = read_json(file).get("seconds") if file.exists() else None  # files of older versions count as empty
-    known_seconds = {key: float(value) for key, value in file_seconds.items() if len(key) == 16} if isinstance(file_seconds, dict) else {}
+    known_seconds = (
+        {key: float(value) for key, value in file_seconds.items() if len(key) == 16}
+        if isinstance(file_seconds, dict)
+        else {}
+    )
     untimed_names = {key: name for name, key in reversed(keys.items()) if key not in known_seconds}
     step_times: dict[str, float] = {}
     if untimed_names and budget > 0:
         if not experiment.first_config.data.symbolic:
             open_prepared(experiment.first_config.data)
-        kinds = {name: (*sorted(config.normalizer_names), run_costs[size, name].flops) for name, config in configs.items()}
+        kinds = {
+            name: (*sorted(config.normalizer_names), run_costs[size, name].flops) for name, config in configs.items()
+        }
         first_names = {kinds[name]: name for name in reversed(configs)}.values()
-        names = sorted(untimed_names.values(), key=lambda name: (name not in first_names, list(configs).index(name)))[:MAX_PILOTS]
-        run_seconds, step_times = _time_configurations({name: configs[name] for name in names}, file, slots.concurrent_devices(), budget)
+        names = sorted(untimed_names.values(), key=lambda name: (name not in first_names, list(configs).index(name)))[
+            :MAX_PILOTS
+        ]
+        run_seconds, step_times = _time_configurations(
+            {name: configs[name] for name in names}, file, slots.concurrent_devices(), budget
+        )
         known_seconds |= {keys[name]: seconds for name, seconds in run_seconds.items()}
         write_json(file, {"seconds": known_seconds})
     whole_run_seconds = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
@@ -271,12 +307,26 @@ def _timing_hash(config: Config, slots: Slots) -> str:
     """Hash all that decides the time of a run in these slots on this machine, without names, seeds and compilation. A float of model,
     optimizer or phases, such as a learning rate, is hashed as zero or not zero. Floats of `optim.groups` are hashed in full, as only
     their default values are accepted if a model has no parameters in the group."""
-    settings = {path: value for path, value in flatten(to_plain(config)).items() if effect_of(path).affects not in ("label", "seed")}
+    settings = {
+        path: value
+        for path, value in flatten(to_plain(config)).items()
+        if effect_of(path).affects not in ("label", "seed")
+    }
     settings.pop("trainer.compile", None)  # pilots are eager
     for path, value in settings.items():
-        if isinstance(value, float) and path.startswith(("model", "optim", "phases")) and not path.startswith("optim.groups"):
+        if (
+            isinstance(value, float)
+            and path.startswith(("model", "optim", "phases"))
+            and not path.startswith("optim.groups")
+        ):
             settings[path] = bool(value)
-    content = [settings, slots.n_slots, platform.node(), usable_cores(), *([slots.gpus, slots.slots_per_gpu] if slots.gpus else [])]
+    content = [
+        settings,
+        slots.n_slots,
+        platform.node(),
+        usable_cores(),
+        *([slots.gpus, slots.slots_per_gpu] if slots.gpus else []),
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -295,7 +345,10 @@ def _time_configurations(
     groups = [names[process_index::jobs] or [names[process_index % len(names)]] for process_index in range(jobs)]
     # Lightning starts a run's other processes with the same arguments: a run on several devices has a process of its own
     groups = [[name for name in group if configs[name].world_size == 1] or group[:1] for group in groups]
-    with interruptible() as signals, tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as parent_folder:
+    with (
+        interruptible() as signals,
+        tempfile.TemporaryDirectory(dir=file.parent, prefix=unfinished(file)) as parent_folder,
+    ):
         folders = [Path(parent_folder, str(process_index)) for process_index in range(jobs)]
         pilots = []
         try:
@@ -308,7 +361,9 @@ def _time_configurations(
             _wait_for_pilots(pilots, folders, start_time, budget)
         except KeyboardInterrupt:
             number = signals[-1] if signals else signal.SIGINT
-            raise Stopped(f"stopped by {signal.Signals(number).name} while runs were timed: nothing was trained", number) from None
+            raise Stopped(
+                f"stopped by {signal.Signals(number).name} while runs were timed: nothing was trained", number
+            ) from None
         finally:
             late_pilots = [process for process in pilots if process.poll() is None]
             for process in late_pilots:
@@ -325,7 +380,11 @@ def _time_configurations(
             first_line, *lines = _printed_lines(folder) or [{}]
             for name, line in zip(group, lines, strict=False):
                 run_seconds[name].append(line["seconds"] + first_line["begun"] - start_time)
-            if process in late_pilots and len(lines) < len(group) and (step_time := step_seconds(folder / group[len(lines)] / METRICS)):
+            if (
+                process in late_pilots
+                and len(lines) < len(group)
+                and (step_time := step_seconds(folder / group[len(lines)] / METRICS))
+            ):
                 config = configs[group[len(lines)]]
                 step_times[group[len(lines)]] = step_time * (config.trainer.max_steps - (config.first_step or 0))
     whole_run_seconds = {name: statistics.fmean(seconds) for name, seconds in run_seconds.items()}
@@ -344,7 +403,11 @@ def _wait_for_pilots(pilots: list[subprocess.Popen], folders: list[Path], start_
 
 def _printed_lines(folder: Path) -> list[dict[str, float]]:
     """The complete lines of JSON that a pilot has printed so far."""
-    return [json.loads(line) for line in (folder / _OUTPUT_FILE).read_text(encoding="utf-8").split("\n")[:-1] if line.startswith("{")]
+    return [
+        json.loads(line)
+        for line in (folder / _OUTPUT_FILE).read_text(encoding="utf-8").split("\n")[:-1]
+        if line.startswith("{")
+    ]
 
 
 def total_seconds(procedure: Procedure, times: Times, slots: Slots) -> float:

@@ -11,13 +11,31 @@ import numpy as np
 
 from lm.config.tree import Config, ExperimentConfig
 from lm.errors import ConfigError, RunError
-from lm.experiments.experiment import Arm, Departure, Experiment, Swap, TuningRun, config_hash, differing_keys, settings_words
+from lm.experiments.experiment import (
+    Arm,
+    Departure,
+    Experiment,
+    Swap,
+    TuningRun,
+    config_hash,
+    differing_keys,
+    settings_words,
+)
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.experiments.run_outcome import SELECTION, Outcome, run_differences
 from lm.plugins import package_of
 from lm.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, SWAPPED, step_path
 from lm.schema import Plain, to_plain
-from lm.statistics.tuning import Rate, TuningOutcome, best_rate, crossed_rates, rate_cell, rate_choice, rate_text, tuning_outcome
+from lm.statistics.tuning import (
+    Rate,
+    TuningOutcome,
+    best_rate,
+    crossed_rates,
+    rate_cell,
+    rate_choice,
+    rate_text,
+    tuning_outcome,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,10 @@ class Run:
     @property
     def packages(self) -> set[str]:
         """Packages of the plugins (code from outside lm) in the configurations of the run and of its source."""
-        return {*map(package_of, self.config.plugin_names_by_key.values()), *(self.source.packages if self.source else ())}
+        return {
+            *map(package_of, self.config.plugin_names_by_key.values()),
+            *(self.source.packages if self.source else ()),
+        }
 
     @property
     def has_begun(self) -> bool:
@@ -61,7 +82,9 @@ class Choice:
     rates_of_final_runs: dict[str, tuple[Rate | None, ...]]
     # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known yet
     rates: dict[str, Rate | None] | None
-    settled: bool = True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
+    settled: bool = (
+        True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
+    )
 
     @property
     def crossed(self) -> dict[str, tuple[Rate | None, ...]]:
@@ -88,7 +111,9 @@ class Procedure:
         if outcome is None:
             last_step = config.trainer.max_steps if arm.trained else source.outcome.last_step
             kinds = {kind: options for kind, options in config.eval.kinds.items() if options.wanted(config.data)}
-            due_kinds = tuple(kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step))
+            due_kinds = tuple(
+                kind for kind, options in kinds.items() if not arm.trained or options.is_due(last_step, last_step)
+            )
             required_options = self._required_options.get((size, arm.name), {})
             outcome = Outcome(config.run_folder, last_step, self.experiment.primary.metric, due_kinds, required_options)
             if outcome.ended:  # its folder is not read again
@@ -98,7 +123,9 @@ class Procedure:
         overrides = tuple(self.experiment.evaluate_overrides)
         return Run(size, arm.name, stage, rate, seed, config, outcome, source, arm.swap, arm.trained, overrides)
 
-    def _config(self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None) -> Config:
+    def _config(
+        self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None
+    ) -> Config:
         """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None: random weights."""
         source_folder = source_config and source_config.run_folder
         run_key = size, arm.name, stage, rate, seed, source_folder
@@ -118,9 +145,13 @@ class Procedure:
                 changes["init_from"] = str(source_folder)
             config = self.experiment.config(size, arm, seed, rate, changes)
             # In the hash, starting weights count by their path below the default folder of runs: an experiment may be moved.
-            paths = {name: path for name in ("init_from", "branch_from") if source_folder and (path := getattr(config, name))}
+            paths = {
+                name: path for name in ("init_from", "branch_from") if source_folder and (path := getattr(config, name))
+            }
             default_folder = Path(Config().runs, self.experiment.name)
-            default_paths = {name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()}
+            default_paths = {
+                name: str(default_folder / Path(path).relative_to(self._folder)) for name, path in paths.items()
+            }
             digest = config_hash(replace(config, **default_paths))
             cell = rate_cell(rate, [key in tuned_keys for key in self.experiment.tune.keys])
             experiment_keys = ExperimentConfig(self.experiment.name, arm.name, size or None, stage, cell)
@@ -131,17 +162,24 @@ class Procedure:
         """The options of an arm's normalizer that are not at their defaults, as `KEY=VALUE`, without `init`, which `swap` sets."""
         normalizer = self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"}).model.normalizer
         options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
-        return [f"{key}={value}" for key, value in sorted(options.items()) if key not in ("name", "init") and value != defaults.get(key)]
+        return [
+            f"{key}={value}"
+            for key, value in sorted(options.items())
+            if key not in ("name", "init") and value != defaults.get(key)
+        ]
 
     @cached_property
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
         """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during training are enough."""
         size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
         configs = {
-            (size, arm.name): self.experiment.measurement_config(self.experiment.example_config(size, arm)) for size, arm in size_arms
+            (size, arm.name): self.experiment.measurement_config(self.experiment.example_config(size, arm))
+            for size, arm in size_arms
         }
         return {
-            size_arm: {kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)}
+            size_arm: {
+                kind: config.eval.measured_options(kind) for kind in config.eval.measurement_classes(config.data)
+            }
             for size_arm, config in configs.items()
         }
 
@@ -161,7 +199,9 @@ class Procedure:
         depths = sorted({len(self.sources(arm)) for arm in self.experiment.arms})
         for depth in depths:
             depth_arms = [arm for arm in self.experiment.arms if len(self.sources(arm)) == depth and arm.is_tuned]
-            outcome = self._tuning_outcome(size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs)
+            outcome = self._tuning_outcome(
+                size, [arm for arm in depth_arms if not arm.source or arm.source in rates], rates, runs
+            )
             if outcome.missing:
                 return Choice(runs, rates_of_final_runs, None)
             candidates = crossed_rates(self.experiment.arms[0].name, outcome.rates)
@@ -174,7 +214,9 @@ class Procedure:
                 return Choice(runs, rates_of_final_runs, rates if depth == depths[-1] else None, settled=False)
         return self._choices.setdefault(size, Choice(runs, rates_of_final_runs, rates))
 
-    def _tuning_outcome(self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]) -> TuningOutcome:
+    def _tuning_outcome(
+        self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]
+    ) -> TuningOutcome:
         """Choose the rates of `arms` by their tuning runs, or by the tuning table. Tuning runs are added to `runs`; while some have not
         ended, the outcome has no rates. `rates`: the judged rates of the arms that `arms` start from."""
         experiment = self.experiment
@@ -184,7 +226,9 @@ class Procedure:
         outcome, seeds = TuningOutcome({}, tuple(experiment.tune.rates) if arms else ()), experiment.tune.seeds
         for source in self._untuned_sources(arms):
             rate = rates[source.name]
-            runs.setdefault(source.name, {})[rate] = [self.run(size, source, "tune", rate, seed, rates) for seed in seeds]
+            runs.setdefault(source.name, {})[rate] = [
+                self.run(size, source, "tune", rate, seed, rates) for seed in seeds
+            ]
         while outcome.missing:
             for arm, rate in product(arms, outcome.missing):
                 runs.setdefault(arm.name, {})[rate] = [self.run(size, arm, "tune", rate, seed, rates) for seed in seeds]
@@ -192,7 +236,9 @@ class Procedure:
             if not all(run.outcome.ended for run in chain(*runs_by_arm)):
                 return outcome
             for arm_runs in runs_by_arm:
-                check_comparable(arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION)
+                check_comparable(
+                    arm_runs, experiment.primary.metric if experiment.tune.metric == "primary" else SELECTION
+                )
             costs = {arm.name: self._costs(runs[arm.name]) for arm in arms}
             outcome = tuning_outcome(experiment.tune.axes, costs, partial(self._is_possible_rate, size, arms))
         return outcome
@@ -231,7 +277,9 @@ class Procedure:
             table_runs = (run for run in experiment.table if run.size == size and run.arm in names)
             return sorted(table_runs, key=lambda run: names.index(run.arm))
         source_arms, tune, runs = {arm.name: arm.source for arm in experiment.arms if arm.is_tuned}, experiment.tune, []
-        for arm, runs_by_rate in ((arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in source_arms):
+        for arm, runs_by_rate in (
+            (arm, runs_by_rate) for arm, runs_by_rate in self.choice(size).runs.items() if arm in source_arms
+        ):
             for grid_rate, run in ((rate, run) for rate in sorted(runs_by_rate) for run in runs_by_rate[rate]):
                 has_ended = run.outcome.ended
                 selection = run.outcome.mean(SELECTION, selection=True) if has_ended else None
@@ -244,27 +292,47 @@ class Procedure:
         """Sentences on what limits the verdicts: departures from the plan, and arms whose tuning, rates, runs, tokens or seeds differ."""
         experiment = self.experiment
         notes: list[str] = []
-        for size, arm in product(experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)):
+        for size, arm in product(
+            experiment.sizes if experiment.table else (), (arm for arm in experiment.arms if arm.is_tuned)
+        ):
             config = experiment.example_config(size, arm)
             arm_configuration = settings_words(config, experiment.tune.keys, arm.source)
-            table_configurations = {run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)}
-            if keys := sorted({key for configuration in table_configurations for key in differing_keys(arm_configuration, configuration)}):
+            table_configurations = {
+                run.configuration for run in experiment.table if (run.size, run.arm) == (size, arm.name)
+            }
+            if keys := sorted(
+                {
+                    key
+                    for configuration in table_configurations
+                    for key in differing_keys(arm_configuration, configuration)
+                }
+            ):
                 name = " ".join(filter(None, (size, arm.name)))
                 notes.append(f"{name}: rates were tuned for another configuration: {', '.join(keys)} differ")
         notes += [f"exploratory: {departure.words}" for departure in self.seed_departures]
         if experiment.more_seeds:
-            first_count, more_count = len(set(experiment.seeds) - set(experiment.more_seeds)), len(experiment.more_seeds)
+            first_count, more_count = (
+                len(set(experiment.seeds) - set(experiment.more_seeds)),
+                len(experiment.more_seeds),
+            )
             reason = "that is trained if the first leaves a comparison undecided"
             reason = "the first left a comparison undecided" if experiment.look == 2 else reason
-            notes.append(f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; {reason}")
-        notes += [f"exploratory: {departure.words}" if departure.exploratory else departure.words for departure in experiment.departures]
+            notes.append(
+                f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; {reason}"
+            )
+        notes += [
+            f"exploratory: {departure.words}" if departure.exploratory else departure.words
+            for departure in experiment.departures
+        ]
         notes += run_differences((run.arm, run.outcome) for run in self.known_runs())
         for size in experiment.sizes:
             choice, seeds, tokens = self.choice(size), {arm.name: [] for arm in experiment.arms}, {}
             for arm, arm_rates in choice.crossed.items():
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_text, sorted(arm_rates)))
                 verdict_words = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
-                notes.append(f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}")
+                notes.append(
+                    f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}"
+                )
             for run in self.final_runs(size):
                 if run.outcome.state == "finished":
                     seeds[run.arm].append(str(run.seed))
@@ -272,15 +340,26 @@ class Procedure:
             prefix = f"{size}: " if size else ""
             if len(tokens) > 1:
                 token_words = "; ".join(f"{', '.join(names)}: {count:,}" for count, names in sorted(tokens.items()))
-                notes.append(f"{prefix}arms have seen different numbers of tokens, those of their sources included: {token_words}")
+                notes.append(
+                    f"{prefix}arms have seen different numbers of tokens, those of their sources included: {token_words}"
+                )
             if len({*map(tuple, filter(None, seeds.values()))}) > 1:
-                by_seeds = {tuple(arm_seeds): [name for name in seeds if seeds[name] == arm_seeds] for arm_seeds in seeds.values()}
-                seed_words = "; ".join(f"{', '.join(names)}: {', '.join(arm_seeds) or 'none'}" for arm_seeds, names in by_seeds.items())
-                notes.append(f"{prefix}arms have finished different seeds, means are over those in common: {seed_words}")
+                by_seeds = {
+                    tuple(arm_seeds): [name for name in seeds if seeds[name] == arm_seeds]
+                    for arm_seeds in seeds.values()
+                }
+                seed_words = "; ".join(
+                    f"{', '.join(names)}: {', '.join(arm_seeds) or 'none'}" for arm_seeds, names in by_seeds.items()
+                )
+                notes.append(
+                    f"{prefix}arms have finished different seeds, means are over those in common: {seed_words}"
+                )
         return notes
 
     def is_exploratory(self, size: str, arm: str) -> bool:
-        departures = [departure for departure in (*self.seed_departures, *self.experiment.departures) if departure.exploratory]
+        departures = [
+            departure for departure in (*self.seed_departures, *self.experiment.departures) if departure.exploratory
+        ]
         return any(departure.size_arm in (None, (size, arm)) for departure in departures)
 
     def sources(self, arm: Arm) -> list[str]:
@@ -291,7 +370,10 @@ class Procedure:
         """The runs that are judged, in the order of seeds, then arms; none before rates are known."""
         rates = self.choice(size).rates or {}
         arms = [arm for arm in self.experiment.arms if arm.name in rates]
-        return [self.run(size, arm, "final", rates[arm.name], seed, rates) for seed, arm in product(self.experiment.seeds, arms)]
+        return [
+            self.run(size, arm, "final", rates[arm.name], seed, rates)
+            for seed, arm in product(self.experiment.seeds, arms)
+        ]
 
     def judgement(self) -> Judgement:
         """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same sequences, or
@@ -302,7 +384,11 @@ class Procedure:
             tuple(arm.name for arm in experiment.arms),
             experiment.seeds,
             {size: self.choice(size).rates for size in experiment.sizes},
-            {size_arm: runs_by_rate for size in experiment.sizes for size_arm, runs_by_rate in self._judged_runs(size).items()},
+            {
+                size_arm: runs_by_rate
+                for size in experiment.sizes
+                for size_arm, runs_by_rate in self._judged_runs(size).items()
+            },
             all_pairs=experiment.primary.quantity_name != experiment.choice_metric,
             looks=experiment.looks,
             sources={arm.name: self.sources(arm) for arm in experiment.arms if arm.source},
@@ -317,22 +403,44 @@ class Procedure:
         rates = choice.rates or {}
         runs: dict[SizeArm, dict[Rate | None, list[Run]]] = {}
         for arm in experiment.arms:
-            arm_rates = choice.rates_of_final_runs.get(arm.name, ()) if not arm.source else (rates[arm.name],) if arm.name in rates else ()
+            arm_rates = (
+                choice.rates_of_final_runs.get(arm.name, ())
+                if not arm.source
+                else (rates[arm.name],)
+                if arm.name in rates
+                else ()
+            )
             runs[size, arm.name] = {
-                rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds] for rate in arm_rates
+                rate: [self.run(size, arm, "final", rate, seed, rates) for seed in experiment.seeds]
+                for rate in arm_rates
             }
-        check_comparable([run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric)
+        check_comparable(
+            [run for runs_by_rate in runs.values() for run in chain(*runs_by_rate.values())], experiment.primary.metric
+        )
         judge = partial(self._judged_run, experiment.primary.reach is not None or experiment.first_config.data.symbolic)
-        return {key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()} for key, runs_by_rate in runs.items()}
+        return {
+            key: {rate: [*map(judge, rate_runs)] for rate, rate_runs in runs_by_rate.items()}
+            for key, runs_by_rate in runs.items()
+        }
 
     def _judged_run(self, as_single_value: bool, run: Run) -> JudgedRun:
         """Return a run with its values of the primary metric by sequence, on the held-out documents for reports. The run has a single value
         if `as_single_value`, if it has not finished, or if its sequences are not from documents."""
         outcome = run.outcome
         self.check_direction(outcome)
-        note = outcome.divergence if outcome.state == "diverged" else outcome.not_learned_text if outcome.state == "finished" else ""
+        note = (
+            outcome.divergence
+            if outcome.state == "diverged"
+            else outcome.not_learned_text
+            if outcome.state == "finished"
+            else ""
+        )
         run_fields = run.arm, outcome.state, note and f"{run.label}: {note}"
-        units = outcome.values(self.experiment.primary.metric) if outcome.state == "finished" and not as_single_value else None
+        units = (
+            outcome.values(self.experiment.primary.metric)
+            if outcome.state == "finished" and not as_single_value
+            else None
+        )
         if not units or not units.fingerprint:
             return JudgedRun(*run_fields, np.array([self.compared_value(outcome)]), np.ones(1), None)
         units = units.part(selection=False)
@@ -342,7 +450,10 @@ class Procedure:
         """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then rates."""
         rates = self.choice(size).crossed
         arm_rates = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
-        return [self.run(size, arm, "final", rate, seed, {}) for seed, (arm, rate) in product(self.experiment.seeds, arm_rates)]
+        return [
+            self.run(size, arm, "final", rate, seed, {})
+            for seed, (arm, rate) in product(self.experiment.seeds, arm_rates)
+        ]
 
     def known_runs(self) -> list[Run]:
         """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its source."""
@@ -356,14 +467,20 @@ class Procedure:
         """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final rates are assumed
         for arms that may get several."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
-        crossed_names = {arm.name for arm in self.experiment.arms if arm.trained and not arm.source} if tune.grid else set()
+        crossed_names = (
+            {arm.name for arm in self.experiment.arms if arm.trained and not arm.source} if tune.grid else set()
+        )
         untuned_arms = self._untuned_sources(arm for arm in self.experiment.arms if arm.is_tuned) if tune.grid else []
         for arm in self.experiment.arms:
             is_known = choice.rates is not None
             tuning_rates = {*(() if is_known else tune.rates), *choice.runs.get(arm.name, ())}
             tuning_rate_count = self._run_count(size, arm, tuning_rates) if arm.is_tuned else int(arm in untuned_arms)
             rate_count = self._run_count(size, arm, choice.rates_of_final_runs.get(arm.name, ())) or (
-                0 if is_known and arm.name not in choice.rates else 2 if len(crossed_names) > 1 and arm.name in crossed_names else 1
+                0
+                if is_known and arm.name not in choice.rates
+                else 2
+                if len(crossed_names) > 1 and arm.name in crossed_names
+                else 1
             )
             counts[arm.name] = len(self.experiment.seeds) * rate_count + tuning_rate_count * len(tune.seeds)
         return counts
@@ -378,7 +495,9 @@ class Procedure:
         experiment, planned_seeds = self.experiment, self.experiment.planned_seeds or self.experiment.seeds
         changes = {
             "were added after the first start": [seed for seed in experiment.seeds if seed not in planned_seeds],
-            "were planned at the first start and are left out": [seed for seed in planned_seeds if seed not in experiment.all_seeds],
+            "were planned at the first start and are left out": [
+                seed for seed in planned_seeds if seed not in experiment.all_seeds
+            ],
         }
         seed_words = {change: ", ".join(map(str, seeds)) for change, seeds in changes.items() if seeds}
         return [Departure(f"seeds {seeds} {change}; p values are too small") for change, seeds in seed_words.items()]
@@ -394,18 +513,27 @@ class Procedure:
 
     def choice_value(self, outcome: Outcome) -> float:
         """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless the run finished."""
-        return self.compared_value(outcome, True) if self.experiment.tune.metric == "primary" else outcome.mean(SELECTION, True)
+        return (
+            self.compared_value(outcome, True)
+            if self.experiment.tune.metric == "primary"
+            else outcome.mean(SELECTION, True)
+        )
 
     def _costs(self, runs_by_rate: dict[Rate, list[Run]]) -> dict[Rate, list[float]]:
         """Costs that the chosen rate minimizes (`Experiment.cost`): for each rate a list over seeds."""
-        return {rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs] for rate, runs in runs_by_rate.items()}
+        return {
+            rate: [self.experiment.cost(self.choice_value(run.outcome)) for run in runs]
+            for rate, runs in runs_by_rate.items()
+        }
 
     def check_direction(self, outcome: Outcome) -> None:
         """Check that a finished run and the experiment agree on the better direction of the primary metric. Raises RunError."""
         primary = self.experiment.primary
         series = outcome.series(primary.metric) if outcome.state == "finished" else None
         if series and series.better not in (primary.better, "none"):
-            raise RunError(f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the experiment")
+            raise RunError(
+                f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the experiment"
+            )
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:
@@ -413,21 +541,29 @@ def check_comparable(runs: list[Run], metric: str) -> None:
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""
-        for evaluation in run.outcome.evaluations if not run.evaluate else ():  # with `evaluate`, `Outcome.is_measured` checks
+        for evaluation in (
+            run.outcome.evaluations if not run.evaluate else ()
+        ):  # with `evaluate`, `Outcome.is_measured` checks
             is_asked = any(metric in series.logged for series in evaluation.series)
             if is_asked and evaluation.asked not in ({}, run.config.eval.measured_options(evaluation.kind)):
                 problem = "with other options than the run is configured with"
         if run.outcome.values(metric).identity != finished_runs[0].outcome.values(metric).identity:
             problem = problem or f"on other sequences than in {finished_runs[0].config.run_folder}"
         if problem:
-            raise RunError(f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval {folder}")
+            raise RunError(
+                f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval {folder}"
+            )
 
 
 def next_look(procedure: Procedure) -> Procedure:
     """Return the procedure with the experiment's `more_seeds` added, if all its runs have ended and left a comparison undecided. Return
     `procedure` itself if not, or if there are no `more_seeds` to add."""
     experiment = procedure.experiment
-    if not experiment.more_seeds or experiment.look == 2 or not all(run.outcome.ended for run in procedure.known_runs()):
+    if (
+        not experiment.more_seeds
+        or experiment.look == 2
+        or not all(run.outcome.ended for run in procedure.known_runs())
+    ):
         return procedure
     if all(verdict.kind != "undecided" for verdict in procedure.judgement().verdicts.values()):
         return procedure

@@ -18,7 +18,13 @@ from lm.schema import Plain
 from lm.statistics.learned import tokens_to_reach
 
 SELECTION = "val/loss"  # validation loss: chooses learning rates, unless `tune.metric` is primary
-_RUN_FACTS = {"git commit": "git_commit", "torch": "versions.torch", "device": "device", "precision": "precision", "compile": "compile"}
+_RUN_FACTS = {
+    "git commit": "git_commit",
+    "torch": "versions.torch",
+    "device": "device",
+    "precision": "precision",
+    "compile": "compile",
+}
 
 RunStatus = Literal["unfinished", "finished", "diverged"]
 
@@ -30,10 +36,14 @@ class Outcome:
     folder: Path
     last_step: int
     metric: str
-    scheduled_evaluations: tuple[str, ...] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
+    scheduled_evaluations: tuple[
+        str, ...
+    ] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
     # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
-    _reached_tokens: dict[bool, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # results of `tokens_to_reach`
+    _reached_tokens: dict[bool, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # results of `tokens_to_reach`
 
     @cached_property
     def log(self) -> Log:
@@ -67,7 +77,9 @@ class Outcome:
         """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the
         run diverged, but its last checkpoint, which a diverged run does not write, exists."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
-            raise RunError(f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back")
+            raise RunError(
+                f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
+            )
         return divergence(self.log.lines, self._final_loss)
 
     @cached_property
@@ -93,18 +105,25 @@ class Outcome:
     def is_complete(self) -> bool:
         """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run (`eval.on_error` is log)."""
         files = evaluation_files(self.folder)
-        return all((kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_evaluations)
+        return all(
+            (kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_evaluations
+        )
 
     @cached_property
     def failed_evaluations(self) -> dict[str, str]:
         """The reasons why evaluations of the last step failed, by evaluation kind."""
         lines = (line for line in self.log.lines if line.get("step") == self.last_step)
-        return {name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")}
+        return {
+            name.removesuffix("/failed"): str(line[name]) for line in lines for name in line if name.endswith("/failed")
+        }
 
     @cached_property
     def is_measured(self) -> bool:
         """Whether each evaluation in `required_options` was made at the last step, with the options required of it."""
-        return self.required_options.items() <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
+        return (
+            self.required_options.items()
+            <= {evaluation.kind: evaluation.asked for evaluation in self.evaluations}.items()
+        )
 
     @property
     def ended(self) -> bool:
@@ -114,11 +133,19 @@ class Outcome:
     @property
     def unit_metrics(self) -> list[str]:
         """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean alone."""
-        return [name for evaluation in self.evaluations for series in evaluation.series if series.samples for name in series.logged]
+        return [
+            name
+            for evaluation in self.evaluations
+            for series in evaluation.series
+            if series.samples
+            for name in series.logged
+        ]
 
     def series(self, metric: str) -> Series | None:
         """The series that logs a metric at the last step; None if the metric was not measured. Raises RunError: a file is damaged."""
-        return next((series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None)
+        return next(
+            (series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None
+        )
 
     @property
     def has_digests(self) -> bool:
@@ -138,7 +165,9 @@ class Outcome:
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
-        return evaluations, is_unchecked or check_evaluations(self.folder, [*evaluations.values()], self.checkpoint, self.log)
+        return evaluations, is_unchecked or check_evaluations(
+            self.folder, [*evaluations.values()], self.checkpoint, self.log
+        )
 
     def values(self, metric: str) -> Units | None:
         """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not measured by unit."""
@@ -153,7 +182,9 @@ class Outcome:
             return math.inf
         if selection not in self._reached_tokens:
             identity = self.values(self.metric).identity
-            points = [(tokens, values.part(selection).mean) for tokens, values in self._history if values.identity == identity]
+            points = [
+                (tokens, values.part(selection).mean) for tokens, values in self._history if values.identity == identity
+            ]
             self._reached_tokens[selection] = tokens_to_reach(*zip(*points, strict=True), level, better)
         return self._reached_tokens[selection]
 
@@ -161,17 +192,33 @@ class Outcome:
     def _history(self) -> list[tuple[int, Units]]:
         """The evaluations of the metric up to the last step, each as the tokens seen since the start of the run or its branch, and the
         values by sequence."""
-        kinds = {evaluation.kind for evaluation in self.evaluations for series in evaluation.series if self.metric in series.logged}
-        files = [path for (kind, step), path in sorted(evaluation_files(self.folder).items()) if kind in kinds and step <= self.last_step]
+        kinds = {
+            evaluation.kind
+            for evaluation in self.evaluations
+            for series in evaluation.series
+            if self.metric in series.logged
+        }
+        files = [
+            path
+            for (kind, step), path in sorted(evaluation_files(self.folder).items())
+            if kind in kinds and step <= self.last_step
+        ]
         evaluations = [evaluation for path in files if (evaluation := load_evaluation(path))]
         check_evaluations(self.folder, evaluations, self.checkpoint, self.log)
         file = self.folder / ENVIRONMENT
         branch_tokens = ((read_json(file).get("branched_from") if file.is_file() else None) or {}).get("tokens", 0)
         points = [
-            (evaluation.tokens_seen - branch_tokens, next((series for series in evaluation.series if self.metric in series.logged), None))
+            (
+                evaluation.tokens_seen - branch_tokens,
+                next((series for series in evaluation.series if self.metric in series.logged), None),
+            )
             for evaluation in evaluations
         ]
-        return [(tokens, values) for tokens, series in points if tokens and series and (values := series.logged_units(self.metric))]
+        return [
+            (tokens, values)
+            for tokens, series in points
+            if tokens and series and (values := series.logged_units(self.metric))
+        ]
 
     def mean(self, metric: str, selection: bool) -> float:
         """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen; infinite unless the
@@ -186,41 +233,65 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
     """Sentences on how finished runs differ apart from their arms, such as in device or code, and on facts that the runs do not record.
     `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
-    records = [(arm, read_json(run.folder / ENVIRONMENT), run) for arm, run in finished_runs if (run.folder / ENVIRONMENT).is_file()]
+    records = [
+        (arm, read_json(run.folder / ENVIRONMENT), run)
+        for arm, run in finished_runs
+        if (run.folder / ENVIRONMENT).is_file()
+    ]
     sentences = []
     try:
         for name, key in _RUN_FACTS.items():
             if words := _describe_values([(arm, start_setting(environment, key)) for arm, environment, _ in records]):
                 sentences.append(f"runs differ in {name}: {words}")
-        origins = [(arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")]
+        origins = [
+            (arm, environment["started_from"]) for arm, environment, _ in records if environment.get("started_from")
+        ]
         for path in dict.fromkeys(origin["path"] for _, origin in origins):
-            weights = [(arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin]
+            weights = [
+                (arm, origin["weights"]) for arm, origin in origins if origin["path"] == path and "weights" in origin
+            ]
             if words := _describe_values(weights):
                 sentences.append(f"runs started from different weights of {path}: {words}; they are not comparable")
-        dirty_flags = [start_setting(environment, "git_dirty") for _, environment, _ in records if start_setting(environment, "git_commit")]
+        dirty_flags = [
+            start_setting(environment, "git_dirty")
+            for _, environment, _ in records
+            if start_setting(environment, "git_commit")
+        ]
         if dirty_count := sum(is_dirty is not False for is_dirty in dirty_flags):
             subject = f"{dirty_count} of {len(finished_runs)} runs"
             sentences.append(f"{subject} are of a git tree with uncommitted changes: their code is not known")
-        plugin_names = {name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name}
+        plugin_names = {
+            name for _, environment, _ in records for name in environment.get("versions", {}) if ":" in name
+        }
         for name in sorted(plugin_names):
             versions = [(arm, start_setting(environment, f"versions.{name}")) for arm, environment, _ in records]
-            if words := _describe_values([(arm, version) for arm, version in versions if version and version.startswith("source sha256")]):
-                sentences.append(f"runs started with different code of {name}: {words}; what it trained is no longer comparable")
+            if words := _describe_values(
+                [(arm, version) for arm, version in versions if version and version.startswith("source sha256")]
+            ):
+                sentences.append(
+                    f"runs started with different code of {name}: {words}; what it trained is no longer comparable"
+                )
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{records[0][2].folder.parent}: an {ENVIRONMENT} is damaged: {error}") from None
     if missing_digest_count := sum(not run.has_digests for _, run in finished_runs):
         sentences.append(f"{missing_digest_count} runs' evaluations carry no digest (made by an earlier version)")
-    code_digests = [(arm, evaluation.code) for arm, run in finished_runs if run.has_digests for evaluation in run.evaluations]
+    code_digests = [
+        (arm, evaluation.code) for arm, run in finished_runs if run.has_digests for evaluation in run.evaluations
+    ]
     changed_count = 0
     names = dict.fromkeys(name for _, code in code_digests for name in code)
     current_digests = {"lm": measuring_code(), **PLUGINS.code(names)}
     for name in names:
         digests = [(arm, code[name]) for arm, code in code_digests if name in code]
         if words := _describe_values(digests):
-            sentences.append(f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again")
+            sentences.append(
+                f"runs were measured by different code of {name}: {words}; lm eval RUN measures them again"
+            )
         else:
             changed_count += name in current_digests and any(digest != current_digests[name] for _, digest in digests)
-    return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(changed_count)
+    return sentences + ["runs were measured by other code than today's; lm eval RUN measures them again"] * bool(
+        changed_count
+    )
 
 
 def _describe_values(values: list[tuple[str, Plain]]) -> str:

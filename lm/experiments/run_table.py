@@ -60,8 +60,13 @@ def judge_table(
     rows = rows.astype({name: object for name in rows.columns[rows.dtypes == "category"]})
     metric = primary.metric or (str(rows["metric"].iloc[0]) if "metric" in rows else "value")
     primary = replace(primary, metric=metric, better=_direction(rows, better, source))
-    split_columns = tuple(split_columns) or tuple(name for name in ("size",) if name in rows and rows[name].notna().any())
-    labels = [[f"{name} {value}" if split_columns != ("size",) else str(value) for value in rows[name]] for name in split_columns]
+    split_columns = tuple(split_columns) or tuple(
+        name for name in ("size",) if name in rows and rows[name].notna().any()
+    )
+    labels = [
+        [f"{name} {value}" if split_columns != ("size",) else str(value) for value in rows[name]]
+        for name in split_columns
+    ]
     size = [", ".join(words) for words in zip(*labels, strict=True)]
     blank = pd.Series(math.nan, rows.index, dtype=object)
     units = rows.get("sample", rows.get("unit", blank))  # a column that tells the evaluation units of a run apart
@@ -73,16 +78,22 @@ def judge_table(
         size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state, weight=weight,
         sample=units.map(str), group=group,
     )  # fmt: skip
-    runs["note"] = [f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()]
+    runs["note"] = [
+        f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()
+    ]
     runs = _expand_partial_rates(runs)
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
     selecting_rows, reporting_rows = _split_by_use(runs, source)
     arms = [*dict.fromkeys(reporting_rows["arm"])]
-    if missing_arms := [arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms]:  # without them the family would be smaller
+    if missing_arms := [
+        arm for arm in dict.fromkeys(runs["arm"]) if arm not in arms
+    ]:  # without them the family would be smaller
         reason = f"no line of {', '.join(missing_arms)} reports, only lines that choose rates"
         raise RunError(f"{source}: {reason}; add its final runs, or leave it out by a condition")
     if baseline is None and "experiment" in rows and rows["experiment"].notna().any():
-        raise RunError(f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}")
+        raise RunError(
+            f"{source}: name the baseline: runs of an experiment are in the order of their folders; {', '.join(arms)}"
+        )
     baseline = arms[0] if baseline is None else baseline
     if baseline not in arms or len(arms) < 2:
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
@@ -103,15 +114,21 @@ def judge_table(
             for rate, runs_at_rate in arm_rows.groupby("rate", dropna=False):
                 if missing_seeds := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
                     at_rate = "" if pd.isna(rate) else f" at {rate_text(rate)}"
-                    raise RunError(f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; every arm needs the same seeds")
+                    raise RunError(
+                        f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; every arm needs the same seeds"
+                    )
             arm_selecting_rows = size_selecting_rows[size_selecting_rows["arm"] == arm]
-            rate_order, judged_rates = _ordered_and_judged_rates(arm_rows, arm_selecting_rows, primary, f"{source}: {arm}")
+            rate_order, judged_rates = _ordered_and_judged_rates(
+                arm_rows, arm_selecting_rows, primary, f"{source}: {arm}"
+            )
             if judged_rates:
                 rates[size_name][arm] = judged_rates[0]
             judged_runs[size_name, arm] = {}
             for rate in rate_order:
                 rate_rows = arm_rows[arm_rows["rate"].isna() if rate is None else arm_rows["rate"] == rate_cell(rate)]
-                judged_runs[size_name, arm][rate] = [_judged_run(rate_rows[rate_rows["seed"] == seed]) for seed in seeds]
+                judged_runs[size_name, arm][rate] = [
+                    _judged_run(rate_rows[rate_rows["seed"] == seed]) for seed in seeds
+                ]
     arms = baseline, *(arm for arm in arms if arm != baseline)
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
@@ -139,7 +156,9 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
         raise RunError(f"{source}: better is {words}; of one metric it is lower or higher in all lines")
     column_direction = next(iter(column_directions), None)
     if better and column_direction not in (None, better):
-        raise RunError(f"{source}: better = {better}: by the column better, {column_direction} is better; leave the direction out")
+        raise RunError(
+            f"{source}: better = {better}: by the column better, {column_direction} is better; leave the direction out"
+        )
     return better or column_direction or "lower"
 
 
@@ -151,12 +170,17 @@ def _judged_run(rows: pd.DataFrame) -> JudgedRun:
     return JudgedRun(*rows.iloc[0][["arm", "state", "note"]], values, weights, groups)
 
 
-def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]) -> pd.DataFrame:
+def _rows_to_judge(
+    table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]
+) -> pd.DataFrame:
     """Select the rows of `metric` that satisfy `condition`. Raises RunError: no row does, or one of the columns `names` is missing."""
     if missing_names := [name for name in names if name not in table]:
         columns = ", ".join(map(str, table.columns))
         renames = [
-            f"{column!r} to {name}" for name in missing_names for column in table if str(column).strip().casefold() == name.casefold()
+            f"{column!r} to {name}"
+            for name in missing_names
+            for column in table
+            if str(column).strip().casefold() == name.casefold()
         ]
         remedy = f"; rename {', '.join(renames)}" if renames else ""
         if len(table.columns) == 1 and (marks := [word for mark, word in _OTHER_SEPARATORS.items() if mark in columns]):
@@ -167,9 +191,13 @@ def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str
     try:
         mask = table.eval(condition) if condition else None
     except Exception as error:  # of pandas, Python's parser or numexpr: the condition is wrong
-        raise RunError(f"{source}: {condition}: {one_line(error)}; columns: {', '.join(map(str, table.columns))}") from None
+        raise RunError(
+            f"{source}: {condition}: {one_line(error)}; columns: {', '.join(map(str, table.columns))}"
+        ) from None
     if condition and not (isinstance(mask, pd.Series) and pd.api.types.is_bool_dtype(mask)):
-        raise RunError(f"{source}: {condition}: doesn't say of each line whether it is judged; write a comparison, e.g. seed < 3")
+        raise RunError(
+            f"{source}: {condition}: doesn't say of each line whether it is judged; write a comparison, e.g. seed < 3"
+        )
     rows = table[mask] if condition else table
     if rows.empty:
         raise RunError(f"{source}: no line" + (f" with {condition}" if condition else ""))
@@ -179,7 +207,9 @@ def _rows_to_judge(table: pd.DataFrame, source: str, metric: str, condition: str
         return rows
     metrics = [str(name) for name in rows["metric"].dropna().unique()]
     if (metric and metric not in metrics) or (not metric and len(metrics) != 1):
-        raise RunError(f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(metrics)}")
+        raise RunError(
+            f"{source}: {f'no metric {metric}' if metric else 'name the metric'}; there is {', '.join(metrics)}"
+        )
     return rows[rows["metric"].map(str, na_action="ignore") == (metric or metrics[0])]
 
 
@@ -187,15 +217,22 @@ def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
     """Replace each row whose rate lacks the value of a tuned key by copies, one at each full rate with the same values of the other keys
     (see `cells_by_partial_cell`)."""
     group_keys = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
-    is_rate = runs["rate"].map(lambda cell: _finite_rate(cell.replace(ANY_VALUE, "1") if isinstance(cell, str) else cell)).notna()
+    is_rate = (
+        runs["rate"]
+        .map(lambda cell: _finite_rate(cell.replace(ANY_VALUE, "1") if isinstance(cell, str) else cell))
+        .notna()
+    )
     cells = runs["rate"].where(is_rate)
     grids = {size: size_cells.unique() for size, size_cells in cells.groupby(runs["size"])}
     full_rates = {
-        (size, stage): cells_by_partial_cell(group_cells.unique(), grids[size]) for (size, stage), group_cells in cells.groupby(group_keys)
+        (size, stage): cells_by_partial_cell(group_cells.unique(), grids[size])
+        for (size, stage), group_cells in cells.groupby(group_keys)
     }
     if not any(full_rates.values()):
         return runs
-    rates = [full_rates[size, stage].get(rate, [rate]) for size, stage, rate in zip(*group_keys, runs["rate"], strict=True)]
+    rates = [
+        full_rates[size, stage].get(rate, [rate]) for size, stage, rate in zip(*group_keys, runs["rate"], strict=True)
+    ]
     return runs.assign(rate=rates).explode("rate", ignore_index=True)
 
 
@@ -204,7 +241,9 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
     or invalid, or a run has several rows for one sequence. `columns`: those in which such rows differ are named in the error."""
     has_rate = runs["rate"].notna()
     if unknown_states := [*map(str, set(runs["state"]) - set(_RUN_STATES))]:
-        raise RunError(f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or {_RUN_STATES[-1]}")
+        raise RunError(
+            f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or {_RUN_STATES[-1]}"
+        )
     if runs["value"].map(lambda value: isinstance(value, bool | np.bool_)).any():
         raise RunError(f"{source}: values are true and false; write numbers, such as 1 and 0")
     is_unweighted = runs["weight"].isna().groupby([runs[name] for name in RUN_KEY], dropna=False).transform("all")
@@ -227,10 +266,14 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             remedy = f"correct or drop {pronoun}"
             if name == "finite value":  # dropping it would cost all arms this seed, and hide a divergence
                 remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged makes the verdict unstable"
-            raise RunError(f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}")
+            raise RunError(
+                f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}"
+            )
     if len({len(key_values(read_rate(rate))) for rate in runs["rate"].dropna().unique()}) > 1:
         raise RunError(f"{source}: rates are of one tuned key in some lines, and of several in others")
-    is_duplicate = runs.duplicated([*RUN_KEY, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False)
+    is_duplicate = runs.duplicated(
+        [*RUN_KEY, "sample", *(name for name in ("part", "stage") if name in runs)], keep=False
+    )
     if is_duplicate.any():
         run = runs[is_duplicate].iloc[0]
         duplicates = runs[is_duplicate & (runs["arm"] == run["arm"]) & (runs["seed"] == run["seed"])]
@@ -267,12 +310,20 @@ def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.Dat
 def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
     """Check that all runs have the same units (such as sequences), with the same weights and groups. Check that all arms were tuned at the
     same rates with the same seeds, with at least `MIN_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
-    stages = [rows for _, rows in selecting_rows.groupby("stage", dropna=False)] if "stage" in selecting_rows else [selecting_rows]
+    stages = (
+        [rows for _, rows in selecting_rows.groupby("stage", dropna=False)]
+        if "stage" in selecting_rows
+        else [selecting_rows]
+    )
     for rows in (reporting_rows, *stages):
         rows = rows[rows["state"] == "finished"]
         run_columns = [rows[name] for name in ("arm", "rate", "seed")]
-        weight_fraction = (rows["weight"] / rows["weight"].groupby(run_columns, dropna=False).transform("sum")).round(12)
-        unit = pd.Series([*zip(rows["sample"], rows["group"].map(str), weight_fraction, strict=True)], rows.index, dtype=object)
+        weight_fraction = (rows["weight"] / rows["weight"].groupby(run_columns, dropna=False).transform("sum")).round(
+            12
+        )
+        unit = pd.Series(
+            [*zip(rows["sample"], rows["group"].map(str), weight_fraction, strict=True)], rows.index, dtype=object
+        )
         if unit.groupby(run_columns, dropna=False).agg(frozenset).nunique() > 1:
             has_same_samples = rows["sample"].groupby(run_columns, dropna=False).agg(frozenset).nunique() == 1
             reason = ": a unit's weight or group is not the same in all" if has_same_samples else ""
@@ -280,18 +331,24 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
     tuning_rows = _tuning_rows(selecting_rows)
     grids = {arm: frozenset(rates) for arm, rates in tuning_rows.groupby("arm")["rate"] if rates.nunique() > 1}
     if len(set(grids.values())) > 1:
-        words = "; ".join(f"{arm} {', '.join(map(rate_text, sorted(map(read_rate, grid))))}" for arm, grid in grids.items())
+        words = "; ".join(
+            f"{arm} {', '.join(map(rate_text, sorted(map(read_rate, grid))))}" for arm, grid in grids.items()
+        )
         raise RunError(f"{source}: arms are tuned over different rates: {words}")
     tuning_runs = tuning_rows[tuning_rows["arm"].isin(grids)]
     if len(unfinished := tuning_runs[tuning_runs["state"] == "unfinished"]):
         arm, rate, seed = unfinished.iloc[0][["arm", "rate", "seed"]]
-        raise RunError(f"{source}: {arm} at {rate_text(read_rate(rate))}, seed {seed}, has not ended: the rate can't be chosen yet")
+        raise RunError(
+            f"{source}: {arm} at {rate_text(read_rate(rate))}, seed {seed}, has not ended: the rate can't be chosen yet"
+        )
     seeds_by_rate = tuning_runs.groupby(["arm", "rate"])["seed"].agg(frozenset)
     if seeds_by_rate.nunique() > 1:
         arm, rate = seeds_by_rate.map(len).idxmin()
         missing_seeds = ", ".join(map(str, {*tuning_runs["seed"]} - seeds_by_rate[arm, rate]))
         remedy = "a run that diverged before it was measured takes a line with state diverged"
-        raise RunError(f"{source}: {arm} at {rate_text(read_rate(rate))} has no run of seed {missing_seeds}, others have; {remedy}")
+        raise RunError(
+            f"{source}: {arm} at {rate_text(read_rate(rate))} has no run of seed {missing_seeds}, others have; {remedy}"
+        )
     seeds = seeds_by_rate.map(len)
     if (seeds < MIN_TUNING_SEEDS).any():
         arm, rate = seeds.idxmin()
@@ -314,7 +371,9 @@ def _ordered_and_judged_rates(
     tuning_costs = _costs(tuning_rows, primary)
     if len(tuning_costs) < 2:
         if len(rates) > 1:
-            raise RunError(f"{label} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate")
+            raise RunError(
+                f"{label} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate"
+            )
         return rates, rates[:1]
     tuned_rate = rate_choice({label: tuning_costs}).rates.get(label)
     if tuned_rate is None:

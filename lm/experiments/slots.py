@@ -52,12 +52,17 @@ class Slots:
         if sum(max(1, len(gpus)) for gpus in busy_devices) + self.slots_per_run(size, arm) > self.n_slots:
             return None
         run_counts, gpu_count = Counter(chain(*busy_devices)), self.gpus_per_run.get((size, arm), 0)
-        free_gpus = sorted((gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__)
+        free_gpus = sorted(
+            (gpu for gpu in self.gpus if run_counts[gpu] < self.slots_per_gpu), key=run_counts.__getitem__
+        )
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def concurrent_devices(self) -> list[Devices]:
         """The GPUs of each run that can train at the same time, if every run needs as many GPUs as the run with the most."""
-        size_arm, run_devices = max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")), list[Devices]()
+        size_arm, run_devices = (
+            max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")),
+            list[Devices](),
+        )
         while (devices := self.devices(*size_arm, run_devices)) is not None:
             run_devices.append(devices)
         return run_devices
@@ -85,7 +90,9 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
     from lm.model.device import count_gpus, visible_gpus  # torch takes seconds to import
 
     gpus = visible_gpus()
-    gpu_counts = {(size, arm.name): count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms}
+    gpu_counts = {
+        (size, arm.name): count_gpus(experiment.example_config(size, arm)) for size, arm in experiment.size_arms
+    }
     max_gpus = max(gpu_counts.values())
     if not max_gpus:
         return Slots(jobs or 1)
@@ -110,12 +117,27 @@ def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
     arguments, plugins = [], [f"--allow-plugin={package}" for package in sorted(run.packages)]
     swapped_folder = Path(config.init_from) if run.trained else folder
     if run.swap and not (swapped_folder / CONFIG).exists():
-        options = [] if run.swap.init is None else [f"--init={run.swap.init}"]  # in place of `init` in the normalizer's options
-        normalizer = {name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")}
+        options = (
+            [] if run.swap.init is None else [f"--init={run.swap.init}"]
+        )  # in place of `init` in the normalizer's options
+        normalizer = {
+            name: value for name, value in to_plain(config.model.normalizer).items() if name not in ("name", "init")
+        }
         options += [override(f"model.normalizer.{name}", value) for name, value in normalizer.items()]
         run_labels = {name: value for name, value in to_plain(config.experiment).items() if value is not None}
-        options += [override(f"experiment.{name}", value) for name, value in run_labels.items()]  # else lm.results has the source's arm
-        arguments.append(["swap", str(run.source.config.run_folder), f"--to={run.swap.to}", f"--out={swapped_folder}", *options, *plugins])
+        options += [
+            override(f"experiment.{name}", value) for name, value in run_labels.items()
+        ]  # else lm.results has the source's arm
+        arguments.append(
+            [
+                "swap",
+                str(run.source.config.run_folder),
+                f"--to={run.swap.to}",
+                f"--out={swapped_folder}",
+                *options,
+                *plugins,
+            ]
+        )
     outcome = run.outcome
     if run.trained and (not outcome.is_trained or not outcome.is_complete or outcome.is_measured):
         # `lm train` makes the evaluations that a kill left out, too
@@ -163,7 +185,9 @@ def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, device
     """Start a process that sees only `devices` (None: all GPUs that this process sees). On Linux the new process stops when this process
     ends. It has its own session, so Ctrl-C does not reach it."""
     environment = child_environment(devices)
-    return subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+    )
 
 
 class Children:
@@ -177,7 +201,9 @@ class Children:
     def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
         """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit status of its last
         command, negative if a signal killed it, and the seconds that its commands took."""
-        while is_training(run.config.run_folder) and not self._stopping.is_set():  # in a process that an earlier start left
+        while (
+            is_training(run.config.run_folder) and not self._stopping.is_set()
+        ):  # in a process that an earlier start left
             self._stopping.wait(1)
         status, start = 128 + signal.SIGTERM if self._stopping.is_set() else 0, time.monotonic()
         for command in [] if status else commands(replace(run, outcome=replace(run.outcome)), self.experiment_folder):

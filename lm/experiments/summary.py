@@ -27,7 +27,11 @@ def summary_entries(procedure: Procedure, judgement: Judgement | None = None) ->
     entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for entry in (entry for entry in entries if entry["arm"] in arms):
         tuning_differences = differences_by_rate(procedure, entry["size"], arms[entry["arm"]])
-        means = {rate_text(rate): float(np.mean(differences)) for rate, differences in tuning_differences.items() if differences}
+        means = {
+            rate_text(rate): float(np.mean(differences))
+            for rate, differences in tuning_differences.items()
+            if differences
+        }
         name, scale = ("factors_by_rate", math.exp) if is_factor else ("differences_by_rate", float)
         entry[name] = {rate: scale(mean) if math.isfinite(mean) else None for rate, mean in means.items()}
     return entries
@@ -54,10 +58,15 @@ def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate,
         return -value if value == math.inf and primary.better == "higher" else value
 
     arm_values, base_values = (
-        {rate: [*map(comparable_value, values)] for rate, values in tuning_values[name].items()} for name in (arm.name, baseline)
+        {rate: [*map(comparable_value, values)] for rate, values in tuning_values[name].items()}
+        for name in (arm.name, baseline)
     )
     return {
-        rate: [a - b for a, b in zip(arm_values[rate], base_values[rate], strict=True) if math.isfinite(a) or math.isfinite(b)]
+        rate: [
+            a - b
+            for a, b in zip(arm_values[rate], base_values[rate], strict=True)
+            if math.isfinite(a) or math.isfinite(b)
+        ]
         for rate in sorted(arm_values.keys() & base_values.keys())
     }
 
@@ -72,26 +81,45 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     primary, baseline = judgement.primary, judgement.arms[0]
     columns = column("size", [entry["size"] or None for entry in entries], kind="label")
     columns += column("arm", [entry["arm"] for entry in entries], kind="label")
-    columns += column(judgement.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries])
+    columns += column(
+        judgement.rate_heading, [None if entry["rate"] is None else rate_text(entry["rate"]) for entry in entries]
+    )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
     omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds(entry["size"])) for entry in entries)
     basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" * omits_finished_runs)))
-    columns += column(f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis)
+    columns += column(
+        f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis
+    )
     if primary.reach is not None:
         columns += column("have reached it", [f"{entry['reached']} of {entry['runs']}" for entry in entries])
     if primary.learned is not None:
         columns += column("have learned", [f"{entry['learned']} of {entry['ended']}" for entry in entries])
         fractions = [Interval(*entry["fraction_learned"]) if entry["ended"] else None for entry in entries]
         columns.append((Column("fraction", "95% interval, Clopper-Pearson", "mean", 2), fractions))
-    name, kind = (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
-    columns += column(name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind)
+    name, kind = (
+        (f"difference to {baseline}", "difference") if primary.reach is None else (f"factor to {baseline}", "mean")
+    )
+    columns += column(
+        name, [verdict and verdict.interval for verdict in verdicts], "interval over seeds, all together 95%", kind
+    )
     if primary.learned is None:
         intervals = [verdict and verdict.document_interval for verdict in verdicts]
-        pairs = [(verdict.interval, verdict.document_interval) for verdict in verdicts if verdict and verdict.document_interval]
+        pairs = [
+            (verdict.interval, verdict.document_interval)
+            for verdict in verdicts
+            if verdict and verdict.document_interval
+        ]
         if not all(np.allclose(wider.as_list(), interval.as_list(), rtol=0, atol=5e-5) for interval, wider in pairs):
-            columns += column("on other text of the kind", intervals, "interval over seeds and documents, all together 95%", "difference")
-    columns += column("p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted")
+            columns += column(
+                "on other text of the kind",
+                intervals,
+                "interval over seeds and documents, all together 95%",
+                "difference",
+            )
+    columns += column(
+        "p", [f"{verdict.p:.2g}" if verdict and verdict.seeds else None for verdict in verdicts], "adjusted"
+    )
     exact_p = [None if verdict is None or verdict.p_exact is None else f"{verdict.p_exact:.2g}" for verdict in verdicts]
     columns += column("p of the sign-flip test", exact_p, "adjusted")
     columns += column("verdict", [verdict and verdict.words for verdict in verdicts], kind="words")
@@ -136,13 +164,23 @@ def measured_words(procedure: Procedure) -> str:
     if axis is None:
         return f"{metric}{unit}"
     if axis.bins:
-        axis_point, x, setting = f"of all positions of {number(axis.values[-1])} {axis.unit}", axis.values[-1], first_series.setting
+        axis_point, x, setting = (
+            f"of all positions of {number(axis.values[-1])} {axis.unit}",
+            axis.values[-1],
+            first_series.setting,
+        )
     else:
         name, (x, _) = [*first_series.places.items()][first_series.logged.index(metric)]
         axis_point, setting = f"{axis.before} {name} {axis.unit}".rstrip(), ""
     same_length = axis.unit == "tokens" and len({run_series.seq_len for run_series in series}) == 1
-    length = f"{'' if x == first_series.seq_len else f'{x / first_series.seq_len:g} times '}the training length" * same_length
-    return ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first_series.metric} {axis_point}", length, setting))) + unit
+    length = (
+        f"{'' if x == first_series.seq_len else f'{x / first_series.seq_len:g} times '}the training length"
+        * same_length
+    )
+    return (
+        ", ".join(filter(None, (f"{metric}: {'mean ' * axis.bins}{first_series.metric} {axis_point}", length, setting)))
+        + unit
+    )
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
@@ -156,7 +194,8 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
         return []
     finished_runs = ((run for run in procedure.final_runs(size) if run.outcome.state == "finished") for size in sizes)
     records = [
-        next((run.outcome.record for run in runs if (run.config.run_folder / ENVIRONMENT).is_file()), None) for runs in finished_runs
+        next((run.outcome.record for run in runs if (run.config.run_folder / ENVIRONMENT).is_file()), None)
+        for runs in finished_runs
     ]
     if None in records:
         return []
@@ -170,14 +209,24 @@ def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]
         if not all(map(all, runs)):
             continue
         differences = np.array(
-            [[scale(arm_run.value) - scale(baseline_run.value) for arm_run, baseline_run in zip(*pair, strict=True)] for pair in runs]
+            [
+                [scale(arm_run.value) - scale(baseline_run.value) for arm_run, baseline_run in zip(*pair, strict=True)]
+                for pair in runs
+            ]
         )
         differences = differences[:, np.isfinite(differences).all(0)]
         if differences.shape[1] > 1:
             interval = trend(differences, np.array(amounts[amount_name]))
             interval = factor(interval) if primary.reach is not None else interval
             sample = f"{len(sizes)} sizes, {differences.shape[1]} seeds"
-            entries.append({"arm": arm, "with_each_doubling_of": amount_name, "over": sample, "change": json_value(interval.as_list())})
+            entries.append(
+                {
+                    "arm": arm,
+                    "with_each_doubling_of": amount_name,
+                    "over": sample,
+                    "change": json_value(interval.as_list()),
+                }
+            )
     return entries
 
 
@@ -207,7 +256,9 @@ def tuning_table_rows(procedure: Procedure) -> list[dict[str, Plain]]:
         rows.append({"size": run.size, "arm": run.arm, "key": run.key, "rate": rate_cell(run.rate), "seed": run.seed})
         rows[-1][SELECTION] = cell(run.selection_value)
         if metric != SELECTION:
-            rows[-1][metric] = cell(run.primary_value, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED)
+            rows[-1][metric] = cell(
+                run.primary_value, DIVERGED if run.diverged or primary.reach is None else NOT_REACHED
+            )
         rows[-1]["configuration"] = run.configuration
     return rows
 

@@ -40,10 +40,14 @@ class Architecture(ABC):
     """
 
     model_type: ClassVar[str]
-    classes: ClassVar[tuple[str, ...]]  # transformers' classes of models with such weights; the first is the language model
+    classes: ClassVar[
+        tuple[str, ...]
+    ]  # transformers' classes of models with such weights; the first is the language model
     base: ClassVar[str]  # prefix of tensor names in models with a head
     blocks: ClassVar[str]  # the name of the list of layers
-    modules: ClassVar[dict[str, str]]  # lm's module -> transformers' name in the layer; several names for a matrix of several projections
+    modules: ClassVar[
+        dict[str, str]
+    ]  # lm's module -> transformers' name in the layer; several names for a matrix of several projections
     stores_inputs_first = False  # matrices of layers are stored as (inputs, outputs)
     buffers: ClassVar[tuple[str, ...]] = ()  # ends of the names of tensors that are no parameters
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
@@ -80,7 +84,11 @@ class Architecture(ABC):
             layer, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", full_name).groups()
             shape, prefix = tuple(parameter.shape), base + (f"{self.blocks}.{layer}." if layer else "")
             names = [f"{prefix}{name}.{leaf}" for name in self.modules[module].split()] if module != "head" else [HEAD]
-            rows = [part.stop - part.start for part in slices[f"{full_name.removesuffix(leaf)}weight"].values()] if names[1:] else shape[:1]
+            rows = (
+                [part.stop - part.start for part in slices[f"{full_name.removesuffix(leaf)}weight"].values()]
+                if names[1:]
+                else shape[:1]
+            )
             transposed = self.stores_inputs_first and bool(layer) and len(shape) == 2
             shapes = [(size, *shape[1:])[:: -1 if transposed else 1] for size in rows]
             factor = self.query_scale(spec, fields, int(layer)) if module == "attention.qkv" else 1.0
@@ -133,7 +141,10 @@ class GPT2(Architecture):
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
         """Return 1, or sqrt(head size) if `scale_attn_weights` is false. `scale_attn_by_inverse_layer_idx` divides this by `layer` + 1."""
-        is_scaled, per_layer = fields.take("scale_attn_weights", bool, True), fields.take("scale_attn_by_inverse_layer_idx", bool, False)
+        is_scaled, per_layer = (
+            fields.take("scale_attn_weights", bool, True),
+            fields.take("scale_attn_by_inverse_layer_idx", bool, False),
+        )
         return (1.0 if is_scaled else math.sqrt(spec.model.key_dims)) / (layer + 1 if per_layer else 1)
 
 
@@ -153,7 +164,11 @@ class Llama(Architecture):
     kv_heads: ClassVar[int | None] = None  # default of num_key_value_heads; None: the number of query heads
     head_dim: ClassVar[int | None] = None  # default of head_dim; None: hidden_size / num_attention_heads
     vocab_size: ClassVar[int] = 32000
-    default_sizes: ClassVar[tuple[int, int, int]] = (4096, 11008, 2048)  # hidden_size, intermediate_size, max_position_embeddings
+    default_sizes: ClassVar[tuple[int, int, int]] = (
+        4096,
+        11008,
+        2048,
+    )  # hidden_size, intermediate_size, max_position_embeddings
 
     def spec(self, fields: Fields) -> ModelSpec:
         width, mlp_width, n_positions = self.default_sizes
@@ -162,7 +177,9 @@ class Llama(Architecture):
         n_heads = fields.size("num_attention_heads", 32)
         head_size = fields.size("head_dim", self.head_dim)
         if head_size is None and width % n_heads:
-            raise fields.refusal("num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim")
+            raise fields.refusal(
+                "num_attention_heads", f"does not divide hidden_size = {width}, and there is no head_dim"
+            )
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
             n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=n_heads, n_kv_head=None if kv_heads == n_heads else kv_heads,
@@ -226,13 +243,20 @@ class Qwen3(Qwen2):
 def _read_windows(fields: Fields) -> Options:
     """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one. Raises RunError for a
     bad field."""
-    has_windows, n_layers = fields.take("use_sliding_window", bool, False), fields.size("num_hidden_layers", 32, MAX_LAYERS)
+    has_windows, n_layers = (
+        fields.take("use_sliding_window", bool, False),
+        fields.size("num_hidden_layers", 32, MAX_LAYERS),
+    )
     size = fields.size("sliding_window", None if fields.is_null("sliding_window") else 4096)
     first_layer = fields.take("max_window_layers", int, 28)  # the first layer with a window
-    default_layer_types = [SLIDING_ATTENTION if has_windows and size and n >= first_layer else FULL_ATTENTION for n in range(n_layers)]
+    default_layer_types = [
+        SLIDING_ATTENTION if has_windows and size and n >= first_layer else FULL_ATTENTION for n in range(n_layers)
+    ]
     layer_types = fields.take("layer_types", list[str], default_layer_types)
     if len(layer_types) != n_layers or not {*layer_types} <= {FULL_ATTENTION, SLIDING_ATTENTION}:
-        raise fields.refusal("layer_types", f"must list {FULL_ATTENTION} or {SLIDING_ATTENTION} for each of the {n_layers} layers")
+        raise fields.refusal(
+            "layer_types", f"must list {FULL_ATTENTION} or {SLIDING_ATTENTION} for each of the {n_layers} layers"
+        )
     if SLIDING_ATTENTION in layer_types and not has_windows:
         raise fields.refusal("layer_types", f"lists {SLIDING_ATTENTION}, and use_sliding_window is not true")
     if SLIDING_ATTENTION in layer_types and size is None:
@@ -253,4 +277,6 @@ def _write_windows(model: ModelConfig) -> dict[str, Plain]:
     return {"use_sliding_window": True, "sliding_window": window_sizes[0], "layer_types": layer_types}
 
 
-ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture() for architecture in (GPT2, Llama, Qwen2, Qwen3)}
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.model_type: architecture() for architecture in (GPT2, Llama, Qwen2, Qwen3)
+}

@@ -32,10 +32,24 @@ from lm.huggingface.importing import INDEX, Shards
 from lm.schema import Plain
 
 LENGTH_FIELD = "lm_train_length"  # field of the configuration with the training length
-NORMALIZER_ATTRIBUTE = "lm_normalizer"  # in each attention, the module with the parameters; in the configuration, their normalizer
-UNREGISTERED_NORMALIZERS = ("forget", "asentmax", "p_n")  # the first two read the layer's input, the last has a table for all layers
-REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments of attention functions that change what is computed
-POSITION_DEPENDENT_NORMALIZERS = ("qassmax", "linear")  # with RoPE, on absolute positions; not so for linear with `features: identity`
+NORMALIZER_ATTRIBUTE = (
+    "lm_normalizer"  # in each attention, the module with the parameters; in the configuration, their normalizer
+)
+UNREGISTERED_NORMALIZERS = (
+    "forget",
+    "asentmax",
+    "p_n",
+)  # the first two read the layer's input, the last has a table for all layers
+REFUSED_ARGUMENTS = (
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "position_bias",
+)  # arguments of attention functions that change what is computed
+POSITION_DEPENDENT_NORMALIZERS = (
+    "qassmax",
+    "linear",
+)  # with RoPE, on absolute positions; not so for linear with `features: identity`
 OWN_ATTENTION_MESSAGE = "{} computes attention by itself, whatever attn_implementation says"
 WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 
@@ -48,11 +62,15 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
 
     Raises ConfigError for an unknown normalizer, for forget, asentmax or p_n, or for an option that the normalizer does not have.
     """
-    for name, normalizer in (normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}).items():
+    for name, normalizer in (
+        normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}
+    ).items():
         functional.parameters(normalizer, 1, 2, 2)
         options = {"name": normalizer} if isinstance(normalizer, str) else dict(normalizer)
         if options["name"] in UNREGISTERED_NORMALIZERS:
-            raise ConfigError([Problem(name, options["name"], "is no function of one layer's queries and keys", "train it with lm")])
+            raise ConfigError(
+                [Problem(name, options["name"], "is no function of one layer's queries and keys", "train it with lm")]
+            )
         ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, options))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
@@ -71,11 +89,17 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     config = model.config
     attention_function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     if not isinstance(attention_function, partial) or attention_function.func is not _attend:
-        raise ValueError(f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's")
+        raise ValueError(
+            f"attn_implementation is {config._attn_implementation}: call lm.huggingface.register() and name one of lm's"
+        )
     (options,) = attention_function.args
     if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
-        raise ValueError(f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}")
-    attention_modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+        raise ValueError(
+            f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}"
+        )
+    attention_modules = [
+        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+    ]
     if not (model.is_backend_compatible() and attention_modules):
         raise ValueError(OWN_ATTENTION_MESSAGE.format(type(model).__name__))
     if any(hasattr(module, NORMALIZER_ATTRIBUTE) for module in attention_modules):
@@ -100,7 +124,11 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
     """Set the normalizers' parameters from the model's saved weights. Raises ValueError if a parameter is missing or of another shape,
     and RunError or DataError if the weights can't be read."""
     folder = Path(name := model.config._name_or_path)
-    tensors = Shards(folder if folder.is_dir() else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS))
+    tensors = Shards(
+        folder
+        if folder.is_dir()
+        else downloaded(name, getattr(model.config, "_commit_hash", None), WEIGHT_FILE_PATTERNS)
+    )
     for name, parameter in model.named_parameters():
         if f".{NORMALIZER_ATTRIBUTE}." in name:
             if tensors.shapes.get(name) != tuple(parameter.shape):
@@ -124,7 +152,9 @@ def _attend(
     """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value (B, K, S, D). Raises
     ValueError for attention that lm does not compute, such as dropout of weights, and for missing parameters or unfit positions."""
     if refused_arguments := [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]:
-        raise ValueError(f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it")
+        raise ValueError(
+            f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it"
+        )
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(f"lm's normalizers are causal, {type(module).__name__} is not")
@@ -138,15 +168,25 @@ def _attend(
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
         query = query.to(torch.promote_types(query.dtype, torch.float32)) * factor
-    if attention_mask is None and 1 < query.size(2) < key.size(2):  # a new cache of fixed size, whose later keys are empty
+    if attention_mask is None and 1 < query.size(2) < key.size(
+        2
+    ):  # a new cache of fixed size, whose later keys are empty
         key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
     layout = _layout(query, key, attention_mask, position_ids)
     depends_on_position = options["name"] in POSITION_DEPENDENT_NORMALIZERS and options.get("features") != "identity"
-    if depends_on_position and position_ids is not None and bool(((layout.positions != position_ids) & (layout.positions > 0)).any()):
+    if (
+        depends_on_position
+        and position_ids is not None
+        and bool(((layout.positions != position_ids) & (layout.positions > 0)).any())
+    ):
         reason = "depends on positions: position_ids must count from each sequence's first token, padding left out"
         raise ValueError(f"{options['name']} {reason}")
-    parameters = {} if parameter_dict is None else dict(zip(parameter_dict.names, parameter_dict.parameters(), strict=True))
-    output = functional.attention(options, query, key, value, parameters, positions=layout, train_length=_train_length(config))
+    parameters = (
+        {} if parameter_dict is None else dict(zip(parameter_dict.names, parameter_dict.parameters(), strict=True))
+    )
+    output = functional.attention(
+        options, query, key, value, parameters, positions=layout, train_length=_train_length(config)
+    )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -164,12 +204,18 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
         positions = positions * is_token
         layout = AttentionLayout.from_positions(positions)
         is_next = positions == torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
-        is_causal = ((positions == 0) | is_next).all() & (layout.visible().view(-1, n_queries, n_keys) == visible)[is_token].all()
+        is_causal = ((positions == 0) | is_next).all() & (layout.visible().view(-1, n_queries, n_keys) == visible)[
+            is_token
+        ].all()
         if not bool(is_causal):
-            raise ValueError("lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or gaps")
+            raise ValueError(
+                "lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or gaps"
+            )
         return layout
     positions = positions.clamp(min=0)
     first_key = visible[:, -1].int().argmax(-1, keepdim=True)  # (B, 1), first key of the document that goes on
     key_positions = torch.arange(n_keys, device=key.device) - first_key
     key_documents = (key_positions >= 0).long()
-    return AttentionLayout(positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), key_documents)
+    return AttentionLayout(
+        positions, key_positions, positions[:, -1:] + 1, False, torch.ones_like(positions), key_documents
+    )

@@ -49,8 +49,14 @@ def model_card(loaded_model: LoadedModel, kind: str) -> str:
     if loaded_model.tokenizer is not None:
         rows["documents start with"] = f"`{spec.end_of_text}`, which the tokenizer puts before a text, as in training"
     if kind == LM_MODEL_TYPE:
-        rows["code"] = f"`{MODELLING_FILE}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
-    parts = ["---\nlibrary_name: transformers\npipeline_tag: text-generation\n---", f"# {loaded_model.folder.resolve().name}", _table(rows)]
+        rows["code"] = (
+            f"`{MODELLING_FILE}` in this folder: `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`"
+        )
+    parts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+        f"# {loaded_model.folder.resolve().name}",
+        _table(rows),
+    ]
     parts += ["## Training", _training_section(loaded_model)]
     if figures := _evaluation_table(loaded_model):
         parts += ["## Figures", figures]
@@ -63,7 +69,11 @@ def _training_section(loaded_model: LoadedModel) -> str:
     config, environment = loaded_model.config, loaded_model.environment
     swap, label = environment.get("swap"), loaded_model.spec.model.normalizer.label()
     if config is None or not loaded_model.stamp["step"]:  # imported, or swapped without training
-        swap_note = f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}." if swap else ""
+        swap_note = (
+            f"The weights are those of {swap['from']}, whose {swap['normalizer']} was replaced by {label}."
+            if swap
+            else ""
+        )
         return " ".join(filter(None, (origin_note, swap_note))) or "No training run is behind these weights."
     sources = ", ".join(weighted.source.label for weighted in config.data.sources)
     rows = {
@@ -94,7 +104,9 @@ def _evaluation_table(loaded_model: LoadedModel) -> str:
             n_units = len(series.column(series.column_at(axis_value))[0].values) if series.samples else ""
             name = " ".join(filter(None, (series.metric, series.what, f"({series.unit})" if series.unit else "")))
             axis_label = f"{series.axis.label} {axis_value}" if series.axis else ""
-            table_rows.append(_table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units))
+            table_rows.append(
+                _table_row(name, series.setting, axis_label, f"{series.mean_at(axis_value):.4f}", n_units)
+            )
     header = "| metric | inference setting | where | mean | units |\n|---|---|---|---|---|\n"
     return header + "\n".join(table_rows) if table_rows else ""
 
@@ -128,11 +140,16 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
             raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
         config = _lm_config(loaded_model)
         tensors = _lm_tensors(loaded_model)
-    descriptions: dict[str, TensorSignature] = {name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()}
+    descriptions: dict[str, TensorSignature] = {
+        name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()
+    }
     with new_folder(target) as folder:
         with replacing(folder / WEIGHTS_FILE, "the weights") as file:
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
-        files = {CONFIG: _json({**config, **_token_id_fields(loaded_model)}), "README.md": model_card(loaded_model, config["model_type"])}
+        files = {
+            CONFIG: _json({**config, **_token_id_fields(loaded_model)}),
+            "README.md": model_card(loaded_model, config["model_type"]),
+        }
         if plain_model is None:
             files[MODELLING_FILE] = Path(__file__).with_name(MODELLING_FILE).read_text(encoding="utf-8")
         if loaded_model.tokenizer is not None:
@@ -171,16 +188,26 @@ def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
     steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
     qwen2_split = {"type": "Split", "pattern": {"Regex": SPLIT_REGEX["qwen2"]}, "behavior": "Isolated", "invert": False}
     qwen2_steps = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
-    has_qwen2_steps = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps] == qwen2_steps
-    return has_qwen2_steps and (fields["normalizer"] or {}).get("type") == "NFC" and not fields["model"].get("ignore_merges")
+    has_qwen2_steps = [
+        {name: value for name, value in step.items() if name != "trim_offsets"} for step in steps
+    ] == qwen2_steps
+    return (
+        has_qwen2_steps
+        and (fields["normalizer"] or {}).get("type") == "NFC"
+        and not fields["model"].get("ignore_merges")
+    )
 
 
-def _transformers_tensors(architecture: Architecture, config: dict[str, Plain], loaded_model: LoadedModel) -> dict[str, Tensor]:
+def _transformers_tensors(
+    architecture: Architecture, config: dict[str, Plain], loaded_model: LoadedModel
+) -> dict[str, Tensor]:
     """The tensors of `architecture`, by their names in transformers, as views of lm's parameters."""
     state, tensors = loaded_model.decoder.state_dict(), {}
     for part in architecture.mapped_parameters(loaded_model.spec, Fields(config, loaded_model.path), architecture.base):
         pieces = state[part.name].split([size[-1] if part.transposed else size[0] for _, size in part.tensors])
-        tensors |= {name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.tensors, pieces, strict=True)}
+        tensors |= {
+            name: piece.t() if part.transposed else piece for (name, _), piece in zip(part.tensors, pieces, strict=True)
+        }
     return tensors
 
 
@@ -226,7 +253,11 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Plain]:
 
 
 MODELLING_FILE = "modeling_lm.py"  # beside this module; copied into the folder
-AUTO_MAP = {"AutoConfig": "modeling_lm.LmConfig", "AutoModel": "modeling_lm.LmModel", "AutoModelForCausalLM": "modeling_lm.LmForCausalLM"}
+AUTO_MAP = {
+    "AutoConfig": "modeling_lm.LmConfig",
+    "AutoModel": "modeling_lm.LmModel",
+    "AutoModelForCausalLM": "modeling_lm.LmForCausalLM",
+}
 LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
     "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
@@ -255,8 +286,14 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
     if rope.rotates:
         radians = frequencies(model.key_dims, rope, AS_TRAINED, spec.seq_len, spec.seq_len).tolist()
         layer_rotates = [rope.rotates_in(layer) for layer in range(model.n_layer)]
-        rope_fields = {"rope_frequencies": radians, "rope_amplitude": rope.scaling.amplitude, "rope_layers": layer_rotates}
-    window_sizes = [normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers]
+        rope_fields = {
+            "rope_frequencies": radians,
+            "rope_amplitude": rope.scaling.amplitude,
+            "rope_layers": layer_rotates,
+        }
+    window_sizes = [
+        normalizer.options.size if normalizer.options.name == Window.name else None for normalizer in normalizers
+    ]
     return {
         **LM_CONFIG_FIELDS, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
         "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
@@ -294,7 +331,9 @@ def check_hub_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        raise DataError(f"--push {name}: not a name of the hub; it is NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`") from None
+        raise DataError(
+            f"--push {name}: not a name of the hub; it is NAME or OWNER/NAME, of letters, digits, `-`, `_` and `.`"
+        ) from None
 
 
 def upload(folder: Path, name: str) -> str:

@@ -12,25 +12,92 @@ from lm.schema import Plain, convert, type_name
 IRRELEVANT_FIELDS = frozenset(
     {
         # written by transformers about the file
-        *("model_type", "transformers_version", "_name_or_path", "_commit_hash", "name_or_path", "torch_dtype", "dtype"),
+        *(
+            "model_type",
+            "transformers_version",
+            "_name_or_path",
+            "_commit_hash",
+            "name_or_path",
+            "torch_dtype",
+            "dtype",
+        ),
         *("is_llama_config", "transformers.js_config", "_attn_implementation", "_attn_implementation_autoset"),
-        *("_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal", "attn_implementation"),
+        *(
+            "_attn_implementation_internal",
+            "_experts_implementation",
+            "_experts_implementation_internal",
+            "attn_implementation",
+        ),
         *("tokenizer_class", "prefix", "task_specific_params"),
         # what a forward pass returns or keeps, and how it is computed
-        *("output_attentions", "output_hidden_states", "_output_attentions", "return_dict", "use_return_dict", "use_cache", "torchscript"),
-        *("use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "chunk_size_feed_forward", "pretraining_tp", "is_decoder"),
+        *(
+            "output_attentions",
+            "output_hidden_states",
+            "_output_attentions",
+            "return_dict",
+            "use_return_dict",
+            "use_cache",
+            "torchscript",
+        ),
+        *(
+            "use_bfloat16",
+            "tf_legacy_loss",
+            "gradient_checkpointing",
+            "chunk_size_feed_forward",
+            "pretraining_tp",
+            "is_decoder",
+        ),
         "reorder_and_upcast_attn",
         # training and other heads
-        *("initializer_range", "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "num_labels", "id2label", "label2id"),
-        *("problem_type", "finetuning_task", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
+        *(
+            "initializer_range",
+            "attention_dropout",
+            "attn_pdrop",
+            "resid_pdrop",
+            "embd_pdrop",
+            "num_labels",
+            "id2label",
+            "label2id",
+        ),
+        *(
+            "problem_type",
+            "finetuning_task",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_first_dropout",
+        ),
         "summary_proj_to_labels",
         # tokens: the tokenizer knows them; the token that starts a document is chosen when the tokenizer is read
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
         # defaults of generation, which older files keep here
-        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"),
-        *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *(
+            "max_length",
+            "min_length",
+            "do_sample",
+            "early_stopping",
+            "num_beams",
+            "num_beam_groups",
+            "diversity_penalty",
+            "temperature",
+        ),
+        *(
+            "top_k",
+            "top_p",
+            "typical_p",
+            "repetition_penalty",
+            "length_penalty",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+        ),
         *("bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
-        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *(
+            "forced_eos_token_id",
+            "remove_invalid_values",
+            "exponential_decay_length_penalty",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+        ),
     }
 )
 # Fields of every architecture that may only have this value, and why.
@@ -115,20 +182,27 @@ class Fields:
         unknown_names = [name for name in self._plain if name not in self._used and name not in irrelevant_names]
         if unknown_names:
             further_names = f" (and {', '.join(unknown_names[1:6])})" if unknown_names[1:] else ""
-            raise self.refusal(unknown_names[0], f"a field that is not known here{further_names}: the model may compute something else")
+            raise self.refusal(
+                unknown_names[0], f"a field that is not known here{further_names}: the model may compute something else"
+            )
 
 
 # ---------------------------------------------------------------- RoPE
 
 
 DEFAULT_THETA = 10000.0  # transformers' default of rope_theta
-LENGTH_DEPENDENT_REASON = "its frequencies depend on the length of the sequence; only default, linear, llama3 and yarn are read"
+LENGTH_DEPENDENT_REASON = (
+    "its frequencies depend on the length of the sequence; only default, linear, llama3 and yarn are read"
+)
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # For each `rope_type`, lm's class of options, and lm's name of each option by its name in transformers.
 ROPE_TYPES: dict[str, tuple[type[TrainedScaling], dict[str, str]]] = {
     "default": (TrainedScaling, {}),
     "linear": (LinearScaling, {"factor": "factor"}),
-    "llama3": (Llama3Scaling, {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH: "original"}),
+    "llama3": (
+        Llama3Scaling,
+        {"factor": "factor", "low_freq_factor": "slow", "high_freq_factor": "fast", ORIGINAL_LENGTH: "original"},
+    ),
     "yarn": (
         YarnScaling,
         {
@@ -163,17 +237,26 @@ def read_rope(config: Fields, positions: int) -> Rope:
     kind = block.take("rope_type", str, block.take("type", str, "default"))
     if kind not in ROPE_TYPES:
         name = "rope_type" if block.take("rope_type", str, "") else "type"
-        raise block.refusal(name, LENGTH_DEPENDENT_REASON if kind in ("dynamic", "longrope") else f"only {', '.join(ROPE_TYPES)} are read")
+        raise block.refusal(
+            name,
+            LENGTH_DEPENDENT_REASON if kind in ("dynamic", "longrope") else f"only {', '.join(ROPE_TYPES)} are read",
+        )
     schema, option_names = ROPE_TYPES[kind]
     types = {spec.name: spec.type for spec in fields(schema)}
     defaults = {**ROPE_DEFAULTS, ORIGINAL_LENGTH: positions}
-    options = {option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in option_names.items()}
+    options = {
+        option: block.take(field, types[option], defaults.get(field, MISSING)) for field, option in option_names.items()
+    }
     block.check_all_used(())
     return Rope(theta=theta, scaling=schema(**options))
 
 
 def write_rope(rope: Rope) -> dict[str, Plain]:
     """Return transformers' field `rope_parameters` for lm's RoPE options."""
-    kind, option_names = next((kind, option_names) for kind, (schema, option_names) in ROPE_TYPES.items() if schema is type(rope.scaling))
+    kind, option_names = next(
+        (kind, option_names) for kind, (schema, option_names) in ROPE_TYPES.items() if schema is type(rope.scaling)
+    )
     values = {field: getattr(rope.scaling, option) for field, option in option_names.items()}
-    return {"rope_type": kind, "rope_theta": rope.theta} | {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": kind, "rope_theta": rope.theta} | {
+        name: value for name, value in values.items() if value is not None
+    }

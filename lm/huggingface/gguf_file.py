@@ -22,7 +22,11 @@ from lm.model.rope import AS_TRAINED, frequencies
 from lm.schema import Plain
 
 # Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "" is the pattern of ByteLevel itself, which is GPT-2's.
-_WORD_REGEX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + "DIGITS" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    + "DIGITS"
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLIT_REGEX = {
     "gpt-2": "",
     "smollm": r"\p{N}",
@@ -38,7 +42,9 @@ def _byte_bpe(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> T
     tokenizer = Tokenizer(models.BPE(_token_ids(metadata["tokens"]), pairs, ignore_merges=pre_tokenizer == "llama-bpe"))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     splits_words = pre_tokenizer in ("gpt-2", "smollm")  # as GPT-2 does, after the pattern
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     if pre_tokenizer == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -49,14 +55,22 @@ def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
     """Return a BPE tokenizer as in sentencepiece, which merges across words, encodes unknown characters as bytes, and by default puts a
     space before each text."""
     tokens, token_types = metadata["tokens"], metadata["token_type"]
-    scores = {token: score for token, score, kind in zip(tokens, metadata["scores"], token_types, strict=True) if kind == NORMAL}
+    scores = {
+        token: score
+        for token, score, kind in zip(tokens, metadata["scores"], token_types, strict=True)
+        if kind == NORMAL
+    }
     unknown_token = tokens[metadata.get("unknown_token_id", 0)]
-    tokenizer = Tokenizer(models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(_token_ids(tokens), _merges(scores), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
+    )
     prepends_space = metadata.get("add_space_prefix", True)
     prepend_steps = [normalizers.Prepend(SPACE)] if prepends_space else []
     tokenizer.normalizer = normalizers.Sequence([*prepend_steps, normalizers.Replace(" ", SPACE)])
     strip_steps = [decoders.Strip(" ", 1, 0)] if prepends_space else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip_steps])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip_steps]
+    )
     return tokenizer
 
 
@@ -90,11 +104,26 @@ CONFIG_FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-OPTIONAL_METADATA = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "vocab_size")  # every file has the others
-SCALING_FIELDS = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}  # rope.scaling.*
+OPTIONAL_METADATA = (
+    "attention.head_count_kv",
+    "attention.key_length",
+    "rope.freq_base",
+    "vocab_size",
+)  # every file has the others
+SCALING_FIELDS = {
+    "type": "rope_type",
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+}  # rope.scaling.*
 # Metadata after `ARCHITECTURE.` that must have this value, which lm computes; None: any value.
 REQUIRED_METADATA = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.finetuned": None}
-IRRELEVANT_PREFIXES = ("general.", "tokenizer.", "GGUF.", "quantize.", "split.")  # metadata that is not about the model's function
+IRRELEVANT_PREFIXES = (
+    "general.",
+    "tokenizer.",
+    "GGUF.",
+    "quantize.",
+    "split.",
+)  # metadata that is not about the model's function
 # Names of a layer's tensors, and their names in transformers after `model.layers.N.`; NON_LAYER: names of the other tensors.
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -109,8 +138,14 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-NON_LAYER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-FREQUENCY_DIVISORS = "rope_freqs.weight"  # tensor that Llama 3's converter writes: the divisor of each RoPE pair's frequency
+NON_LAYER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+FREQUENCY_DIVISORS = (
+    "rope_freqs.weight"  # tensor that Llama 3's converter writes: the divisor of each RoPE pair's frequency
+)
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -140,7 +175,9 @@ class GGUF:
         except Exception as error:  # all that the reader raises for damaged files
             raise RunError(f"{path}: not a readable GGUF file: {one_line(error, 160)}") from None
         self._check_tensor_ranges()
-        self.shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        self.shapes = {
+            name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()
+        }
         self.type_counts = dict(Counter(tensor.tensor_type.name for tensor in self._tensors.values()))
         self.config = self._config()
         if FREQUENCY_DIVISORS in self._tensors and "rope_scaling" not in self.config:
@@ -161,7 +198,11 @@ class GGUF:
         """Return a tensor's name in transformers, or an unknown `name` unchanged."""
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
             layer, tensor_name, parameter_kind = match.groups()
-            return f"model.layers.{layer}.{LAYER_TENSORS[tensor_name]}.{parameter_kind}" if tensor_name in LAYER_TENSORS else name
+            return (
+                f"model.layers.{layer}.{LAYER_TENSORS[tensor_name]}.{parameter_kind}"
+                if tensor_name in LAYER_TENSORS
+                else name
+            )
         return NON_LAYER.get(name, name)
 
     def _config(self) -> dict[str, Plain]:
@@ -174,7 +215,9 @@ class GGUF:
         for name, value in self._metadata.items():
             key = name.removeprefix(f"{kind}.")
             value = _shortest_decimal(value)
-            if name.startswith(IRRELEVANT_PREFIXES) or (key in REQUIRED_METADATA and REQUIRED_METADATA[key] in (None, value)):
+            if name.startswith(IRRELEVANT_PREFIXES) or (
+                key in REQUIRED_METADATA and REQUIRED_METADATA[key] in (None, value)
+            ):
                 continue
             if key in CONFIG_FIELDS:
                 config[CONFIG_FIELDS[key]] = value
@@ -183,10 +226,14 @@ class GGUF:
             elif key in ("rope.dimension_count", "attention.value_length"):
                 head_sizes[name] = value
             else:
-                raise RunError(f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else")
+                raise RunError(
+                    f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else"
+                )
         if scaling.get("factor", 0) not in (0, 1):
             scaling.setdefault("rope_type", "linear")  # as llama.cpp reads a file without a type
-        if missing_names := [name for name, field in CONFIG_FIELDS.items() if field not in config and name not in OPTIONAL_METADATA]:
+        if missing_names := [
+            name for name, field in CONFIG_FIELDS.items() if field not in config and name not in OPTIONAL_METADATA
+        ]:
             raise RunError(f"{self.path}: there is no metadata {kind}.{missing_names[0]}: damaged?")
         size = _head_size(config)
         for name, value in head_sizes.items():
@@ -195,7 +242,11 @@ class GGUF:
         vocab_size, *_ = self.shapes.get("model.embed_tokens.weight") or (len(self._tokens()),)
         # GGUF's defaults of absent metadata, which are not transformers' defaults of absent fields.
         defaults = {"num_key_value_heads": config["num_attention_heads"], "head_dim": size, "vocab_size": vocab_size}
-        return {**defaults, **config, **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {})}
+        return {
+            **defaults,
+            **config,
+            **({"rope_scaling": scaling} if scaling.get("rope_type", "none") != "none" else {}),
+        }
 
     def _llama3_scaling(self) -> dict[str, Plain]:
         """Return config.json's field `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCY_DIVISORS`; drop the tensor.
@@ -206,9 +257,15 @@ class GGUF:
         theta = Fields(self.config, self.path).number("rope_theta", DEFAULT_THETA)
         factor = float(divisors.max()) if divisors.numel() else math.nan
         rope = Rope(theta, scaling=Llama3Scaling(factor))
-        old_freqs, new_freqs = (frequencies(2 * divisors.numel(), variant, AS_TRAINED, 1, 1) for variant in (Rope(theta), rope))
-        if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(divisors, old_freqs / new_freqs, rtol=1e-5, atol=0):
-            reason = "rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model that the file was made from"
+        old_freqs, new_freqs = (
+            frequencies(2 * divisors.numel(), variant, AS_TRAINED, 1, 1) for variant in (Rope(theta), rope)
+        )
+        if divisors.numel() * 2 != _head_size(self.config) or not torch.allclose(
+            divisors, old_freqs / new_freqs, rtol=1e-5, atol=0
+        ):
+            reason = (
+                "rescales RoPE in another way than Llama 3.1 to 3.3 do; import the model that the file was made from"
+            )
             raise RunError(f"{self.path}: {FREQUENCY_DIVISORS}: {reason}")
         del self._tensors[FREQUENCY_DIVISORS], self.shapes[FREQUENCY_DIVISORS]
         return write_rope(rope)
@@ -228,9 +285,13 @@ class GGUF:
 
         tensor = self._tensors[name]
         try:
-            value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)).view(self.shapes[name])
+            value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)).view(
+                self.shapes[name]
+            )
         except Exception as error:  # a type that gguf can't dequantise
-            raise RunError(f"{self.path}: {name} ({tensor.tensor_type.name}) can't be read: {one_line(error, 160)}") from None
+            raise RunError(
+                f"{self.path}: {name} ({tensor.tensor_type.name}) can't be read: {one_line(error, 160)}"
+            ) from None
         projection = name.rpartition(".self_attn.")[2]
         if self.config["model_type"] == "llama" and projection.startswith(("q_proj", "k_proj")):
             # The converter puts the two dimensions of each pair that RoPE rotates side by side.
@@ -249,15 +310,29 @@ class GGUF:
             return None
         if kind != "llama" and (kind != "gpt2" or pre_tokenizer not in tuple(SPLIT_REGEX)):
             description = f"tokenizer.ggml.model = {kind!r}, pre = {pre_tokenizer!r}"
-            raise RunError(f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer")
+            raise RunError(
+                f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer"
+            )
         try:
-            tokenizer = _sentencepiece_bpe(metadata) if kind == "llama" else _byte_bpe(metadata, SPLIT_REGEX[pre_tokenizer], pre_tokenizer)
+            tokenizer = (
+                _sentencepiece_bpe(metadata)
+                if kind == "llama"
+                else _byte_bpe(metadata, SPLIT_REGEX[pre_tokenizer], pre_tokenizer)
+            )
             tokens = list(zip(metadata["tokens"], metadata["token_type"], strict=True))
             kinds = (CONTROL, UNKNOWN)
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in kinds])
-            tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in tokens if kind == USER_DEFINED])
+            tokenizer.add_special_tokens(
+                [AddedToken(token, special=True, normalized=False) for token, kind in tokens if kind in kinds]
+            )
+            tokenizer.add_tokens(
+                [AddedToken(token, normalized=False) for token, kind in tokens if kind == USER_DEFINED]
+            )
         except Exception as error:  # all that the library raises
-            reason = f"has no tokenizer.ggml.{error.args[0]}" if isinstance(error, KeyError) else f"is damaged: {one_line(error, 160)}"
+            reason = (
+                f"has no tokenizer.ggml.{error.args[0]}"
+                if isinstance(error, KeyError)
+                else f"is damaged: {one_line(error, 160)}"
+            )
             raise RunError(f"{self.path}: its tokenizer {reason}; name its tokenizer.json with --tokenizer") from None
         return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
 
@@ -266,7 +341,9 @@ def _head_size(config: dict[str, Plain]) -> int | None:
     """Return `head_dim`. Without it, return the width divided by the number of heads, rounded down; None if one of the two is not a whole
     number above 0."""
     sizes = config.get("hidden_size"), config.get("num_attention_heads")
-    return config.get("head_dim") or (sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None)
+    return config.get("head_dim") or (
+        sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None
+    )
 
 
 def _shortest_decimal(value: Plain) -> Plain:

@@ -54,7 +54,9 @@ class Shards:
 
     def __init__(self, folder: Path):
         self.path, self.shapes = folder, dict[str, tuple[int, ...]]()
-        self._files_and_types: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and the type that it has there
+        self._files_and_types: dict[
+            str, tuple[Path, str]
+        ] = {}  # the file of each tensor, and the type that it has there
         for file, names in _weight_files(folder).items():
             self._read_header(file, names)
 
@@ -71,7 +73,9 @@ class Shards:
             raise RunError(f"{file}: not a readable safetensors file: {one_line(error, 160)}; fetch it again") from None
         if names is not None and names != slices.keys():
             name = min(names ^ slices.keys())
-            raise RunError(f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the model again")
+            raise RunError(
+                f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the model again"
+            )
         self._files_and_types |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
@@ -161,7 +165,11 @@ def import_model(
     fields = Fields(model.config, model.path)
     kind = fields.take("model_type", str)
     if kind not in ARCHITECTURES:
-        reason = "this export of lm has code of its own: export the run without --format hf; " if kind == LM_MODEL_TYPE else ""
+        reason = (
+            "this export of lm has code of its own: export the run without --format hf; "
+            if kind == LM_MODEL_TYPE
+            else ""
+        )
         raise fields.refusal("model_type", f"{reason}only {', '.join(ARCHITECTURES)} are read")
     architecture = ARCHITECTURES[kind]
     spec = architecture.read(fields)
@@ -171,16 +179,27 @@ def import_model(
     if (n_tokens := length or positions) > MAX_SEQ_LEN:
         name = "--length" if length else "max_position_embeddings"
         raise ConfigError(
-            [Problem(name, n_tokens, f"no data has sequences of more than {MAX_SEQ_LEN:,} tokens", "give a shorter --length")]
+            [
+                Problem(
+                    name,
+                    n_tokens,
+                    f"no data has sequences of more than {MAX_SEQ_LEN:,} tokens",
+                    "give a shorter --length",
+                )
+            ]
         )
     if end_of_text and model.tokenizer is None:
-        raise ConfigError([Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")])
+        raise ConfigError(
+            [Problem("--end-of-text", end_of_text, f"{source} has no tokenizer", "name one with --tokenizer")]
+        )
     token_count = 0
     if model.tokenizer is not None:
         start_token = end_of_text or _start_token(model)
         tokenizer = _checked_tokenizer(model, start_token, spec.vocab_size)
         added_tokens = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
-        end_tokens = _configured_tokens("eos", added_tokens, model.tokenizer_config, model.config, model.generation_config)
+        end_tokens = _configured_tokens(
+            "eos", added_tokens, model.tokenizer_config, model.config, model.generation_config
+        )
         spec.end_of_text, spec.end_tokens = start_token, [] if end_tokens == [start_token] else end_tokens
         token_count = vocab_size(tokenizer)
     spec.seq_len = length or positions
@@ -189,10 +208,14 @@ def import_model(
     except ConfigError as error:
         raise RunError(f"{model.path}: describes a model that can't be built: {one_line(error)}") from None
     parameters = _checked_parameters(architecture, spec, fields, model.tensors)
-    descriptions: dict[str, TensorSignature] = {parameter.name: (torch.float32, parameter.shape) for parameter in parameters}
+    descriptions: dict[str, TensorSignature] = {
+        parameter.name: (torch.float32, parameter.shape) for parameter in parameters
+    }
     origin = {**model.origin, "architecture": kind, "max_position_embeddings": positions}
     tokenizer_bytes = None if model.tokenizer is None else model.tokenizer.encode()
-    write_model(target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, origin=origin)
+    write_model(
+        target, spec, descriptions, _parameter_values(parameters, model.tensors), tokenizer_bytes, origin=origin
+    )
     _print_summary(target, kind, spec, token_count, sum(math.prod(parameter.shape) for parameter in parameters))
     return spec
 
@@ -204,13 +227,17 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
         raise ConfigError([Problem("--revision", revision, f"{source} is on this machine, not on the hub", "drop it")])
     if path.is_file():
         if path.suffix != ".gguf":
-            raise RunError(f"{path}: neither a folder with a {CONFIG} nor a .gguf file; text and token ids are read by lm prepare")
+            raise RunError(
+                f"{path}: neither a folder with a {CONFIG} nor a .gguf file; text and token ids are read by lm prepare"
+            )
         from lm.huggingface.gguf_file import GGUF
 
         gguf_file = GGUF(path)
         tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else gguf_file.tokenizer()
         origin["tensor_types"] = gguf_file.type_counts
-        return PretrainedModel(path, gguf_file.config, gguf_file, tokenizer_text, tokenizer or path, gguf_file.tokenizer_config, {}, origin)
+        return PretrainedModel(
+            path, gguf_file.config, gguf_file, tokenizer_text, tokenizer or path, gguf_file.tokenizer_config, {}, origin
+        )
     if not path.is_dir():
         path = downloaded(source, revision, ["*.json", "*.safetensors", "*.txt", "*.model"])
         origin["commit"] = path.name
@@ -220,10 +247,13 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
     tokenizer_path = tokenizer or path
     tokenizer_text = require_tokenizer_json(tokenizer) if tokenizer else find_tokenizer_json(path)
     tokenizer_config, generation_config = (
-        read_json(file) if file.is_file() else {} for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
+        read_json(file) if file.is_file() else {}
+        for file in (tokenizer_path / TOKENIZER_CONFIG, path / "generation_config.json")
     )
     tokenizer_path = tokenizer_path / TOKENIZER if tokenizer_path.is_dir() else tokenizer_path
-    return PretrainedModel(path / CONFIG, config, Shards(path), tokenizer_text, tokenizer_path, tokenizer_config, generation_config, origin)
+    return PretrainedModel(
+        path / CONFIG, config, Shards(path), tokenizer_text, tokenizer_path, tokenizer_config, generation_config, origin
+    )
 
 
 def _start_token(model: PretrainedModel) -> str:
@@ -242,7 +272,9 @@ def _start_token(model: PretrainedModel) -> str:
     for kind in ("bos", "eos"):
         if configured_tokens := _configured_tokens(kind, tokens, model.tokenizer_config, model.config):
             return configured_tokens[0]
-    special_text = f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
+    special_text = (
+        f"its special tokens: {', '.join(map(str, [*tokens.values()][:8]))}" if tokens else "it has no special tokens"
+    )
     raise RunError(f"{path}: no token that starts a document is known ({special_text}); name one: --end-of-text TOKEN")
 
 
@@ -252,7 +284,9 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
     for fields in configurations:
         token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
         named_tokens.append(token.get("content") if isinstance(token, dict) else token)
-        named_tokens += [tokens.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)]
+        named_tokens += [
+            tokens.get(index) for index in (ids if isinstance(ids, list) else [ids]) if isinstance(index, int)
+        ]
     return [*dict.fromkeys(token for token in named_tokens if isinstance(token, str) and token in tokens.values())]
 
 
@@ -265,28 +299,42 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> T
         text = str(error).replace("set data.tokenizer.end_of_text to one", "name one with --end-of-text")
         raise RunError(f"{model.tokenizer_path}: {text}") from None
     if (size := vocab_size(tokenizer)) > vocabulary:
-        reason = f"the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?"
+        reason = (
+            f"the tokenizer has ids up to {size - 1:,}, the model's vocab_size is {vocabulary:,}: of another model?"
+        )
         raise RunError(f"{model.tokenizer_path}: {reason}")
     return tokenizer
 
 
-def _checked_parameters(architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF") -> list[MappedParameter]:
+def _checked_parameters(
+    architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF"
+) -> list[MappedParameter]:
     """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head isn't the embedding."""
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parameters = list(architecture.mapped_parameters(spec, fields, base))
     expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
     if spec.model.tied and HEAD in tensors.shapes:
         expected_shapes[HEAD] = (spec.vocab_size, spec.model.n_embd)
-        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(tensors.read(HEAD), tensors.read(parameters[0].tensors[0][0])):
+        if tensors.shapes[HEAD] == expected_shapes[HEAD] and not torch.equal(
+            tensors.read(HEAD), tensors.read(parameters[0].tensors[0][0])
+        ):
             raise RunError(f"{tensors.path}: {HEAD} differs from the embedding, and tie_word_embeddings is true")
     for name, size in expected_shapes.items():
         if name not in tensors.shapes:
             raise RunError(f"{tensors.path}: there is no tensor {name}, which {fields.path.name} implies")
         if tensors.shapes[name] != size:
-            raise RunError(f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {fields.path.name} implies {size}")
-    unknown_names = [name for name in tensors.shapes if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))]
+            raise RunError(
+                f"{tensors.path}: {name} has shape {tensors.shapes[name]}, {fields.path.name} implies {size}"
+            )
+    unknown_names = [
+        name
+        for name in tensors.shapes
+        if name not in expected_shapes and not name.endswith(architecture.buffers or ("\n",))
+    ]
     if unknown_names:
-        raise RunError(f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {fields.path.name} describes")
+        raise RunError(
+            f"{tensors.path}: {unknown_names[0]} is not a tensor of the model that {fields.path.name} describes"
+        )
     return sorted(parameters, key=lambda parameter: parameter.name)
 
 
@@ -308,7 +356,9 @@ def _parameter_values(parameters: list[MappedParameter], tensors: "Shards | GGUF
 
 
 def _print_summary(folder: Path, kind: str, spec: ModelSpec, n_tokens: int, n_parameters: int) -> None:
-    print(f"{folder}: {kind}, {n_parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}")
+    print(
+        f"{folder}: {kind}, {n_parameters:,} parameters, {spec.model.position.label}, training length {spec.seq_len:,}"
+    )
     if n_tokens:
         end_note = f", end with {' or '.join(spec.end_tokens)}" if spec.end_tokens else ""
         room_note = f" (the model has room for {spec.vocab_size:,})" if n_tokens < spec.vocab_size else ""

@@ -102,7 +102,9 @@ def _infoscale(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
 
 
 def _cosine(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
-    return normalizer.head("g") * (n.log() if normalizer.options["log_n"] else torch.ones_like(n)) * math.sqrt(q.size(-1))
+    return (
+        normalizer.head("g") * (n.log() if normalizer.options["log_n"] else torch.ones_like(n)) * math.sqrt(q.size(-1))
+    )
 
 
 def _log_n(normalizer: "Normalizer", n: Tensor, q: Tensor) -> Tensor:
@@ -136,7 +138,11 @@ def _relu(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) 
     if normalizer.options["n"] == "sum":
         total = weights.sum(-1, keepdim=True)
         return weights / total.masked_fill(total < 1e-24, math.inf)
-    return weights * normalizer.options["head_dim"] / n.square() if normalizer.options.get("form") == "1/n^2" else weights / n
+    return (
+        weights * normalizer.options["head_dim"] / n.square()
+        if normalizer.options.get("form") == "1/n^2"
+        else weights / n
+    )
 
 
 def _sigmoid(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tensor) -> Tensor:
@@ -153,7 +159,11 @@ class Normalizer(nn.Module):
 
     def __init__(self, options: dict):
         super().__init__()
-        self.options, self.factor, self.elementwise = options, QUERY_FACTORS.get(options["name"]), ELEMENTWISE.get(options["name"])
+        self.options, self.factor, self.elementwise = (
+            options,
+            QUERY_FACTORS.get(options["name"]),
+            ELEMENTWISE.get(options["name"]),
+        )
         for name, shape in options.get("parameters", {}).items():
             *path, leaf = name.split(".")
             owner = self
@@ -169,7 +179,9 @@ class Normalizer(nn.Module):
 
     def sink(self, q: Tensor) -> Tensor | None:
         """The logit of each head's attention sink, (H,); None: the normalizer has no sink."""
-        return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(self.options["name"], lambda: None)()
+        return {"sink": lambda: self.b, "softmax1": lambda: q.new_zeros(q.size(1))}.get(
+            self.options["name"], lambda: None
+        )()
 
     def n(self, positions: Tensor) -> Tensor:
         """The number n of keys that queries at `positions` (B, T) count, (B, 1, T, 1) fp32. Positions are 0-based in each document."""
@@ -207,7 +219,9 @@ def eager_attention(
     with torch.autocast(query.device.type, enabled=False):
         scores = query.float() @ key.float().transpose(2, 3) * scaling
         if module.normalizer.elementwise is not None:
-            weights = module.normalizer.elementwise(module.normalizer, scores, module.normalizer.n(position_ids), visible)
+            weights = module.normalizer.elementwise(
+                module.normalizer, scores, module.normalizer.n(position_ids), visible
+            )
         else:
             scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
             if sink is not None:
@@ -223,8 +237,14 @@ def sdpa_with_sink(
     """Return fused attention's outputs (B, T, H, E), and None. An added key that all queries see has the score `sink` and the value 0."""
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
-    high_part = logit.to(query.dtype)  # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
-    pair = torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1).view(1, -1, 1, 2).expand(query.size(0), -1, length, -1)
+    high_part = logit.to(
+        query.dtype
+    )  # with its rounding error in two of 8 more dimensions, a multiple the kernel needs
+    pair = (
+        torch.stack((high_part, (logit - high_part.float()).to(query.dtype)), -1)
+        .view(1, -1, 1, 2)
+        .expand(query.size(0), -1, length, -1)
+    )
     query = torch.cat((query, F.pad(pair, (0, 6))), -1)
     sink_key = F.pad(key.new_ones(*key.shape[:2], 1, 2), (size, 6))
     key, value = torch.cat((sink_key, F.pad(key, (0, 8))), 2), F.pad(value, (0, 8, 1, 0))
@@ -285,9 +305,15 @@ class AttentionBase(nn.Module):
         q, k = (part.to(v.dtype) for part in self.normalizer(q, k, position_ids))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        sink, backend, elementwise = self.normalizer.sink(q), self.config._attn_implementation, self.normalizer.elementwise is not None
+        sink, backend, elementwise = (
+            self.normalizer.sink(q),
+            self.config._attn_implementation,
+            self.normalizer.elementwise is not None,
+        )
         if backend not in ("eager", "sdpa") and (elementwise or sink is not None):
-            raise ValueError(f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or sdpa")
+            raise ValueError(
+                f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or sdpa"
+            )
         kernel = eager_attention if elementwise or backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
         if sink is not None:
             kernel, kwargs = sdpa_with_sink if backend == "sdpa" else kernel, {**kwargs, "sink": sink}
@@ -306,12 +332,16 @@ class Attention(AttentionBase):
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.bias)
-        mixes_values = config.value_residual == "embedding" or (config.value_residual == "first_layer" and layer_idx > 0)
+        mixes_values = config.value_residual == "embedding" or (
+            config.value_residual == "first_layer" and layer_idx > 0
+        )
         self.value_mix = nn.Parameter(torch.full((1,), 0.5)) if mixes_values else None
         gate_width = {None: 0, "head": self.heads[0], "element": self.heads[0] * config.head_dim}[config.output_gate]
         self.gate = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
 
-    def forward(self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward(
+        self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `values_to_mix` if `value_mix` is set."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
@@ -362,7 +392,11 @@ class MLP(nn.Module):
         super().__init__()
         hidden_width = config.intermediate_size
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.up = nn.Linear(config.hidden_size, 2 * hidden_width if config.hidden_act == "swiglu" else hidden_width, bias=config.mlp_bias)
+        self.up = nn.Linear(
+            config.hidden_size,
+            2 * hidden_width if config.hidden_act == "swiglu" else hidden_width,
+            bias=config.mlp_bias,
+        )
         self.out = nn.Linear(hidden_width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -457,12 +491,18 @@ class LmModel(LmPreTrainedModel):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cached_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, cached_length : cached_length + x.size(1)]
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[
+                :, cached_length : cached_length + x.size(1)
+            ]
         elif position_ids is None:
             position_ids = torch.arange(cached_length, cached_length + x.size(1), device=x.device)[None]
         if isinstance(masks := attention_mask, Tensor | None):
             # By name: releases differ in the order. Made before a new cache, with which transformers would not look for packed documents.
-            mask_arguments = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
+            mask_arguments = {
+                "attention_mask": attention_mask,
+                "past_key_values": past_key_values,
+                "position_ids": position_ids,
+            }
             masks = {"full_attention": create_causal_mask(self.config, x, **mask_arguments)}
             if self.config.sliding_window is not None:
                 masks[SLIDING] = create_sliding_window_causal_mask(self.config, x, **mask_arguments)
@@ -476,7 +516,9 @@ class LmModel(LmPreTrainedModel):
             hidden_states += (x,) if output_hidden_states else ()
             values_to_mix = first_values
             if self.value_embedding is not None:
-                values_to_mix = self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+                values_to_mix = (
+                    self.value_embedding[layer](input_ids).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+                )
             x, layer_weights, values = block(
                 x,
                 rotation=rotation if self.config.rope_layers[layer] else None,
@@ -526,7 +568,9 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token. `logits_to_keep`
         above 0 keeps the logits of that many last positions alone, a tensor those of the positions that it lists."""
-        output = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+        output = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+        )
         kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept_positions])
         if self.config.logit_softcap is not None:

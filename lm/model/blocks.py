@@ -58,7 +58,9 @@ class _RMSNorm(torch.autograd.Function):
             return None, dweight, None
         dscaled = grad * weight
         dr = (dscaled * x).sum(-1, keepdim=True)
-        factor = dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)  # x * factor is the part of the gradient that goes through r
+        factor = (
+            dr.mul_(-0.5).mul_(r.pow(3)).div_(x.size(-1)).mul_(2)
+        )  # x * factor is the part of the gradient that goes through r
         return dscaled.mul_(r).add_(x * factor), dweight, None
 
 
@@ -75,7 +77,12 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         is_full_precision = x.dtype == self.weight.dtype in (torch.float32, torch.float64)
-        if x.device.type != "cpu" or not is_full_precision or x.shape[-1:] != self.weight.shape or torch.compiler.is_compiling():
+        if (
+            x.device.type != "cpu"
+            or not is_full_precision
+            or x.shape[-1:] != self.weight.shape
+            or torch.compiler.is_compiling()
+        ):
             return super().forward(x)
         if torch.is_grad_enabled():
             return _RMSNorm.apply(x, self.weight, self.eps)
@@ -109,7 +116,10 @@ class DecodingCache:
 
     def fork(self, copies: int) -> "DecodingCache":
         """Return an independent copy that contains each sequence `copies` times."""
-        return replace(self, states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states))
+        return replace(
+            self,
+            states=tree_map_only(Tensor, lambda x: x.repeat_interleave(copies, 0) if copies > 1 else x, self.states),
+        )
 
     def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
         """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true for them."""
@@ -133,7 +143,9 @@ class ForwardContext:
     rotation: Rotation | None  # RoPE's cos and sin at the new tokens' positions; None: no RoPE
     logit_factor: float  # factor on the logits of layers with RoPE, the temperature of a rescaled RoPE
     cache: DecodingCache | None
-    values_to_mix: Callable[[int], Tensor] | None = None  # from a layer's index to values (B, K, T, E) that it mixes into its own
+    values_to_mix: Callable[[int], Tensor] | None = (
+        None  # from a layer's index to values (B, K, T, E) that it mixes into its own
+    )
     layer_inputs: list[AttentionInputs] | None = None  # layers append their inputs here for `lm.model.attention_stream`
     first: int = 0  # index of the first new token that a layer computes an output for
 
@@ -213,12 +225,20 @@ class Attention(AttentionBase):
             output = self.attend(x, q, k, v, context)
         else:
             heads, kv_heads, _ = self.head_counts
-            q, k = (x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k))  # (B, K, H / K or 1, T, 2, D / 2)
-            q, k = (x.movedim(-2, 2).flatten(1, 3) for x in (q, k))  # (B, 2 H or 2 K, T, D / 2), by key-value head, half, query head
-            output = self.attend(x, q, k, v.repeat_interleave(2, 1), context).unflatten(-1, (kv_heads, 2, heads // kv_heads, -1))
+            q, k = (
+                x.unflatten(1, (kv_heads, -1)).unflatten(-1, (2, -1)) for x in (q, k)
+            )  # (B, K, H / K or 1, T, 2, D / 2)
+            q, k = (
+                x.movedim(-2, 2).flatten(1, 3) for x in (q, k)
+            )  # (B, 2 H or 2 K, T, D / 2), by key-value head, half, query head
+            output = self.attend(x, q, k, v.repeat_interleave(2, 1), context).unflatten(
+                -1, (kv_heads, 2, heads // kv_heads, -1)
+            )
             output = self.difference(output.transpose(3, 4).flatten(2, 3)).flatten(2)
         if self.gate is not None:
-            gates = self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))  # (B, T, H, 1) or (B, T, H, D)
+            gates = (
+                self.gate(context.output_part(x)).sigmoid().unflatten(-1, (self.head_counts[0], -1))
+            )  # (B, T, H, 1) or (B, T, H, D)
             output = (output.unflatten(-1, (self.head_counts[0], -1)) * gates).flatten(2)
         return self.out(output)
 
@@ -229,13 +249,19 @@ class MapDifference(nn.Module):
     lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
     """
 
-    INITIAL_STD: ClassVar[float] = 0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
+    INITIAL_STD: ClassVar[float] = (
+        0.1  # standard deviation that `Decoder.initialise` draws the vectors with, as in the authors' code
+    )
 
     def __init__(self, size: int, eps: float, layer: int):
         super().__init__()
-        initial_lambda = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * layer))  # a tensor, so that compiled layers share their code
+        initial_lambda = torch.tensor(
+            0.8 - 0.6 * math.exp(-0.3 * layer)
+        )  # a tensor, so that compiled layers share their code
         self.register_buffer("initial_lambda", initial_lambda, persistent=False)
-        self.lambdas = nn.Parameter(torch.zeros(2 * size))  # four vectors of half a head, in one dimension: no matrix to optimizers
+        self.lambdas = nn.Parameter(
+            torch.zeros(2 * size)
+        )  # four vectors of half a head, in one dimension: no matrix to optimizers
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
@@ -264,7 +290,9 @@ class GAU(AttentionBase):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         u, v, z = F.silu(self.uvz(x)).split(list(self.fused_rows["uvz"].values()), -1)
         q, k = z * self.q_gain + self.q_offset, z * self.k_gain + self.k_offset
-        return self.out(context.output_part(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context))
+        return self.out(
+            context.output_part(u) * self.attend(x, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), context)
+        )
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -289,7 +317,9 @@ class MLP(nn.Module):
         hidden_width, is_gated = config.mlp_width, config.mlp == "swiglu"
         self.activation = ACTIVATIONS[config.mlp]
         self.fused_rows = {"up": {"gate": hidden_width, "value": hidden_width}} if is_gated else {}
-        self.up = UninitialisedLinear(config.n_embd, 2 * hidden_width if is_gated else hidden_width, bias=config.has_mlp_bias)
+        self.up = UninitialisedLinear(
+            config.n_embd, 2 * hidden_width if is_gated else hidden_width, bias=config.has_mlp_bias
+        )
         self.out = UninitialisedLinear(hidden_width, config.n_embd, bias=config.has_mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:

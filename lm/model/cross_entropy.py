@@ -61,18 +61,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float | None, z_loss: float
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        softcap: float | None,
+        z_loss: float,
     ) -> tuple[Tensor, Tensor]:
         terms = hidden.new_zeros(2, dtype=torch.float32)
         needs_grads = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         vocab_size, device_type = weight.size(0), weight.device.type
-        matrix, chunk_size, rows = weight.to(dtype), chunk_tokens(vocab_size, device_type), cached_tokens(vocab_size, device_type)
+        matrix, chunk_size, rows = (
+            weight.to(dtype),
+            chunk_tokens(vocab_size, device_type),
+            cached_tokens(vocab_size, device_type),
+        )
         grad_hidden = torch.empty_like(hidden) if needs_grads else None  # filled in place, as in `_map_logits`
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for number, (h, y) in enumerate(zip(hidden.split(chunk_size), targets.unsqueeze(1).split(chunk_size), strict=True)):
+        for number, (h, y) in enumerate(
+            zip(hidden.split(chunk_size), targets.unsqueeze(1).split(chunk_size), strict=True)
+        ):
             h_low = h.to(dtype)
             logits = h_low @ matrix.t()  # (n, V), which `_chunk_sums` overwrites with their gradient
-            terms += sum(_chunk_sums(*part, softcap, z_loss, needs_grads) for part in zip(logits.split(rows), y.split(rows), strict=True))
+            terms += sum(
+                _chunk_sums(*part, softcap, z_loss, needs_grads)
+                for part in zip(logits.split(rows), y.split(rows), strict=True)
+            )
             if needs_grads:
                 grad_hidden[number * chunk_size :][:chunk_size] = logits @ matrix
                 if grad_weight is not None:
@@ -92,7 +107,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight, None, None, None, None
 
 
-def _chunk_sums(low_precision_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool) -> Tensor:
+def _chunk_sums(
+    low_precision_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool
+) -> Tensor:
     """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`, `low_precision_logits` is
     overwritten with the gradient of the two sums' total.
 
@@ -109,7 +126,9 @@ def _chunk_sums(low_precision_logits: Tensor, y: Tensor, softcap: float | None, 
         tanh_logits = _rough_tanh(logits, softcap) if uses_rough_tanh else (logits / softcap).tanh_()
         logits = tanh_logits * softcap
     p, largest_logit = logits.softmax(-1), logits.amax(-1, keepdim=True)
-    log_z_minus_max = -p.amax(-1, keepdim=True).log()  # log Z - the largest logit: exact where one token has nearly all the probability
+    log_z_minus_max = -p.amax(
+        -1, keepdim=True
+    ).log()  # log Z - the largest logit: exact where one token has nearly all the probability
     nll = ((largest_logit - logits.gather(1, y) + log_z_minus_max) * target_mask).sum()
     log_z = largest_logit + log_z_minus_max if z_loss else None
     terms = torch.stack((nll, z_loss * (log_z.square() * target_mask).sum() if z_loss else torch.zeros_like(nll)))
@@ -156,11 +175,15 @@ def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     divergences = torch.empty(len(p), device=p.device)
-    size = max(64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4)  # the log-softmax and the sum's terms are held, too
+    size = max(
+        64, chunk_tokens(p_head.weight.size(0), p_head.weight.device.type) // 4
+    )  # the log-softmax and the sum's terms are held, too
     with torch.autocast(p.device.type, enabled=False):
         p_matrix, q_matrix = p_head.weight.float().t(), q_head.weight.float().t()
         for number, (p_part, q_part) in enumerate(zip(p.split(size), q.split(size), strict=True)):
-            divergences[number * size :][:size] = checkpoint(chunk_kl, p_part, q_part, use_reentrant=False)  # in place, as `_map_logits`
+            divergences[number * size :][:size] = checkpoint(
+                chunk_kl, p_part, q_part, use_reentrant=False
+            )  # in place, as `_map_logits`
     return divergences
 
 
@@ -185,7 +208,10 @@ def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, he
 
     tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
     """
-    results, chunk_size = torch.empty(len(hidden), dtype=dtype, device=hidden.device), chunk_tokens(head.weight.size(0), hidden.device.type)
+    results, chunk_size = (
+        torch.empty(len(hidden), dtype=dtype, device=hidden.device),
+        chunk_tokens(head.weight.size(0), hidden.device.type),
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         matrix = head.weight.float().t()
         for result, h, *part in zip(*(x.split(chunk_size) for x in (results, hidden, *tensors)), strict=True):

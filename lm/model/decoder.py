@@ -18,7 +18,15 @@ from lm.attention.normalizer import Normalizer
 from lm.config.inference_config import RopeScaling
 from lm.config.model_config import ModelConfig
 from lm.data.batches import Batch
-from lm.model.blocks import Block, DecodingCache, ForwardContext, GatedBlock, MapDifference, UninitialisedEmbedding, make_norm
+from lm.model.blocks import (
+    Block,
+    DecodingCache,
+    ForwardContext,
+    GatedBlock,
+    MapDifference,
+    UninitialisedEmbedding,
+    make_norm,
+)
 from lm.model.cross_entropy import Head, training_loss
 from lm.model.rope import AS_TRAINED, rope_rotation
 from lm.model.transfer import initial_scale
@@ -39,8 +47,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int, seed: int | None = 0):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.recomputes = False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
-        self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = _run_block  # compiled by `compile_blocks`
+        self.recomputes = (
+            False  # activations of blocks are computed again in the backward pass (trainer.activation_checkpointing)
+        )
+        self.run_block: Callable[[nn.Module, Tensor, ForwardContext], Tensor] = (
+            _run_block  # compiled by `compile_blocks`
+        )
         self.rope_scaling: RopeScaling = AS_TRAINED  # another scaling in a copy by `lm.model.swapped.for_inference`
         self.embedding = UninitialisedEmbedding(vocab_size, config.n_embd)
         self.embedding_norm = make_norm(config, config.embedding_norm) if config.embedding_norm else nn.Identity()
@@ -95,7 +107,9 @@ class Decoder(nn.Module):
         if not normalizers_only:
             self.norm.weight.fill_(1 / self.config.size_multipliers[0])
 
-    def forward(self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, first: int = 0
+    ) -> Tensor:
         """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.
 
         Args:
@@ -112,13 +126,21 @@ class Decoder(nn.Module):
             if first and layer == len(self.blocks) - 1:
                 context = replace(context, first=first)
             recomputes = self.recomputes and torch.is_grad_enabled()
-            x = checkpoint(run_block, block, x, context, use_reentrant=False) if recomputes else run_block(block, x, context)
+            x = (
+                checkpoint(run_block, block, x, context, use_reentrant=False)
+                if recomputes
+                else run_block(block, x, context)
+            )
         if cache:
             cache.seen += tokens.size(1)
         return self.norm(x)
 
     def embed(
-        self, tokens: Tensor, layout: AttentionLayout | None = None, cache: DecodingCache | None = None, length: int | None = None
+        self,
+        tokens: Tensor,
+        layout: AttentionLayout | None = None,
+        cache: DecodingCache | None = None,
+        length: int | None = None,
     ) -> tuple[Tensor, ForwardContext]:
         """Return the first layer's input, vectors (B, T, C) of the tokens, and the context that all layers share.
 
@@ -130,11 +152,15 @@ class Decoder(nn.Module):
         if self.position is not None:
             last_position = int(layout.positions.max()) if cache or layout.documents is not None else tokens.size(1) - 1
             if last_position >= self.seq_len:
-                raise ValueError(f"learned positions end at {self.seq_len} tokens, the sequence has {last_position + 1}")
+                raise ValueError(
+                    f"learned positions end at {self.seq_len} tokens, the sequence has {last_position + 1}"
+                )
             x = x + self.position(layout.positions)
         rotation, lengths = None, (self.seq_len, length)
         if self.config.position.rotates:
-            rotation = rope_rotation(layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths)
+            rotation = rope_rotation(
+                layout.positions, self.config.key_dims, self.config.position, self.rope_scaling, lengths
+            )
         logit_factor = self.rope_scaling.logit_factor(self.rope_scaling.s(*lengths))
         x = self.dropout(x)
         return x, ForwardContext(layout, rotation, logit_factor, cache, self._residual_values(tokens, x))
@@ -145,7 +171,9 @@ class Decoder(nn.Module):
         x: the first layer's input.
         """
         if self.value_embedding is not None:
-            return lambda layer: self.value_embedding[layer](tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
+            return lambda layer: (
+                self.value_embedding[layer](tokens).unflatten(-1, (self.config.kv_heads, -1)).transpose(1, 2)
+            )
         if self.config.value_residual == "first_layer":
             first_block = self.blocks[0]
             values = first_block.attention.values(first_block.attention_norm(x))
@@ -161,7 +189,9 @@ class Decoder(nn.Module):
 
         Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks would be unrolled.
         """
-        dynamo_config = torch._dynamo.config  # its limits count a function's graphs in a process; each layer may need its own
+        dynamo_config = (
+            torch._dynamo.config
+        )  # its limits count a function's graphs in a process; each layer may need its own
         dynamo_config.recompile_limit += 2 * lengths * len(self.blocks)
         dynamo_config.accumulated_recompile_limit += 2 * lengths * len(self.blocks)
         self.run_block = torch.compile(_run_block, dynamic=False)
@@ -176,8 +206,12 @@ class Decoder(nn.Module):
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return a batch's training objective, and its two terms, loss and z-loss, as (2,) (`lm.model.cross_entropy.training_loss`)."""
-        first = batch.first if self.run_block is _run_block else 0  # a compiled block would be compiled anew for each `first`
-        return training_loss(self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss)
+        first = (
+            batch.first if self.run_block is _run_block else 0
+        )  # a compiled block would be compiled anew for each `first`
+        return training_loss(
+            self.hidden(batch, first).flatten(0, 1), self.head, batch.targets[:, first:].flatten(), z_loss
+        )
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
         """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see `forward`)."""
@@ -221,5 +255,7 @@ def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
     for name, module in decoder.named_modules():
         for layer, sizes in getattr(module, "fused_rows", {}).items():
             row_ends = accumulate(sizes.values())
-            matrix_rows[f"{name}.{layer}.weight"] = {part: slice(end - sizes[part], end) for part, end in zip(sizes, row_ends, strict=True)}
+            matrix_rows[f"{name}.{layer}.weight"] = {
+                part: slice(end - sizes[part], end) for part, end in zip(sizes, row_ends, strict=True)
+            }
     return matrix_rows

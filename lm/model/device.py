@@ -63,7 +63,9 @@ def visible_gpus() -> tuple[str, ...]:
     If the variable names MIG devices, all of these are returned, although CUDA shows a process only the first of them.
     """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")]
+    names = [
+        name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
+    ]
     mig_names = tuple(takewhile(lambda name: name.startswith("MIG-"), names))
     return (mig_names or tuple(names[:n_gpus])) if n_gpus else ()
 
@@ -73,7 +75,9 @@ def count_gpus(config: Config) -> int:
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
     if accelerator == "gpu" and not n_gpus:
-        raise ConfigError([Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")])
+        raise ConfigError(
+            [Problem("trainer.accelerator", "gpu", "no CUDA GPU is visible", "set trainer.accelerator=cpu")]
+        )
     if accelerator == "cpu" or not n_gpus:
         cores = os.cpu_count() or 1  # cores of the machine: SLURM may bind each process to a few
         maximum = max(cores, 2)  # two processes on one core try DDP out
@@ -81,8 +85,14 @@ def count_gpus(config: Config) -> int:
     else:
         maximum, reason = n_gpus, f"this process sees {n_gpus} GPU{'s' * (n_gpus > 1)}"
     if config.trainer.devices > maximum:
-        remedy = " or, if the machine has more, run srun without --gpus-per-task and --gpu-bind" if "SLURM_LOCALID" in os.environ else ""
-        raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, f"set it to at most {maximum}{remedy}")])
+        remedy = (
+            " or, if the machine has more, run srun without --gpus-per-task and --gpu-bind"
+            if "SLURM_LOCALID" in os.environ
+            else ""
+        )
+        raise ConfigError(
+            [Problem("trainer.devices", config.trainer.devices, reason, f"set it to at most {maximum}{remedy}")]
+        )
     return 0 if accelerator == "cpu" or not n_gpus else config.trainer.devices
 
 
@@ -106,7 +116,11 @@ def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Pla
     if "precision" in old_facts:
         return ResolvedSetting(old_facts["precision"], "as the run was started")
     hardware = native_bf16_hardware(accelerator)
-    return ResolvedSetting("bf16-mixed", f"auto: {hardware}") if hardware else ResolvedSetting("32", "auto: no native bf16 here")
+    return (
+        ResolvedSetting("bf16-mixed", f"auto: {hardware}")
+        if hardware
+        else ResolvedSetting("32", "auto: no native bf16 here")
+    )
 
 
 @cache
@@ -119,7 +133,12 @@ def native_bf16_hardware(accelerator: str) -> str:
 
 
 def resolve_compile(
-    config: Config, flops: float, accelerator: str, old_facts: dict[str, Plain], runs: int = 1, seconds: float | None = None
+    config: Config,
+    flops: float,
+    accelerator: str,
+    old_facts: dict[str, Plain],
+    runs: int = 1,
+    seconds: float | None = None,
 ) -> ResolvedSetting:
     """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible and if it saves time.
 
@@ -136,7 +155,9 @@ def resolve_compile(
     if setting == "auto" and "compile" in old_facts:
         setting, reason = old_facts["compile"], "as the run was started"
     if setting is True and not compiler:
-        problem = Problem("trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false")
+        problem = Problem(
+            "trainer.compile", True, "no C++ compiler found", "install g++ or clang++, or set trainer.compile=false"
+        )
         raise ConfigError([problem])
     if setting != "auto":
         return ResolvedSetting(str(setting).lower(), reason)
@@ -145,7 +166,11 @@ def resolve_compile(
     if accelerator == "cpu" and not config.data.text_weight:
         return ResolvedSetting("false", "auto: steps on tasks alone compute less eager")
     if seconds is None:
-        run_cost, run_threshold, total_threshold = flops, MIN_RUN_FLOPS_TO_COMPILE[accelerator], MIN_TOTAL_FLOPS_TO_COMPILE[accelerator]
+        run_cost, run_threshold, total_threshold = (
+            flops,
+            MIN_RUN_FLOPS_TO_COMPILE[accelerator],
+            MIN_TOTAL_FLOPS_TO_COMPILE[accelerator],
+        )
         cost_text, run_text, threshold_text = f"{run_cost:.1e} FLOP", f"{run_threshold:.0e}", f"{total_threshold:.0e}"
     else:
         run_cost, run_threshold, total_threshold = seconds, MIN_RUN_SECONDS_TO_COMPILE, MIN_TOTAL_SECONDS_TO_COMPILE
@@ -163,7 +188,10 @@ def use_compile_cache() -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, default_cache_dir()):  # torch sets its default, too, as it is imported
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (
+        None,
+        default_cache_dir(),
+    ):  # torch sets its default, too, as it is imported
         return
     if folder := compiled_code_folder():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
@@ -219,7 +247,9 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
         values = compute()
     except Exception as error:  # the other ranks must learn of any error
         failure = error
-    code = torch.tensor(0.0 if failure is None else 2.0 if isinstance(failure, OutOfTime) else 1.0, device=device.device)
+    code = torch.tensor(
+        0.0 if failure is None else 2.0 if isinstance(failure, OutOfTime) else 1.0, device=device.device
+    )
     torch.distributed.all_reduce(code, torch.distributed.ReduceOp.MAX)
     if code:
         raise failure or (OutOfTime(OUT_OF_TIME) if code == 2 else RunError("failed on another process"))

@@ -24,26 +24,40 @@ class ModelSpec:
     vocab_size: int = key(256, "tokens that the model knows", ge=1)
     seq_len: int = key(256, "training length, tokens", ge=2)
     end_of_text: str = key(END_OF_TEXT, "the token that starts every document of text")
-    end_tokens: list[str] = key([], "the tokens that end a document; []: the token that starts the next one", omit_default=True)
+    end_tokens: list[str] = key(
+        [], "the tokens that end a document; []: the token that starts the next one", omit_default=True
+    )
     plugins: dict[str, str] = key({}, "version of each normalizer from outside")
 
     @classmethod
-    def from_decoder(cls, decoder: Decoder, end_of_text: str = END_OF_TEXT, end_tokens: Sequence[str] = ()) -> "ModelSpec":
+    def from_decoder(
+        cls, decoder: Decoder, end_of_text: str = END_OF_TEXT, end_tokens: Sequence[str] = ()
+    ) -> "ModelSpec":
         versions = PLUGINS.versions(options.name for options in decoder.config.normalizer.layer_options())
         return cls(decoder.config, decoder.vocab_size, decoder.seq_len, end_of_text, [*end_tokens], versions)
 
     @classmethod
     def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
         """The spec of a model from its run's configuration and the metadata `phase`, `vocab_size` and `plugins` of its checkpoint."""
-        model, versions, tokenizer = config.model_in(metadata["phase"]), metadata.get("plugins", {}), config.data.tokenizer
-        return cls(model, metadata["vocab_size"], config.data.seq_len, tokenizer.end_of_text, [*tokenizer.end_tokens], versions)
+        model, versions, tokenizer = (
+            config.model_in(metadata["phase"]),
+            metadata.get("plugins", {}),
+            config.data.tokenizer,
+        )
+        return cls(
+            model, metadata["vocab_size"], config.data.seq_len, tokenizer.end_of_text, [*tokenizer.end_tokens], versions
+        )
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
         """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: the data are invalid, or name a
         normalizer from outside lm whose import is not allowed or fails."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
-        problems = [Problem(name, None, "is missing") for name in sorted(names - plain.keys())] if isinstance(plain, Mapping) else []
+        problems = (
+            [Problem(name, None, "is missing") for name in sorted(names - plain.keys())]
+            if isinstance(plain, Mapping)
+            else []
+        )
         spec = build(cls, plain, "", problems)
         if problems := problems or cross_key_problems(spec):
             raise ConfigError(problems)
@@ -52,7 +66,11 @@ class ModelSpec:
     def changed_plugins(self) -> list[tuple[str, str, str]]:
         """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was recorded."""
         versions = PLUGINS.versions(self.plugins).items()
-        return [(name, self.plugins[name], version) for name, version in versions if not matches_version(self.plugins[name], version)]
+        return [
+            (name, self.plugins[name], version)
+            for name, version in versions
+            if not matches_version(self.plugins[name], version)
+        ]
 
     def decoder(self) -> Decoder:
         """Return a decoder whose parameters are not initialised, so that weights can be loaded into it."""
@@ -102,7 +120,9 @@ def with_steps(config: Config, vocab_size: int) -> Config:
     """
     if config.trainer.max_steps:
         return config
-    sized_config = replace(config, trainer=replace(config.trainer, max_steps=count_steps(config, vocab_size), tokens_per_parameter=None))
+    sized_config = replace(
+        config, trainer=replace(config.trainer, max_steps=count_steps(config, vocab_size), tokens_per_parameter=None)
+    )
     if problems := [*check_steps(sized_config)]:
         raise ConfigError(problems)
     return sized_config

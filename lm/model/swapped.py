@@ -36,14 +36,19 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
     old_shapes, new_shapes = (
-        {name: p.shape for name, p in decoder.named_parameters() if not is_normalizer_parameter(name)} for decoder in (old, new)
+        {name: p.shape for name, p in decoder.named_parameters() if not is_normalizer_parameter(name)}
+        for decoder in (old, new)
     )
     names = [name for name in {**old_shapes, **new_shapes} if old_shapes.get(name) != new_shapes.get(name)]
     if names:
         before, after = (decoder.config.normalizer.label() for decoder in (old, new))
-        raise RunError(f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)")
+        raise RunError(
+            f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)"
+        )
     new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
-    new.load_state_dict({name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}, strict=False)
+    new.load_state_dict(
+        {name: value for name, value in old.state_dict().items() if not is_normalizer_parameter(name)}, strict=False
+    )
     for new_normalizer, old_normalizer in zip(new.normalizers(), old.normalizers(), strict=True):
         new_normalizer.init_from(old_normalizer)
     return new.train(old.training)
@@ -119,9 +124,16 @@ def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems := problems + setting.temperature_problems([decoder.config.normalizer], "inference"):
         raise ConfigError(problems)
-    inference_decoder = copy.deepcopy(decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())})
-    inference_decoder.rope_scaling, inference_decoder.config = setting.rope, replace(decoder.config, normalizer=normalizer)
-    for layer, attention in enumerate(module for module in inference_decoder.modules() if isinstance(module, AttentionBase)):
+    inference_decoder = copy.deepcopy(
+        decoder, {id(tensor): tensor for tensor in (*decoder.parameters(), *decoder.buffers())}
+    )
+    inference_decoder.rope_scaling, inference_decoder.config = (
+        setting.rope,
+        replace(decoder.config, normalizer=normalizer),
+    )
+    for layer, attention in enumerate(
+        module for module in inference_decoder.modules() if isinstance(module, AttentionBase)
+    ):
         if setting.normalizer:
             attention.normalizer = _with_options(attention.normalizer, normalizer.layer_option(layer))
     return inference_decoder

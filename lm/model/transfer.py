@@ -19,7 +19,10 @@ from lm.attention.catalogue import make_normalizer
 from lm.attention.normalizer import Normalizer
 from lm.config.model_config import ModelConfig
 
-INTO_RESIDUAL = (".out.weight", ".out.bias")  # ends of the names of the projections that a block adds to the residual stream
+INTO_RESIDUAL = (
+    ".out.weight",
+    ".out.bias",
+)  # ends of the names of the projections that a block adds to the residual stream
 
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
@@ -29,10 +32,20 @@ def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
     width, depth = config.size_multipliers
 
     def gradient_or_norm(name: str, gradient: Tensor) -> Tensor:
-        factor = 1 / width if name.startswith("norm.") else 1 / depth if name.endswith(INTO_RESIDUAL) and ".normalizer." not in name else 1
+        factor = (
+            1 / width
+            if name.startswith("norm.")
+            else 1 / depth
+            if name.endswith(INTO_RESIDUAL) and ".normalizer." not in name
+            else 1
+        )
         return gradient if factor == 1 else gradient.norm() * factor
 
-    return [gradient_or_norm(name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None]
+    return [
+        gradient_or_norm(name, parameter.grad)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,11 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
         if ".normalizer." in name:
             return Scaling(1 / width if name in input_matrices else 1.0, 1 / (width * depth))
         lr_factor = width**-width_exponent if rank >= 2 and name.startswith("blocks.") else 1.0
-        return Scaling(lr_factor / depth, 1 / width) if name.endswith(INTO_RESIDUAL) else Scaling(lr_factor, 1 / (width * depth))
+        return (
+            Scaling(lr_factor / depth, 1 / width)
+            if name.endswith(INTO_RESIDUAL)
+            else Scaling(lr_factor, 1 / (width * depth))
+        )
 
     return {name: scaling(name, parameter.dim()) for name, parameter in decoder.named_parameters()}
 
@@ -86,4 +103,8 @@ def _input_matrices(normalizer: Normalizer) -> list[str]:
     wider_layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
     with torch.device("meta"):
         wider_parameters = dict(make_normalizer(normalizer.options, wider_layer).named_parameters())
-    return [name for name, p in normalizer.named_parameters() if p.dim() >= 2 and wider_parameters[name].size(-1) > p.size(-1)]
+    return [
+        name
+        for name, p in normalizer.named_parameters()
+        if p.dim() >= 2 and wider_parameters[name].size(-1) > p.size(-1)
+    ]

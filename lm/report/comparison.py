@@ -21,7 +21,11 @@ from lm.schema import yaml_scalar
 from lm.statistics.intervals import MIN_DOCUMENTS, Interval, interval_of, over_documents, over_seeds
 
 _MISSING_VALUE = "-"  # stands for the value of a key that a run does not have
-_NORMALIZER_PREFIXES = ("model.normalizer.", "phases", "swap.")  # prefixes of the keys in which a comparison of normalizers may differ
+_NORMALIZER_PREFIXES = (
+    "model.normalizer.",
+    "phases",
+    "swap.",
+)  # prefixes of the keys in which a comparison of normalizers may differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,10 @@ class Section:
 
     def example(self, metric: str) -> Series:
         """A series of the metric, with samples if any series of the metric has samples."""
-        return max((series for series in self.series.values() if series.metric == metric), key=lambda series: len(series.samples))
+        return max(
+            (series for series in self.series.values() if series.metric == metric),
+            key=lambda series: len(series.samples),
+        )
 
     @cached_property
     def places(self) -> dict[str, tuple[float, float]]:
@@ -84,13 +91,17 @@ class Section:
         Points are in ascending order; ranges are in the order of their stop divided by the training length.
         """
         places = {label: (series, place) for series in self.series.values() for label, place in series.places.items()}
-        sort_keys = {label: stop / (series.seq_len if series.bins else 1) for label, (series, (_, stop)) in places.items()}
+        sort_keys = {
+            label: stop / (series.seq_len if series.bins else 1) for label, (series, (_, stop)) in places.items()
+        }
         return {label: places[label][1] for label in sorted(places, key=sort_keys.get)}
 
     @property
     def seq_lens(self) -> list[int]:
         """The training lengths of the runs, ascending, if the axis is in tokens; else []."""
-        return sorted({series.seq_len for series in self.series.values() if series.axis and series.axis.unit == "tokens"})
+        return sorted(
+            {series.seq_len for series in self.series.values() if series.axis and series.axis.unit == "tokens"}
+        )
 
     def series_of_run(self, run: RunRecord) -> list[Series]:
         return [series for (owner, _), series in self.series.items() if owner is run]
@@ -105,12 +116,22 @@ class Section:
         If the series were measured on several sets of sequences, it is the sha256 of the sorted list of the sets' hashes.
         """
         hashes = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256(", ".join(hashes).encode()).hexdigest() if hashes else None
+        return (
+            hashes[0]
+            if len(hashes) == 1
+            else hashlib.sha256(", ".join(hashes).encode()).hexdigest()
+            if hashes
+            else None
+        )
 
     def tokens_seen(self, run: RunRecord) -> str | None:
         """Number of tokens, as text, that the run had seen when the numbers in this section were measured; None without such numbers."""
         run_series = self.series_of_run(run)
-        counts = {evaluation.tokens_seen for evaluation in run.evaluations if any(series in evaluation.series for series in run_series)}
+        counts = {
+            evaluation.tokens_seen
+            for evaluation in run.evaluations
+            if any(series in evaluation.series for series in run_series)
+        }
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
 
     def comparable_series(self, arm: ArmRuns, name: SeriesName, place: str) -> list[Series]:
@@ -161,7 +182,15 @@ class RunComparison:
     def level(self, unit: str) -> tuple[str, float] | None:
         """Name and value of a finite reference level, such as the unigram cross-entropy, of a series measured in `unit`; else None."""
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
-        return next(((name, level) for series in unit_series for name, level in series.references.items() if np.isfinite(level)), None)
+        return next(
+            (
+                (name, level)
+                for series in unit_series
+                for name, level in series.references.items()
+                if np.isfinite(level)
+            ),
+            None,
+        )
 
 
 def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
@@ -187,12 +216,19 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
         raise RunError("no run folders given")
     arms = tuple(_group_into_arms(records))
     if baseline is not None:
-        arm_names = [([arm.label], [run.name for run in arm.runs], [arm.runs[0].flat["model.normalizer.name"]]) for arm in arms]
-        candidates = ([arm for arm, names in zip(arms, kind, strict=True) if baseline in names] for kind in zip(*arm_names, strict=True))
+        arm_names = [
+            ([arm.label], [run.name for run in arm.runs], [arm.runs[0].flat["model.normalizer.name"]]) for arm in arms
+        ]
+        candidates = (
+            [arm for arm, names in zip(arms, kind, strict=True) if baseline in names]
+            for kind in zip(*arm_names, strict=True)
+        )
         matches = next(filter(None, candidates), [])
         if len(matches) != 1:
             reason = "is the name of several arms" if matches else "no such run or arm"
-            raise RunError(f"baseline '{baseline}': {reason}; choose from: {', '.join(arm.label for arm in matches or arms)}")
+            raise RunError(
+                f"baseline '{baseline}': {reason}; choose from: {', '.join(arm.label for arm in matches or arms)}"
+            )
         arms = (*matches, *(arm for arm in arms if arm is not matches[0]))
     return comparison_of(arms, tuple(arm.label for arm in arms))
 
@@ -205,7 +241,11 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
     sections = _make_sections(arms)
     missing_notes = [f"{printable(run.name)}: {lack}" for arm in arms for run in arm.runs for lack in run.missing]
     for arm, section in product(arms, sections):
-        mixed = any(len(identities(section.by_seed(arm, name).values(), place)) > 1 for name in section.names for place in section.places)
+        mixed = any(
+            len(identities(section.by_seed(arm, name).values(), place)) > 1
+            for name in section.names
+            for place in section.places
+        )
         note = f"{arm.label}: the {section.example_series.shown.measured_on} of its runs differ: no mean over them"
         missing_notes += [note] if mixed and note not in missing_notes else []
     diff = _config_diff(arms)
@@ -214,17 +254,27 @@ def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunCompa
         for arm in (arms[1:] if arms[0].label == names[0] else ())
         for section in sections
         for name in section.names
-        if any(series.samples and not series.control for runs in (arm, arms[0]) for series in section.by_seed(runs, name).values())
+        if any(
+            series.samples and not series.control
+            for runs in (arm, arms[0])
+            for series in section.by_seed(runs, name).values()
+        )
     ]
     warning = " ".join(_warnings(arms, sections, diff)) if len(arms) > 1 else ""
     return RunComparison(names, arms, sections, tuple(missing_notes), tuple(differences), diff, warning)
 
 
-def _warnings(arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], config_diff: Mapping[str, tuple[str, ...]]) -> list[str]:
+def _warnings(
+    arms: tuple[ArmRuns, ...], sections: tuple[Section, ...], config_diff: Mapping[str, tuple[str, ...]]
+) -> list[str]:
     keys = [key for key in config_diff if distinguishes_arms(key) and not key.startswith(_NORMALIZER_PREFIXES)]
     warnings = [f"The arms differ in more than the normalizer: {', '.join(keys)}."] if keys else []
     agreement, tokens = shared_value(arms, lambda run: run.tokens_before)
-    warnings += [f"They started from weights that had seen different numbers of tokens: {tokens}."] if agreement is False else []
+    warnings += (
+        [f"They started from weights that had seen different numbers of tokens: {tokens}."]
+        if agreement is False
+        else []
+    )
     agreement, tokens_seen = shared_value(arms, lambda run: run.tokens_seen)
     warnings += [f"The runs have not seen the same number of tokens: {tokens_seen}."] if agreement is False else []
     for section in sections:
@@ -255,12 +305,22 @@ def _group_into_arms(records: list[RunRecord]) -> list[ArmRuns]:
         def setting_suffixes(run: RunRecord) -> list[str]:
             # `init_from` and `branch_from` are paths in `config`, which stand as their last part, and arms in `flat`
             settings = {key: run.config.get(key, run.flat.get(key)) for key in keys}
-            texts = {key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value for key, value in settings.items()}
-            return [f"{key.split('.')[-1]}={value}" for key, value in texts.items() if value or key not in ("init_from", "branch_from")]
+            texts = {
+                key: value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
+                for key, value in settings.items()
+            }
+            return [
+                f"{key.split('.')[-1]}={value}"
+                for key, value in texts.items()
+                if value or key not in ("init_from", "branch_from")
+            ]
 
         for suffixes in (setting_suffixes, lambda run: [run.name], lambda run: [str(run.folder)]):
             repeats, labelled_runs = Counter(labels), zip(labels, runs_by_arm, strict=True)
-            labels = [", ".join([label, *suffixes(group[0])]) if repeats[label] > 1 else label for label, group in labelled_runs]
+            labels = [
+                ", ".join([label, *suffixes(group[0])]) if repeats[label] > 1 else label
+                for label, group in labelled_runs
+            ]
     return [ArmRuns(printable(label), group) for label, group in zip(labels, runs_by_arm, strict=True)]
 
 
@@ -272,7 +332,10 @@ def arm_label(run: RunRecord) -> str:
     (_, first_normalizer), *later_phases = run.phases
     if run.config.get("init_from"):  # the weights that the run started from have replaced the initial values
         first_normalizer = {key: value for key, value in first_normalizer.items() if key != "init"}
-    names = [catalogue.label(first_normalizer), *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases)]
+    names = [
+        catalogue.label(first_normalizer),
+        *(f"{catalogue.label(normalizer)} at step {step}" for step, normalizer in later_phases),
+    ]
     if replaced_label := run.environment_entry("swap.normalizer"):
         swap_init = run.environment_entry("swap.init")
         names = [f"{replaced_label}", f"{names[0]} after training{f' (init {swap_init})' if swap_init else ''}"]
@@ -285,9 +348,19 @@ def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
     A null value (off) counts as a missing key: an older run without a key does not differ from a newer run that leaves it off.
     """
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
-    run_texts = {key: [[printable(yaml_scalar(run.flat.get(key, _MISSING_VALUE))) for run in arm.runs] for arm in arms] for key in keys}
-    arm_texts = {key: tuple(", ".join(dict.fromkeys(values)) for values in texts_by_arm) for key, texts_by_arm in run_texts.items()}
-    return {key: values for key, values in arm_texts.items() if len({_MISSING_VALUE if value == "null" else value for value in values}) > 1}
+    run_texts = {
+        key: [[printable(yaml_scalar(run.flat.get(key, _MISSING_VALUE))) for run in arm.runs] for arm in arms]
+        for key in keys
+    }
+    arm_texts = {
+        key: tuple(", ".join(dict.fromkeys(values)) for values in texts_by_arm)
+        for key, texts_by_arm in run_texts.items()
+    }
+    return {
+        key: values
+        for key, values in arm_texts.items()
+        if len({_MISSING_VALUE if value == "null" else value for value in values}) > 1
+    }
 
 
 # ---------------------------------------------------------------- sections
@@ -299,7 +372,9 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
     subjects = series_names(series for _, series in run_series)
     titles: dict[tuple[str, Shape], dict[tuple[RunRecord, SeriesName], Series]] = {}
     for run, series in run_series:
-        titles.setdefault((series.shown.title, series.shape), {})[run, SeriesName(series.metric, subjects[series], series.setting)] = series
+        titles.setdefault((series.shown.title, series.shape), {})[
+            run, SeriesName(series.metric, subjects[series], series.setting)
+        ] = series
     sections = [Section(title, series) for (title, _), series in titles.items()]
     return tuple(sorted(sections, key=lambda section: get_args(Shape).index(section.shape)))
 
@@ -308,7 +383,10 @@ def identities(series_list: Iterable[Series], place: str | None = None) -> set[t
     """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, a label of `Series.places`, only of
     sequences measured there."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
-    samples = [(series, series.samples if place is None else [series.column(series.column_at(place))[0]]) for series in sampled_series]
+    samples = [
+        (series, series.samples if place is None else [series.column(series.column_at(place))[0]])
+        for series in sampled_series
+    ]
     return {(series.data_fingerprint, sample.sha256) for series, series_samples in samples for sample in series_samples}
 
 
@@ -353,24 +431,37 @@ def seeds_shown(seeds: tuple[int, ...]) -> str:
 
 def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesName) -> Difference:
     """The difference of `arm` to `base` in series `name`, at the last point or range measured in both arms, else in either arm."""
-    series_by_seeds = [{seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples} for runs in (arm, base)]
-    arm_places, base_places = ({label for series in by_seed.values() for label in series.places} for by_seed in series_by_seeds)
+    series_by_seeds = [
+        {seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples}
+        for runs in (arm, base)
+    ]
+    arm_places, base_places = (
+        {label for series in by_seed.values() for label in series.places} for by_seed in series_by_seeds
+    )
     place = [label for label in section.places if label in (arm_places & base_places or arm_places | base_places)][-1]
-    series_by_seeds = [{seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in series_by_seeds]
+    series_by_seeds = [
+        {seeds: series for seeds, series in by_seed.items() if place in series.places} for by_seed in series_by_seeds
+    ]
     example_series = next(series for by_seed in series_by_seeds for series in by_seed.values())
     place_text = ""
     if example_series.axis is not None:
         start, stop = example_series.units(*example_series.places[place]).span
-        place_text = f" {example_series.axis.before} {f'{number(start)}-{number(stop)}' if example_series.bins else place}"
+        place_text = (
+            f" {example_series.axis.before} {f'{number(start)}-{number(stop)}' if example_series.bins else place}"
+        )
     subject = ", ".join(filter(None, (name.metric, name.subject))) + place_text + (name.setting and f", {name.setting}")
-    units = [{seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in series_by_seeds]
+    units = [
+        {seeds: series.units(*series.places[place]) for seeds, series in by_seed.items()} for by_seed in series_by_seeds
+    ]
     interval, note = _difference_and_note([arm.label, base.label], units)
     if interval and not interval.bounded:
         note = "all sequences, or all seeds, agree: their spread gives no interval"
     return Difference(arm.label, section, name, subject, shown_interval(interval, example_series), note)
 
 
-def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]) -> tuple[Interval | None, str]:
+def _difference_and_note(
+    labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]
+) -> tuple[Interval | None, str]:
     """The interval of arm minus baseline (or None), and a note on its computation or absence. `units`: values of the arm, then of the
     baseline, by the runs' seeds."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
@@ -389,12 +480,23 @@ def _difference_and_note(labels: Sequence[str], units: Sequence[Mapping[tuple[in
         return None, "no seed in common: a difference could be that of the seeds"
     interval = mean_interval([arm_units[seed].minus(base_units[seed]) for seed in shared_seeds])
     if len(shared_seeds) >= 2:
-        return interval, f"mean over {len(shared_seeds)} paired seeds, Student t interval over seeds, on these evaluation sequences"
+        return (
+            interval,
+            f"mean over {len(shared_seeds)} paired seeds, Student t interval over seeds, on these evaluation sequences",
+        )
     n_sequences, n_documents = len(all_units[0].values), len(np.unique(all_units[0].groups))
     if interval is None:
         return None, f"sequences of {n_documents} documents: an interval takes at least {MIN_DOCUMENTS}"
-    sample_text = f"{n_sequences} sequences" if n_documents == n_sequences else f"{n_documents} documents ({n_sequences} sequences)"
+    sample_text = (
+        f"{n_sequences} sequences"
+        if n_documents == n_sequences
+        else f"{n_documents} documents ({n_sequences} sequences)"
+    )
     note = f"paired by sequence, Student t over {sample_text}: covers the choice of what was evaluated on, not training noise"
-    caveat = "one seed per arm" if len(arm_units) == len(base_units) == 1 else f"seed {seeds_shown(shared_seeds[0])} alone is in both arms"
+    caveat = (
+        "one seed per arm"
+        if len(arm_units) == len(base_units) == 1
+        else f"seed {seeds_shown(shared_seeds[0])} alone is in both arms"
+    )
     note += f"; {caveat}: says nothing about the method, as differences of several times this interval can be noise of the seed"
     return interval, note

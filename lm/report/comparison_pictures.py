@@ -58,14 +58,20 @@ def drawn_runs(comparison: RunComparison) -> list[DrawnRun]:
 def overview(comparison: RunComparison) -> Picture:
     """Join the pictures of losses while training and of each section with an axis into one picture."""
     axis_pictures = [axis_picture(comparison, section) for section in comparison.sections if section.shape != "number"]
-    pictures = [*filter(None, [curves(comparison.arm_names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])]
+    pictures = [
+        *filter(None, [curves(comparison.arm_names, drawn_runs(comparison), LOSSES, comparison), *axis_pictures])
+    ]
     arms = [f"{arm.label} ({_seed_count(len(arm.runs))})" for arm in comparison.arms]
     panels = [panel for picture in pictures for panel in picture.panels]
     if len(comparison.arms) == 1:
         panels = [panel for panel in panels if panel]
     elif pictures and len(pictures[0].panels) % 2:  # a line's values and differences, two panels, stand in one row
         panels.insert(len(pictures[0].panels), None)
-    return Picture(panels or [Panel("While training", "tokens seen", "loss", [])], arms, " ".join(picture.caption for picture in pictures))
+    return Picture(
+        panels or [Panel("While training", "tokens seen", "loss", [])],
+        arms,
+        " ".join(picture.caption for picture in pictures),
+    )
 
 
 def _seed_count(count: int) -> str:
@@ -75,7 +81,9 @@ def _seed_count(count: int) -> str:
 # ---------------------------------------------------------------- while training
 
 
-def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: RunComparison | None) -> Picture | None:
+def curves(
+    names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, str], comparison: RunComparison | None
+) -> Picture | None:
     """A picture of logged metrics as functions of tokens seen; None if no metric has a curve.
 
     Args:
@@ -83,7 +91,10 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         titles: titles of the metrics by their names in the log.
         comparison: comparison of the finished runs, from which the reference level is read; None: no level is drawn.
     """
-    curves_by_name = {name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)] for name in titles}
+    curves_by_name = {
+        name: [(run, curve) for run in runs if len((curve := _curve_by_tokens_seen(run, name)).tokens)]
+        for name in titles
+    }
     max_tokens = max((curve.tokens[-1] for run_curves in curves_by_name.values() for _, curve in run_curves), default=1)
     unit, x_label = token_unit(max_tokens)
     swaps = [(run.record, step) for run in runs for step, _ in run.record.phases[1:]]
@@ -98,19 +109,32 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         traces, settled_values, is_loss = [], [], name in LOSSES
         for run, curve in run_curves:
             window = max(1, len(curve.tokens) // 50) // 2 * 2 + 1 if name == "train/loss" else 1
-            losses, stride = pd.Series(curve.values).where(np.isfinite(curve.values)), max(1, len(curve.tokens) // MAX_POINTS)
+            losses, stride = (
+                pd.Series(curve.values).where(np.isfinite(curve.values)),
+                max(1, len(curve.tokens) // MAX_POINTS),
+            )
             y = losses.rolling(window, center=True, min_periods=1).mean().where(losses.notna()).to_numpy()
             arm_index, label = names.index(run.arm), f"{run.arm}, seed {run.seed}"
             traces.append(Trace(arm_index, label, curve.tokens[::stride] / unit, y[::stride], "seed"))
             start_tokens = run.record.tokens_before
-            settled_values += y[(curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)) & np.isfinite(y)].tolist()
+            settled_values += y[
+                (curve.tokens - start_tokens > SETTLING_FRACTION * (max_tokens - start_tokens)) & np.isfinite(y)
+            ].tolist()
             if run.state == DIVERGED:
                 traces.append(Trace(arm_index, label, curve.tokens[-1:] / unit, curve.values[-1:], "diverged"))
         for arm_index, arm in enumerate(names) if name != "train/loss" else ():
             arm_curves = [curve for run, curve in run_curves if run.arm == arm and run.state == "finished"]
             if len({curve.tokens.tobytes() for curve in arm_curves}) == 1:
                 mean = np.mean([curve.values for curve in arm_curves], axis=0)
-                traces.append(Trace(arm_index, f"{arm}, mean of {_seed_count(len(arm_curves))}", arm_curves[0].tokens / unit, mean, "mean"))
+                traces.append(
+                    Trace(
+                        arm_index,
+                        f"{arm}, mean of {_seed_count(len(arm_curves))}",
+                        arm_curves[0].tokens / unit,
+                        mean,
+                        "mean",
+                    )
+                )
         low, high = (min(settled_values), max(settled_values)) if settled_values else (0.0, 1.0)
         top = min(high, max(1.08 * level[1], 1.3 * low)) if level and is_loss else high
         clip_notes += [f"{titles[name]} above {top:.2f} (highest: {high:.4g}) is not shown."] if top < high else []
@@ -118,7 +142,17 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
         levels = {level[1]: f"{level[0]} {level[1]:.2f}"} if level and is_loss and low < level[1] < top else {}
         marks = {tokens / unit: "normalizer swapped" * (index == 0) for index, tokens in enumerate(sorted(swap_tokens))}
         label = "nats per token" if is_loss else name
-        panels.append(Panel(titles[name], x_label, label, traces, y_range=(low - y_padding, top + y_padding), marks=marks, levels=levels))
+        panels.append(
+            Panel(
+                titles[name],
+                x_label,
+                label,
+                traces,
+                y_range=(low - y_padding, top + y_padding),
+                marks=marks,
+                levels=levels,
+            )
+        )
     kinds = {trace.kind for panel in panels for trace in panel.traces}
     if not kinds:
         return None
@@ -127,7 +161,11 @@ def curves(names: Sequence[str], runs: Sequence[DrawnRun], titles: Mapping[str, 
     caption += "Training loss is a centred moving mean. " if panels[0].traces else ""
     caption += "Held-out losses are of all held-out text, the part that selects included." if len(panels) > 1 else ""
     caption += " Crosses at the top: where a run diverged." if "diverged" in kinds else ""
-    caption += f" Without a curve, because it was measured once: {', '.join(single_point_titles)}." if single_point_titles else ""
+    caption += (
+        f" Without a curve, because it was measured once: {', '.join(single_point_titles)}."
+        if single_point_titles
+        else ""
+    )
     return Picture(panels, names, " ".join([caption.strip(), *clip_notes]))
 
 
@@ -139,9 +177,7 @@ def _curve_by_tokens_seen(run: DrawnRun, name: str) -> Curve:
 
 # ---------------------------------------------------------------- sections
 
-WILSON_NOTE = (
-    "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
-)
+WILSON_NOTE = "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
 DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point, not adjusted."
 SeriesBySeeds = Mapping[tuple[int, ...], Series]
 
@@ -160,23 +196,37 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
     for name in section.names:
         series_by_arm = {arm.label: section.by_seed(arm, name) for arm in comparison.arms}
         line_series = [series for by_seed in series_by_arm.values() for series in by_seed.values()]
-        value_traces = [trace for arm in comparison.arms for trace in _arm_traces(_value_traces(section, arm, name), arm.label, names)]
+        value_traces = [
+            trace
+            for arm in comparison.arms
+            for trace in _arm_traces(_value_traces(section, arm, name), arm.label, names)
+        ]
         paired_traces = []
         for arm in other_arms if base.label == names[0] and not line_series[0].control else ():
-            paired_traces += _arm_traces(paired_difference_traces(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names)
+            paired_traces += _arm_traces(
+                paired_difference_traces(series_by_arm[arm.label], series_by_arm[base.label]), arm.label, names
+            )
         title, y_range = f"{section.title}: {', '.join((name.metric, *name.labels))}", (-0.03, 1.03)
         if first_series.unit != "fraction":
             y_range, clip_note = _y_range(comparison, section, value_traces)
             sentences.append(clip_note)
         nonfinite_arms = dict.fromkeys(names[trace.arm] for trace in value_traces if not np.isfinite(trace.y).all())
-        sentences += [f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}."] if nonfinite_arms else []
+        sentences += (
+            [f"Not finite at some places: {', '.join((*name.labels, *nonfinite_arms))}."] if nonfinite_arms else []
+        )
         for traces, template in ((value_traces, "Bands: 95% intervals over {}."), (paired_traces, DIFFERENCE_BANDS)):
             sentences += [template.format(trace.noise_source) for trace in traces if trace.noise_source]
         levels = {level: f"{name} {level:.3g}" for series in line_series for name, level in series.references.items()}
         panels.append(replace(_axis_panel(section, title, name.metric, value_traces), y_range=y_range, levels=levels))
-        difference_panel = _axis_panel(section, f"{title}: paired difference to {base.label}", "difference", paired_traces)
+        difference_panel = _axis_panel(
+            section, f"{title}: paired difference to {base.label}", "difference", paired_traces
+        )
         panels.append(replace(difference_panel, zero_line=True) if paired_traces else None)
-    sentences += [f"Intervals are {WILSON_NOTE}."] if any(series.interval == "wilson" for series in section.series.values()) else []
+    sentences += (
+        [f"Intervals are {WILSON_NOTE}."]
+        if any(series.interval == "wilson" for series in section.series.values())
+        else []
+    )
     sentences += [f"Dotted, if any: {first_series.shown.levels}."] if first_series.shown.levels else []
     sentences += [f"From position {FIRST_DRAWN_POSITION}."] if first_series.bins else []
     return Picture(panels, names, " ".join([caption, *dict.fromkeys(filter(None, sentences))]))
@@ -200,7 +250,9 @@ def _value_traces(section: Section, arm: ArmRuns, name: SeriesName) -> list[Trac
     elif len(run_series) == 1 and not run_series[0].control:
         edges = [*run_series[0].axis.values]
         intervals = [interval_of(run_series[0], edges.index(start)) for start, _ in places.values()]
-    return _seed_traces(by_seed, {x: [series.mean_within(*place) for series in run_series] for x, place in places.items()}, intervals)
+    return _seed_traces(
+        by_seed, {x: [series.mean_within(*place) for series in run_series] for x, place in places.items()}, intervals
+    )
 
 
 def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySeeds) -> list[Trace]:
@@ -214,13 +266,19 @@ def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySee
     places = _shared_places(paired_series) if all(series.samples for series in paired_series) else {}
     units_by_x = {x: [series.units(*place) for series in paired_series] for x, place in places.items()}
     units_by_x = {x: units for x, units in units_by_x.items() if len({units.identity for units in units}) == 1}
-    differences_by_x = {x: [a.minus(b) for a, b in zip(units[::2], units[1::2], strict=True)] for x, units in units_by_x.items()}
+    differences_by_x = {
+        x: [a.minus(b) for a, b in zip(units[::2], units[1::2], strict=True)] for x, units in units_by_x.items()
+    }
     intervals = [mean_interval(differences) for differences in differences_by_x.values()]
     bands = [shown_interval(interval, paired_series[0]) for interval in intervals] if all(intervals) else []
-    return _seed_traces(shared_seeds, {x: [units.mean for units in differences] for x, differences in differences_by_x.items()}, bands)
+    return _seed_traces(
+        shared_seeds, {x: [units.mean for units in differences] for x, differences in differences_by_x.items()}, bands
+    )
 
 
-def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], bands: Sequence[Interval | None]) -> list[Trace]:
+def _seed_traces(
+    seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[float]], bands: Sequence[Interval | None]
+) -> list[Trace]:
     """A trace of each seed, and a trace of the mean over seeds. The caller sets the traces' arm.
 
     `values` has, by x, the values of all runs in the order of `seeds`. `bands` has the interval of the mean at each x, or is empty.
@@ -230,16 +288,28 @@ def _seed_traces(seeds: Iterable[tuple[int, ...]], values: Mapping[float, list[f
     x, seed_values, bounds, noise_source = np.array([*values]), np.array([*values.values()]).T, (None, None), ""
     mean = seed_values.mean(0)
     if any(bands):
-        bounds = np.array([(interval or Interval(y, y, y)).picture_values() for interval, y in zip(bands, mean, strict=True)]).T[1:]
+        bounds = np.array(
+            [(interval or Interval(y, y, y)).picture_values() for interval, y in zip(bands, mean, strict=True)]
+        ).T[1:]
         noise_source = next(interval.noise_source for interval in bands if interval)
-    seed_traces = [Trace(0, f"seed {run_seeds[-1]}", x, y_values, "seed") for run_seeds, y_values in zip(seeds, seed_values, strict=True)]
-    return [*seed_traces, Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, noise_source=noise_source)]
+    seed_traces = [
+        Trace(0, f"seed {run_seeds[-1]}", x, y_values, "seed")
+        for run_seeds, y_values in zip(seeds, seed_values, strict=True)
+    ]
+    return [
+        *seed_traces,
+        Trace(0, f"mean of {_seed_count(len(seed_values))}", x, mean, "mean", *bounds, noise_source=noise_source),
+    ]
 
 
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
     """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins sqrt(start * stop).
     Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
-    shared_x = reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list]) if series_list else np.empty(0)
+    shared_x = (
+        reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list])
+        if series_list
+        else np.empty(0)
+    )
     if not series_list or not series_list[0].bins:
         return {x: (x, x) for x in shared_x.tolist()}
     shared_x = shared_x[shared_x >= min(FIRST_DRAWN_POSITION, shared_x[-2:].min())]
@@ -256,36 +326,63 @@ def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Tr
     return Panel(title, example.axis.label, label, traces, ticks, log, marks=marks)
 
 
-def _y_range(comparison: RunComparison, section: Section, traces: Sequence[Trace]) -> tuple[tuple[float, float] | None, str]:
+def _y_range(
+    comparison: RunComparison, section: Section, traces: Sequence[Trace]
+) -> tuple[tuple[float, float] | None, str]:
     """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values above the range.
 
     The range is None and the note empty if no value is finite, there is no reference level, or higher is better.
     """
     level, training_length = comparison.level(section.example_series.unit), max(section.seq_lens, default=0)
-    arrays = [(trace.arm, array[np.isfinite(array)]) for trace in traces for array in (trace.y, trace.low, trace.high) if array is not None]
+    arrays = [
+        (trace.arm, array[np.isfinite(array)])
+        for trace in traces
+        for array in (trace.y, trace.low, trace.high)
+        if array is not None
+    ]
     values = np.concatenate([np.empty(0), *(array for _, array in arrays)])
     if not len(values) or level is None or section.example_series.better == "higher":
         return None, ""
     training_values = np.concatenate([trace.y[trace.x <= training_length] for trace in traces])
     low = values.min()
-    top = max(min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))), low + 1e-3)
+    top = max(
+        min(values.max(), max(1.08 * level[1], 1.6 * min(training_values[np.isfinite(training_values)], default=low))),
+        low + 1e-3,
+    )
     padding = 0.06 * (top - low)
-    peaks = {arm: max(array.max(initial=low) for owner, array in arrays if owner == arm) for arm in sorted({arm for arm, _ in arrays})}
-    arm_texts = [f"{comparison.arm_names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding]
+    peaks = {
+        arm: max(array.max(initial=low) for owner, array in arrays if owner == arm)
+        for arm in sorted({arm for arm, _ in arrays})
+    }
+    arm_texts = [
+        f"{comparison.arm_names[arm]} (highest: {peak:.4g})" for arm, peak in peaks.items() if peak > top + padding
+    ]
     return (low - padding, top + padding), f"Leaving the picture: {'; '.join(arm_texts)}." if arm_texts else ""
 
 
 def heat_maps(comparison: RunComparison) -> list[Picture]:
     """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth and length. Each map
     shows an arm's mean over seeds."""
-    series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](lambda: defaultdict(lambda: defaultdict(list)))
-    pairs = ((arm, series) for arm in comparison.arms for run in arm.runs for evaluation in run.evaluations for series in evaluation.series)
+    series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    pairs = (
+        (arm, series)
+        for arm in comparison.arms
+        for run in arm.runs
+        for evaluation in run.evaluations
+        for series in evaluation.series
+    )
     for arm, series in pairs:
         if series.shape == "points" and series.unit == "fraction" and not series.shown and not series.control:
             series_groups[series.kind, series.metric, series.setting][arm.label][series.what].append(series)
     pictures = []
     for (kind, metric, setting), by_arm in series_groups.items():
-        aligned_arms = {arm: rows for arm, rows in by_arm.items() if len({series.axis.values for series in chain(*rows.values())}) == 1}
+        aligned_arms = {
+            arm: rows
+            for arm, rows in by_arm.items()
+            if len({series.axis.values for series in chain(*rows.values())}) == 1
+        }
         if aligned_arms and max(map(len, by_arm.values())) > MAX_TASKS_WITHOUT_MAP:
             caption = f"{kind}: {', '.join(filter(None, (metric, setting)))}. Mean over the seeds of an arm."
             panels = [_fraction_map(arm, rows) for arm, rows in aligned_arms.items()]
@@ -296,9 +393,14 @@ def heat_maps(comparison: RunComparison) -> list[Picture]:
 def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> Map:
     """A heat map of an arm: a row for each task, a column for each point, cells with means over runs. All series have the same points."""
     example, *_ = next(iter(series_by_task.values()))
-    values = np.array([np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()], dtype=float)
+    values = np.array(
+        [np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()],
+        dtype=float,
+    )
     top = 1.0 if example.interval == "wilson" else float(np.nanmax(values))
-    return Map(arm, example.axis.label, list(plain_ticks(example.axis.values).values()), list(series_by_task), values, top)
+    return Map(
+        arm, example.axis.label, list(plain_ticks(example.axis.values).values()), list(series_by_task), values, top
+    )
 
 
 # ---------------------------------------------------------------- what is logged by layer and head
@@ -308,7 +410,9 @@ def layer_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dic
     """Curves by (quantity, layer), such as (`largest_score`, 0), then by head: `head3`, `rms` (root mean square) or '' (no heads)."""
     names = dict.fromkeys(name for log_line in log_lines for name in log_line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
-    for match in sorted(filter(None, map(_LAYER_METRIC.fullmatch, names)), key=lambda match: (_sort_key(match[1]), int(match[2]))):
+    for match in sorted(
+        filter(None, map(_LAYER_METRIC.fullmatch, names)), key=lambda match: (_sort_key(match[1]), int(match[2]))
+    ):
         curves.setdefault((match[1], int(match[2])), {})[match[3] or ""] = logged_curve(log_lines, match[0])
     return curves
 
@@ -336,19 +440,32 @@ def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, 
         "dynamics": "A line for each seed and layer: the median over heads, of scores and gradients the largest.",
     }
     entries = [(run, *key, by_head) for run in runs for key, by_head in layer_curves(run.record.log_lines).items()]
-    last_tokens = (curve.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for curve in by_head.values())
+    last_tokens = (
+        curve.tokens[-1] + run.record.tokens_before for run, *_, by_head in entries for curve in by_head.values()
+    )
     unit, x_label = token_unit(max(last_tokens, default=1))
     if len(runs) == 1:
         names = [f"layer {layer}" for layer in range(1 + max((layer for _, _, layer, _ in entries), default=0))]
     traces: dict[str, list[Trace]] = {}
     for run, quantity, layer, by_head in entries:
-        colour_index, label_prefix = layer if len(runs) == 1 else names.index(run.arm), f"{run.arm}, seed {run.seed}, layer{layer}"
+        colour_index, label_prefix = (
+            layer if len(runs) == 1 else names.index(run.arm),
+            f"{run.arm}, seed {run.seed}, layer{layer}",
+        )
         single_heads = {head: [head_curve] for head, head_curve in by_head.items()}
-        for head, head_curves in (single_heads if quantity.startswith(PARAM_PREFIX) else {"": [*by_head.values()]}).items():
+        for head, head_curves in (
+            single_heads if quantity.startswith(PARAM_PREFIX) else {"": [*by_head.values()]}
+        ).items():
             x = (head_curves[0].tokens + run.record.tokens_before) / unit
             points = _merge_points(quantity, x, np.stack([head_curve.values for head_curve in head_curves], axis=1))
-            traces.setdefault(quantity, []).append(Trace(colour_index, f"{label_prefix}{head and '/'}{head}", *points, "seed"))
-    medians = {quantity: _median_traces(names, quantity_traces) for quantity, quantity_traces in traces.items() if len(runs) > 1}
+            traces.setdefault(quantity, []).append(
+                Trace(colour_index, f"{label_prefix}{head and '/'}{head}", *points, "seed")
+            )
+    medians = {
+        quantity: _median_traces(names, quantity_traces)
+        for quantity, quantity_traces in traces.items()
+        if len(runs) > 1
+    }
     traces = {quantity: [*quantity_traces, *medians.get(quantity, [])] for quantity, quantity_traces in traces.items()}
     panels: dict[str, list[Panel]] = {name: [] for name in captions}
     for quantity in sorted(traces, key=_sort_key):
@@ -362,7 +479,13 @@ def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]
     """The median trace of each arm that has several traces, all with the same x (tokens seen)."""
     by_arm = {name: [trace for trace in traces if trace.arm == arm] for arm, name in enumerate(names)}
     return [
-        Trace(arm_traces[0].arm, f"{name}, median", arm_traces[0].x, np.median([trace.y for trace in arm_traces], axis=0), "mean")
+        Trace(
+            arm_traces[0].arm,
+            f"{name}, median",
+            arm_traces[0].x,
+            np.median([trace.y for trace in arm_traces], axis=0),
+            "mean",
+        )
         for name, arm_traces in by_arm.items()
         if len(arm_traces) > 1 and len({trace.x.tobytes() for trace in arm_traces}) == 1
     ]

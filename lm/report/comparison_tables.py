@@ -11,16 +11,23 @@ import numpy as np
 
 from lm.attention import catalogue
 from lm.report.comparison import ArmRuns, RunComparison, Section, SeriesName, seeds_shown, shared_value
-from lm.report.tables import Column, FilledColumn, Table, four_digit_text, numeral, plain_text, printable, table_from_rows
+from lm.report.tables import (
+    Column,
+    FilledColumn,
+    Table,
+    four_digit_text,
+    numeral,
+    plain_text,
+    printable,
+    table_from_rows,
+)
 from lm.runs.folder import peak_memory, training_seconds
 from lm.runs.record import RunRecord, differing_settings, starts
 from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
-REPORTING_NOTE = (
-    "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
-)
+REPORTING_NOTE = "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
 OWN_SEEDS_NOTE = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
 AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show `Fact.agrees`
 TimeSpan = tuple[datetime, datetime]
@@ -29,7 +36,10 @@ TimeSpan = tuple[datetime, datetime]
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
     """One table for each section: a row for each task, inference setting and arm, a column for each metric at each point or range.
     A table of differences to the baseline follows if any difference has an interval."""
-    tables, differences = [_section_table(comparison, section) for section in comparison.sections], _difference_table(comparison)
+    tables, differences = (
+        [_section_table(comparison, section) for section in comparison.sections],
+        _difference_table(comparison),
+    )
     return (*tables, differences) if differences.rows else tuple(tables)
 
 
@@ -47,15 +57,28 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
     columns: list[FilledColumn] = [(Column(name, kind="label"), cells) for name, cells in labels.items() if any(cells)]
     columns += [(Column("seeds"), [str(len(runs)) for runs in runs_by_row.values()])]
     if section.shape == "number":
-        for name, value in (("params", lambda run: run.environment_entry("parameters.total")), ("tokens", lambda run: run.tokens_seen)):
-            columns.append((Column(name, "M"), [_mean_text([value(run) for run in runs], 1e6) for runs in runs_by_row.values()]))
+        for name, value in (
+            ("params", lambda run: run.environment_entry("parameters.total")),
+            ("tokens", lambda run: run.tokens_seen),
+        ):
+            columns.append(
+                (Column(name, "M"), [_mean_text([value(run) for run in runs], 1e6) for runs in runs_by_row.values()])
+            )
     columns += [column for rows in rows_by_metric for column in _mean_columns(comparison, section, rows)]
     for rows in rows_by_metric if section.shape == "number" else ():
         example = section.example(rows[0][1].metric)
         series_by_row = [section.comparable_series(*row, "") for row in rows]
         for name in example.references:
-            levels = [[series.references[name] for series in row_series if name in series.references] for row_series in series_by_row]
-            columns.append((Column(name, _unit(example.unit)), [numeral(float(np.mean(values))) if values else None for values in levels]))
+            levels = [
+                [series.references[name] for series in row_series if name in series.references]
+                for row_series in series_by_row
+            ]
+            columns.append(
+                (
+                    Column(name, _unit(example.unit)),
+                    [numeral(float(np.mean(values))) if values else None for values in levels],
+                )
+            )
     title = section.title + (" in training lengths" if section.shape == "bins" else "")
     return Table(title, _unit(section.example_series.unit), tuple(columns))
 
@@ -69,7 +92,9 @@ def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int 
     return four_digit_text(mean) if decimals is None else f"{mean:.{decimals}f}"
 
 
-def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, SeriesName]]) -> list[FilledColumn]:
+def _mean_columns(
+    comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, SeriesName]]
+) -> list[FilledColumn]:
     """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also have an sd column."""
     example = section.example(rows[0][1].metric)
     unit, has_points, training_lengths = _unit(example.unit), section.shape == "points", section.seq_lens
@@ -78,9 +103,12 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
         name = place + (f", {start / training_lengths[0]:g}x" if has_points and len(training_lengths) == 1 else "")
         name = name if has_points and len(section.metrics) == 1 else f"{example.metric} {name}".strip()
         cells_by_name[name] = [
-            (section.interval(*row, place) if has_points else None) or numeral(section.mean(*row, place)) for row in rows
+            (section.interval(*row, place) if has_points else None) or numeral(section.mean(*row, place))
+            for row in rows
         ]
-    noise_sources = dict.fromkeys(cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval))
+    noise_sources = dict.fromkeys(
+        cell.noise_source for cells in cells_by_name.values() for cell in cells if isinstance(cell, Interval)
+    )
     fields = {"unit": unit}
     if noise_sources:
         interval_unit = f"{unit}, 95% interval over {' or over '.join(noise_sources)}"
@@ -88,7 +116,9 @@ def _mean_columns(comparison: RunComparison, section: Section, rows: list[tuple[
     mean_columns = [(Column(name, **fields), cells) for name, cells in cells_by_name.items()]
     if section.shape == "number" and example.samples and any(len(arm.runs) > 1 for arm in comparison.arms):
         means_by_row = [[series.mean_at("") for series in section.comparable_series(*row, "")] for row in rows]
-        spreads = [numeral(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row]
+        spreads = [
+            numeral(float(np.std(run_means, ddof=1))) if len(run_means) > 1 else None for run_means in means_by_row
+        ]
         mean_columns.append((Column("sd over seeds", unit), spreads))
     return mean_columns
 
@@ -117,16 +147,26 @@ def _difference_table(comparison: RunComparison) -> Table:
 def comparison_notes(comparison: RunComparison) -> list[str]:
     """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on what runs lack."""
     lines = [comparison.warning] if comparison.warning else []
-    has_text = any(series.samples and series.data_fingerprint for section in comparison.sections for series in section.series.values())
+    has_text = any(
+        series.samples and series.data_fingerprint
+        for section in comparison.sections
+        for series in section.series.values()
+    )
     lines += [REPORTING_NOTE] if has_text else []
     names = ((section, name) for section in comparison.sections for name in section.names)
-    differ_in_seeds = any(len({tuple(section.by_seed(arm, name)) for arm in comparison.arms} - {()}) > 1 for section, name in names)
+    differ_in_seeds = any(
+        len({tuple(section.by_seed(arm, name)) for arm in comparison.arms} - {()}) > 1 for section, name in names
+    )
     lines += [OWN_SEEDS_NOTE] if comparison.differences and differ_in_seeds else []
     for note in dict.fromkeys(difference.note for difference in comparison.differences):
         group = [difference for difference in comparison.differences if difference.note == note]
-        subjects_by_arms: dict[tuple[str, ...], list[str]] = {}  # by the names of the arms whose differences have this note
+        subjects_by_arms: dict[
+            tuple[str, ...], list[str]
+        ] = {}  # by the names of the arms whose differences have this note
         for subject in dict.fromkeys(difference.subject for difference in group):
-            subjects_by_arms.setdefault(tuple(difference.arm for difference in group if difference.subject == subject), []).append(subject)
+            subjects_by_arms.setdefault(
+                tuple(difference.arm for difference in group if difference.subject == subject), []
+            ).append(subject)
         absence = "" if group[0].interval else " is not given"
         for arms, subjects in subjects_by_arms.items():
             lines.append(f"difference of {', '.join(arms)} in {'; '.join(subjects)}{absence}: {note}")
@@ -140,29 +180,48 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
     """A table of the mean costs of a run, one row per arm. `concurrent_runs`: all runs that may have been under way at the same time."""
     training_spans = {run.folder: _training_span(run) for run in concurrent_runs}
     uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
-    memory_unit = "GiB, whole process" if all(uses_cpu) else "GiB, whole process on a CPU" if any(uses_cpu) else "GiB, tensors on the GPU"
+    memory_unit = (
+        "GiB, whole process"
+        if all(uses_cpu)
+        else "GiB, whole process on a CPU"
+        if any(uses_cpu)
+        else "GiB, tensors on the GPU"
+    )
     costs = [[_costs(run, training_spans, memory_unit) for run in arm.runs] for arm in arms]
     columns: list[FilledColumn] = [
         (Column("arm", kind="label"), [arm.label for arm in arms]),
         (Column("runs"), [str(len(arm.runs)) for arm in arms]),
     ]
     for name, unit in costs[0][0]:
-        cells = [_mean_text([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None) for by_run in costs]
+        cells = [
+            _mean_text([cost[name, unit] for cost in by_run], decimals=1 if name == "concurrent runs" else None)
+            for by_run in costs
+        ]
         columns += [(Column(name, unit), cells)] if any(cells) else []
     devices = [", ".join(dict.fromkeys(plain_text(run.setting("device")) for run in arm.runs)) for arm in arms]
     return Table(title, "", (*columns, (Column("device", kind="words"), devices)))
 
 
-def _costs(run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str) -> dict[tuple[str, str], float | None]:
+def _costs(
+    run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str
+) -> dict[tuple[str, str], float | None]:
     """A run's costs by (name, unit), None where the run folder records none. `training_spans`: start and end of training by run folder."""
     seconds, memory = training_seconds(run.log_lines), peak_memory(run.log_lines)
-    tokens = run.tokens_seen and run.tokens_seen - (run.environment_entry("branched_from.tokens") or 0)  # the run's own, as the seconds are
+    tokens = run.tokens_seen and run.tokens_seen - (
+        run.environment_entry("branched_from.tokens") or 0
+    )  # the run's own, as the seconds are
     tokens = 0 if run.environment.get("swap") and not run.log_lines else tokens  # it was swapped, and not trained
-    total, normalizer, flops = (run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token"))
+    total, normalizer, flops = (
+        run.environment_entry(name) for name in ("parameters.total", "parameters.normalizer", "flops_per_token")
+    )
     concurrency = None
-    if own_span := training_spans[run.folder]:  # how many other runs were under way at a time, on average over this run's span
+    if own_span := training_spans[
+        run.folder
+    ]:  # how many other runs were under way at a time, on average over this run's span
         other_spans = [span for folder, span in training_spans.items() if span and folder != run.folder]
-        shared_seconds = sum(max(0.0, (min(own_span[1], stop) - max(own_span[0], start)).total_seconds()) for start, stop in other_spans)
+        shared_seconds = sum(
+            max(0.0, (min(own_span[1], stop) - max(own_span[0], start)).total_seconds()) for start, stop in other_spans
+        )
         concurrency = shared_seconds / (own_span[1] - own_span[0]).total_seconds()
     return {
         ("parameters", "M"): total and total / 1e6,
@@ -204,7 +263,10 @@ class Fact:
 
 def run_facts(comparison: RunComparison) -> list[Fact]:
     """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair comparison."""
-    arms, sections = comparison.arms, {section.example_series.shown.measured_on: section for section in comparison.sections}
+    arms, sections = (
+        comparison.arms,
+        {section.example_series.shown.measured_on: section for section in comparison.sections},
+    )
 
     def fact(name: str, value: Callable[[RunRecord], object]) -> Fact:
         return Fact(name, *shared_value(arms, value))
@@ -217,17 +279,23 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return f"{plain_text(run.evaluations[0].step if run.evaluations else None)} / {plain_text(run.flat.get('trainer.max_steps'))}"
 
     def parameters(run: RunRecord) -> str:
-        return " / ".join(plain_text(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer"))
+        return " / ".join(
+            plain_text(run.environment_entry(f"parameters.{name}")) for name in ("total", "non_embedding", "normalizer")
+        )
 
     def tasks(run: RunRecord) -> str | None:
         return "; ".join(_settings_text(entry) for entry in run.config["data"].get("tasks") or []) or None
 
-    is_same_code, code = shared_value(arms, lambda run: run.commits)  # equal commits with uncommitted changes need not be equal code
+    is_same_code, code = shared_value(
+        arms, lambda run: run.commits
+    )  # equal commits with uncommitted changes need not be equal code
     schedule = ("optim.lr", "optim.warmup_steps", "optim.schedule.")  # prefixes of the keys of the schedule
     seed_lists = {tuple(run.seeds for run in arm.runs) for arm in arms}
     differences = [(printable(run.name), differing_settings(run.environment)) for run in comparison.runs]
     differing_starts = ". ".join(f"{name}: {'; '.join(settings)}" for name, settings in differences if settings)
-    inference_settings = dict.fromkeys(name.setting for section in comparison.sections for name in section.names if name.setting)
+    inference_settings = dict.fromkeys(
+        name.setting for section in comparison.sections for name in section.names if name.setting
+    )
     conditions = [
         fact("tokens seen", lambda run: run.tokens_seen),
         fact("tokens in the weights started from", lambda run: run.tokens_before),
@@ -237,7 +305,10 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         fact("tokens in a step", lambda run: run.flat.get("optim.batch_tokens")),
         fact("steps", lambda run: run.flat.get("trainer.max_steps")),
         Fact("seeds", len(seed_lists) == 1, shared_value(arms, lambda run: seeds_shown(run.seeds))[1]),
-        fact("learning rate and schedule", lambda run: ", ".join(f"{key}={run.flat[key]}" for key in run.flat if key.startswith(schedule))),
+        fact(
+            "learning rate and schedule",
+            lambda run: ", ".join(f"{key}={run.flat[key]}" for key in run.flat if key.startswith(schedule)),
+        ),
         fact("parameters outside the normalizer", parameters_outside_normalizer),
         fact("precision", lambda run: run.setting("precision")),
         fact("device", lambda run: run.setting("device")),
@@ -263,7 +334,11 @@ def facts_table(comparison: RunComparison) -> Table:
     """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair comparison hold."""
     rows = []
     for fact in run_facts(comparison):
-        agreement = {"same in all runs": AGREEMENT_TEXTS[fact.agrees] if fact.condition else ""} if len(comparison.arms) > 1 else {}
+        agreement = (
+            {"same in all runs": AGREEMENT_TEXTS[fact.agrees] if fact.condition else ""}
+            if len(comparison.arms) > 1
+            else {}
+        )
         rows.append({"what": fact.name} | agreement | {"value": fact.value})
     return table_from_rows("Runs and environment", rows, {"value": "words"})
 
@@ -272,19 +347,25 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
     """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for each arm."""
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
     cells_by_arm = [[comparison.config_diff[key][index] for key in keys] for index in range(len(comparison.arms))]
-    columns = [(Column(arm.label, kind="words"), cells) for arm, cells in zip(comparison.arms, cells_by_arm, strict=True)]
+    columns = [
+        (Column(arm.label, kind="words"), cells) for arm, cells in zip(comparison.arms, cells_by_arm, strict=True)
+    ]
     return Table("Configuration keys in which the arms differ", "", ((Column("key", kind="label"), keys), *columns))
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
     """Text on number and length of the sequences on which a run's series in a section were measured, by task; None if no series says it."""
-    amounts = dict.fromkeys((name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run)
+    amounts = dict.fromkeys(
+        (name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run
+    )
     return "; ".join(": ".join(filter(None, (subject, amount))) for subject, amount in amounts if amount) or None
 
 
 def corpus_text(run: RunRecord) -> str | None:
     """Text on a run's data: source (left out for symbolic tasks), and numbers of tokens and documents; None if nothing is recorded."""
-    counts = {name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"}  # without the machine's folder
+    counts = {
+        name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"
+    }  # without the machine's folder
     source = {} if run.symbolic else {"source": run.config["data"].get("source")}
     return _settings_text({**source, **counts})
 
@@ -297,10 +378,21 @@ def _normalizer_text(run: RunRecord) -> str:
     """Text on the normalizer of each training phase of a run: formula, source, options and the meaning of n."""
     phases = []
     for step, options in run.phases:
-        entry, normalizer, n = catalogue.ENTRIES.get(options["name"]), catalogue.options_from_plain(options), str(options.get("n", ""))
-        formula = (normalizer.formula() if normalizer else str(options["name"])) + (f" ({entry.source})" if entry else "")
-        option_text = ", ".join(f"{key}={_option_text(value)}" for key, value in options.items() if key not in ("name", "n"))
-        n_meanings = {"visible": "keys the query sees (its position + 1)", "sample": "length of the sequence or document"}
+        entry, normalizer, n = (
+            catalogue.ENTRIES.get(options["name"]),
+            catalogue.options_from_plain(options),
+            str(options.get("n", "")),
+        )
+        formula = (normalizer.formula() if normalizer else str(options["name"])) + (
+            f" ({entry.source})" if entry else ""
+        )
+        option_text = ", ".join(
+            f"{key}={_option_text(value)}" for key, value in options.items() if key not in ("name", "n")
+        )
+        n_meanings = {
+            "visible": "keys the query sees (its position + 1)",
+            "sample": "length of the sequence or document",
+        }
         n_text = f"n = {n_meanings.get(n, n.removeprefix('fixed:') + ' for every query')}" if n else ""
         phases.append((f"from step {step}: " if step else "") + "; ".join(filter(None, (formula, option_text, n_text))))
     return "; then ".join(phases)

@@ -14,9 +14,13 @@ from lm.statistics.intervals import MIN_DOCUMENTS, interval_of
 TOO_FEW_DOCUMENTS = f"no interval: fewer than {MIN_DOCUMENTS} documents"
 NO_SPREAD = "no interval: all agree"
 MAX_COLUMNS = 12  # most metrics that have a column each; more metrics have a row each
-MAX_NUMBERS = 24  # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
+MAX_NUMBERS = (
+    24  # most numbers without interval that a table has of one model; if there are more, ends of curves are printed
+)
 
-CellTexts = dict[tuple[tuple[int, str, str], Column], str]  # texts by row (number of the evaluation, inference setting, place) and column
+CellTexts = dict[
+    tuple[tuple[int, str, str], Column], str
+]  # texts by row (number of the evaluation, inference setting, place) and column
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,10 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
             has_no_spread = math.isfinite(interval.mean) and not interval.bounded
             bounds = (None, None, NO_SPREAD) if has_no_spread else (interval.low, interval.high, interval.noise_source)
         yield Row(series.setting, place_text, series.metric, series.mean_at(place), *bounds)
-        yield from (Row(series.setting, place_text, f"{series.metric}: {level}", value) for level, value in series.references.items())
+        yield from (
+            Row(series.setting, place_text, f"{series.metric}: {level}", value)
+            for level, value in series.references.items()
+        )
     if series.bins:
         yield Row(series.setting, name, series.metric, series.overall_mean)
 
@@ -91,51 +98,94 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
     for kind in dict.fromkeys(result.evaluation.kind for result in results):
         kind_results = [result for result in results if result.evaluation.kind == kind]
         runs = [result.folder if has_equal_names else result.folder.resolve().name for result in kind_results]
-        models = [f"{run}, {result.evaluation.step}" * several_runs for run, result in zip(runs, kind_results, strict=True)]
+        models = [
+            f"{run}, {result.evaluation.step}" * several_runs for run, result in zip(runs, kind_results, strict=True)
+        ]
         omitted_count = 0
-        title = kind if several_runs else f"{kind}, {kind_results[0].folder.resolve().name}, step {kind_results[0].evaluation.step}"
+        title = (
+            kind
+            if several_runs
+            else f"{kind}, {kind_results[0].folder.resolve().name}, step {kind_results[0].evaluation.step}"
+        )
         title += " (cached)" if all(result.cached for result in kind_results) else ""
         for metrics in _metric_groups(row for result in kind_results for row in result.rows):
-            rows = [(index, row) for index, result in enumerate(kind_results) for row in result.rows if row.metric in metrics]
+            rows = [
+                (index, row)
+                for index, result in enumerate(kind_results)
+                for row in result.rows
+                if row.metric in metrics
+            ]
             tables, curves = {}, []
             if len(metrics) > MAX_COLUMNS:
-                means = [(Column(f"{models[index]} {row.setting}".strip()), row) for index, row in rows if not row.where]
+                means = [
+                    (Column(f"{models[index]} {row.setting}".strip()), row) for index, row in rows if not row.where
+                ]
                 tables["metric"] = {((0, "", row.metric), column): numeral(row.value) for column, row in means}
                 omitted_count += len(rows) - len(means)
                 rows = []
             elif max(Counter(index for index, row in rows if row.low is None).values(), default=0) > MAX_NUMBERS:
-                metric_series = ((series for series in result.evaluation.series if series.metric in metrics) for result in kind_results)
-                named_series = [(index, *pair) for index, series in enumerate(metric_series) for pair in series_names(series).items()]
-                rows = [(index, row) for index, series, name in named_series if _has_intervals(series) for row in _rows(series, name)]
+                metric_series = (
+                    (series for series in result.evaluation.series if series.metric in metrics)
+                    for result in kind_results
+                )
+                named_series = [
+                    (index, *pair)
+                    for index, series in enumerate(metric_series)
+                    for pair in series_names(series).items()
+                ]
+                rows = [
+                    (index, row)
+                    for index, series, name in named_series
+                    if _has_intervals(series)
+                    for row in _rows(series, name)
+                ]
                 curves = [entry for entry in named_series if not _has_intervals(entry[1])]
             tables["measured at"] = _interval_cells(rows)
             tables["curve"] = cells = {}
             for index, curve, name in curves:
                 places = [place for place in curve.places if math.isfinite(curve.mean_at(place))]
                 values = [
-                    numeral(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place) for place in places
+                    numeral(curve.mean_at(place)) + f" ({_place_text(curve, *curve.places[place])})" * bool(place)
+                    for place in places
                 ]
                 row = index, curve.setting, ", ".join(filter(None, (curve.metric, name)))
                 cells[row, Column("first value (at)")] = values[0] if values else ""
                 cells[row, Column("last value (at)")] = values[-1] if len(values) > 1 else ""
                 omitted_count += len(curve.places) - min(2, len(places))
-            print_tables(*(_table(title, models if head != "metric" else [""], head, cells) for head, cells in tables.items() if cells))
+            print_tables(
+                *(
+                    _table(title, models if head != "metric" else [""], head, cells)
+                    for head, cells in tables.items()
+                    if cells
+                )
+            )
         if omitted_count:
             destination = output or "in a table with -o table.csv"
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
     if any(series.samples and series.data_fingerprint for result in results for series in result.evaluation.series):
-        print("Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and checkpoints.")
+        print(
+            "Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and checkpoints."
+        )
 
 
 def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) -> Table:
     """The table of `cells`, without label columns that are all empty. A model's name stands in the first of its rows only."""
     rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
     indices, settings, places = (list(labels) for labels in zip(*rows, strict=True))
-    names = ["" if index and model_number == indices[index - 1] else models[model_number] for index, model_number in enumerate(indices)]
+    names = [
+        "" if index and model_number == indices[index - 1] else models[model_number]
+        for index, model_number in enumerate(indices)
+    ]
     places = [place or "all" for place in places] if any(places) else []
-    labels = {"run, step": names if any(models) else [], "inference setting": settings if any(settings) else [], place_heading: places}
+    labels = {
+        "run, step": names if any(models) else [],
+        "inference setting": settings if any(settings) else [],
+        place_heading: places,
+    }
     label_columns: list[FilledColumn] = [(Column(name, kind="label"), texts) for name, texts in labels.items() if texts]
-    return Table(title, "", (*label_columns, *((column, [cells.get((row, column), "") for row in rows]) for column in columns)))
+    return Table(
+        title, "", (*label_columns, *((column, [cells.get((row, column), "") for row in rows]) for column in columns))
+    )
 
 
 def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
@@ -144,7 +194,9 @@ def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
     cells = {}
     for index, row in indexed_rows:
         bounds = f" ({row.over})" * bool(row.over) if row.low is None else f" [{numeral(row.low)}, {numeral(row.high)}]"
-        cells[(index, row.setting, row.where), Column(row.metric, units.get(row.metric, ""))] = numeral(row.value) + bounds
+        cells[(index, row.setting, row.where), Column(row.metric, units.get(row.metric, ""))] = (
+            numeral(row.value) + bounds
+        )
     return cells
 
 

@@ -16,10 +16,26 @@ from lm.runs.folder import CONFIG, DIVERGED, ENVIRONMENT, SWAPPED
 from lm.runs.record import RunRecord, divergence, read_run
 
 RUN_COLUMNS = ("run", "folder", "experiment", "arm", "size", "stage", "rate", "seed", "commit", "state")
-MEASURED_COLUMNS = ("step", "tokens", "kind", "metric", "task", "setting", "unit", "better", "x", "until", "sequences", "sample", "group")
+MEASURED_COLUMNS = (
+    "step",
+    "tokens",
+    "kind",
+    "metric",
+    "task",
+    "setting",
+    "unit",
+    "better",
+    "x",
+    "until",
+    "sequences",
+    "sample",
+    "group",
+)
 COLUMNS = (*RUN_COLUMNS, *MEASURED_COLUMNS, "part", "weight", "value")
 
-RowBlock = dict[str, object]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
+RowBlock = dict[
+    str, object
+]  # a block of rows of the frame, by column: an array, or the one value that all its rows have
 
 
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
@@ -47,7 +63,9 @@ def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     Raises RunError: a folder without runs, or a file of a run that can't be read.
     """
     if non_paths := [folder for folder in folders if not isinstance(folder, str | os.PathLike)]:
-        raise RunError(f"{non_paths[0]!r}: must be the path of a folder, not {type(non_paths[0]).__name__}; several are several arguments")
+        raise RunError(
+            f"{non_paths[0]!r}: must be the path of a folder, not {type(non_paths[0]).__name__}; several are several arguments"
+        )
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
     runs = [run for folder in folders for run in _run_folders(expand_home(folder))]
@@ -60,8 +78,12 @@ def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
     for block in blocks:
         for name, arrays in columns.items():
             value = math.nan if block.get(name) is None else block[name]
-            arrays.append(value if isinstance(value, np.ndarray) else np.full(len(np.asarray(block["value"])), value, object))
-    return pd.DataFrame({name: np.concatenate(arrays[1:] or arrays) for name, arrays in columns.items()}).infer_objects()
+            arrays.append(
+                value if isinstance(value, np.ndarray) else np.full(len(np.asarray(block["value"])), value, object)
+            )
+    return pd.DataFrame(
+        {name: np.concatenate(arrays[1:] or arrays) for name, arrays in columns.items()}
+    ).infer_objects()
 
 
 def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[RowBlock]:
@@ -78,19 +100,32 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
     """
     series_values = {name: getattr(series, name) for name in ("metric", "setting", "unit", "better")}
     axis_values = np.array(series.axis.values, float) if series.axis else np.array([math.nan])
-    starts, ends = (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
+    starts, ends = (
+        (axis_values[:-1], axis_values[1:]) if series.bins else (axis_values, np.full(len(axis_values), math.nan))
+    )
     if not series.samples:
         yield series_values | {"x": starts, "until": ends, "part": "", "value": series.means.astype(float)}
     first_column = 0
     for sample in series.samples:
         unit_count, column_count = sample.values.shape
-        is_selecting = selection_mask(series.data_fingerprint, sample.groups) if series.data_fingerprint else np.zeros(unit_count, bool)
+        is_selecting = (
+            selection_mask(series.data_fingerprint, sample.groups)
+            if series.data_fingerprint
+            else np.zeros(unit_count, bool)
+        )
         unit_columns = {"sample": np.arange(unit_count), "group": sample.groups, "weight": sample.weights.astype(float)}
         unit_columns["part"] = np.where(is_selecting, "selects", "reports").astype(object)
-        axis_columns = {"x": starts[first_column : first_column + column_count], "until": ends[first_column : first_column + column_count]}
+        axis_columns = {
+            "x": starts[first_column : first_column + column_count],
+            "until": ends[first_column : first_column + column_count],
+        }
         row_columns = {name: np.tile(values, column_count) for name, values in unit_columns.items()}
         row_columns |= {name: np.repeat(values, unit_count) for name, values in axis_columns.items()}
-        yield series_values | row_columns | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
+        yield (
+            series_values
+            | row_columns
+            | {"sequences": sample.sha256, "value": sample.values.T.reshape(-1).astype(float)}
+        )
         first_column += column_count
 
 
@@ -111,7 +146,9 @@ def run_columns(record: RunRecord) -> RowBlock:
     experiment = experiment if isinstance(experiment, dict) else {}
     last_step = max((evaluation.step for evaluation in record.evaluations), default=-1)
     has_ended = last_step >= (steps_planned if isinstance(steps_planned, int) else 0)
-    last_series = (series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series)
+    last_series = (
+        series for evaluation in record.evaluations if evaluation.step == last_step for series in evaluation.series
+    )
     final_loss = next((series for series in last_series if "val/loss" in series.logged), None)
     divergence_text = divergence(record.log_lines, final_loss if has_ended else None)
     state = DIVERGED if divergence_text else "finished" if has_ended else "unfinished"
@@ -138,7 +175,11 @@ def _run_blocks(record: RunRecord, history: bool) -> Iterator[RowBlock]:
     for evaluation in evaluations:
         yield from evaluation_blocks(evaluation, run_values)
     for log_line in record.log_lines if history else ():
-        numbers = {name: value for name, value in log_line.items() if isinstance(value, int | float) and name not in ("step", "tokens")}
+        numbers = {
+            name: value
+            for name, value in log_line.items()
+            if isinstance(value, int | float) and name not in ("step", "tokens")
+        }
         if numbers and "tokens" in log_line:
             metric_names = np.array([*numbers], dtype=object)
             shared_columns = {"step": log_line["step"], "tokens": log_line["tokens"], "kind": "log", "part": ""}

@@ -16,7 +16,13 @@ from lm.config.yaml_text import dump_yaml
 from lm.files import write_together
 from lm.report.comparison import RunComparison
 from lm.report.comparison_pictures import DrawnRun, axis_picture, drawn_runs, heat_maps, layer_pictures, overview
-from lm.report.comparison_tables import comparison_notes, comparison_tables, configuration_table, cost_table, facts_table
+from lm.report.comparison_tables import (
+    comparison_notes,
+    comparison_tables,
+    configuration_table,
+    cost_table,
+    facts_table,
+)
 from lm.report.pictures import COLOURS, DARK_COLOURS, GREY, GRID, INK, PAPER, Picture, dark_style
 from lm.report.tables import Table, plain_text, printable, to_csv, to_latex, to_markdown
 from lm.runs.record import RunRecord
@@ -50,10 +56,14 @@ class PageSection:
     prefix: str | None = ""  # beginning of the names of its files; None: it has no files
     blocks: list[PageBlock] = field(default_factory=list)
 
-    def add(self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = "") -> None:
+    def add(
+        self, kind: BlockKind, content: str | list[str] | Table | Picture | tuple[str, str] | None, name: str = ""
+    ) -> None:
         """Append a block, if there is content."""
         if content:
-            self.blocks.append(PageBlock(kind, content, f"{self.prefix}{name}" if name and self.prefix is not None else ""))
+            self.blocks.append(
+                PageBlock(kind, content, f"{self.prefix}{name}" if name and self.prefix is not None else "")
+            )
 
 
 @dataclass(frozen=True)
@@ -87,10 +97,16 @@ class PagePart:
 
 def page(parts: list[PagePart]) -> str:
     """The HTML text of the page. The page loads no other files, all its text is escaped, and its only script sorts tables."""
-    template, script = (files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js"))
+    template, script = (
+        files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js")
+    )
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    colours = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {f"arm-{number}": colour for number, colour in enumerate(COLOURS)}
-    light, dark = ("; ".join(f"--{name}: {theme(colour)}" for name, colour in colours.items()) for theme in (str, DARK_COLOURS.get))
+    colours = {"ink": INK, "paper": PAPER, "grey": GREY, "grid": GRID} | {
+        f"arm-{number}": colour for number, colour in enumerate(COLOURS)
+    }
+    light, dark = (
+        "; ".join(f"--{name}: {theme(colour)}" for name, colour in colours.items()) for theme in (str, DARK_COLOURS.get)
+    )
     return environment.from_string(template).render(
         parts=parts,
         inline=inline,
@@ -141,7 +157,9 @@ def run_sections(
     measured_section.add("list", comparison_notes(comparison) if prefix is None else list(comparison.missing_notes))
     cost_section.add("table", cost_table(comparison.arms, concurrent_runs, f"What a run took{suffix}"), "cost")
     cost_section.add("note", COST_NOTE)
-    shared_section.add("table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration")
+    shared_section.add(
+        "table", configuration_table(comparison, is_omitted) if comparison.config_diff else None, "configuration"
+    )
     shared_section.add("table", facts_table(comparison), "environment")
     return [measured_section, cost_section, shared_section]
 
@@ -172,10 +190,22 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     Raises RunError: the report can't be written.
     """
     picture, tables, runs = overview(comparison), comparison_tables(comparison), drawn_runs(comparison)
-    training_section, layer_section, run_section = (PageSection(title) for title in ("Overview", "By layer, while training", "Runs"))
-    warnings = [f"{comparison.warning} A difference below can't be put down to the normalizer alone."] if comparison.warning else []
-    if any(difference.interval and difference.interval.noise_source.endswith(", 1 seed") for difference in comparison.differences):
-        warnings.insert(0, "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.")
+    training_section, layer_section, run_section = (
+        PageSection(title) for title in ("Overview", "By layer, while training", "Runs")
+    )
+    warnings = (
+        [f"{comparison.warning} A difference below can't be put down to the normalizer alone."]
+        if comparison.warning
+        else []
+    )
+    if any(
+        difference.interval and difference.interval.noise_source.endswith(", 1 seed")
+        for difference in comparison.differences
+    ):
+        warnings.insert(
+            0,
+            "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.",
+        )
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")
     for name, layer_picture in layer_pictures(comparison.arm_names, runs).items():

@@ -26,7 +26,9 @@ from lm.runs.evaluations import number
 
 GREY, INK, PAPER, GRID, SHADE = "#555555", "#1a1a1a", "#ffffff", "#e6e6e6", "#f0f0f0"
 MAX_CELLS = 40  # most rows or columns of a map with gaps between cells; larger maps are drawn as one image
-MAX_LABEL_CHARACTERS = 56  # most characters of all category labels below a panel together; with more, the labels are slanted
+MAX_LABEL_CHARACTERS = (
+    56  # most characters of all category labels below a panel together; with more, the labels are slanted
+)
 MAX_LEGEND_ENTRIES = 3  # most entries of a legend inside a panel; a legend of more entries stands below the panel
 PLOT_SETTINGS = {
     "svg.hashsalt": "lm.report",
@@ -50,7 +52,15 @@ DARK_COLOURS = {  # colours of SVG files and pages for readers who prefer dark p
     **dict(zip(COLOURS, ("#4d90ec", "#ff774d", "#38e58e", "#ae7db2", "#ecd529", "#aad0ff"), strict=False)),
 }  # fmt: skip
 MARKERS = "osD^vP*"
-DASHES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (2, 1)), (0, (9, 2, 3, 2)))  # dotted lines are reference levels
+DASHES = (
+    "-",
+    "--",
+    "-.",
+    (0, (6, 1, 1, 1, 1, 1)),
+    (0, (9, 3)),
+    (0, (2, 1)),
+    (0, (9, 2, 3, 2)),
+)  # dotted lines are reference levels
 
 Style = dict[str, str | float | tuple[int, tuple[int, ...]]]  # keyword arguments of matplotlib's `plot`
 _PANEL_WIDTH, _PANEL_HEIGHT = 6.4, 4.3  # size of a panel in inches
@@ -70,7 +80,9 @@ class Trace:
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    dashes: int = 0  # number of the trace's dash pattern; 0: solid for the first seven arms, another pattern for each seven more
+    dashes: int = (
+        0  # number of the trace's dash pattern; 0: solid for the first seven arms, another pattern for each seven more
+    )
     hollow: bool = False  # whether its markers are hollow, so that traces behind them can be seen
     # whether its panel has a legend that names it (even without points); else the arm is named above all panels
     in_legend: bool = False
@@ -85,7 +97,9 @@ class Panel:
     x_label: str
     y_label: str
     traces: Sequence[Trace]
-    ticks: Mapping[float, str] = field(default_factory=dict)  # labels of the x axis by value; empty: matplotlib's choice
+    ticks: Mapping[float, str] = field(
+        default_factory=dict
+    )  # labels of the x axis by value; empty: matplotlib's choice
     log: Literal[0, 2, 10] = 0  # base of a logarithmic x axis, 2 or 10; 0: the axis is linear
     log_y: bool = False  # whether the y axis is logarithmic
     # x_range, y_range: ends of the axes; None: the range of the traces
@@ -95,7 +109,9 @@ class Panel:
     margin: float = 0.0  # half-width of the shaded band around zero, in which differences do not matter; 0: no band
     marks: Mapping[float, str] = field(default_factory=dict)  # words at vertical reference lines, by x
     levels: Mapping[float, str] = field(default_factory=dict)  # words at horizontal reference lines, by y
-    rings: Sequence[tuple[float, float, int]] = ()  # points (x, y, arm) that have a ring, such as the rate that was chosen
+    rings: Sequence[
+        tuple[float, float, int]
+    ] = ()  # points (x, y, arm) that have a ring, such as the rate that was chosen
 
     @property
     def is_crowded(self) -> bool:
@@ -137,7 +153,9 @@ class Picture:
     arms: Sequence[str]  # empty: none is named
     caption: str = ""
     columns: int = 2  # panels in a row
-    panel_size: tuple[float, float] | None = None  # width and height of a panel in inches; None: the default size of its kind
+    panel_size: tuple[float, float] | None = (
+        None  # width and height of a panel in inches; None: the default size of its kind
+    )
     # axes whose labels and ticks stand once: `x` for panels below each other, `y` for panels side by side
     shared: Literal["", "x", "y", "xy"] = ""
 
@@ -189,7 +207,9 @@ class Picture:
     @cached_property
     def svg(self) -> str:
         """The picture as the text of an SVG file, with colours for light and for dark pages."""
-        return re.sub(r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _render(self, "svg"), count=1)
+        return re.sub(
+            r"(<svg [^>]*>)", lambda head: f"{head[1]}<style>{dark_style()}</style>", _render(self, "svg"), count=1
+        )
 
     @cached_property
     def png(self) -> bytes:
@@ -223,17 +243,26 @@ class Picture:
 def dark_style() -> str:
     """CSS rules that replace the colours of SVG files by their dark counterparts on dark pages."""
     rules = "".join(
-        f'[style*="{name}: {light}"]{{{name}:{dark}!important}}' for light, dark in DARK_COLOURS.items() for name in ("fill", "stroke")
+        f'[style*="{name}: {light}"]{{{name}:{dark}!important}}'
+        for light, dark in DARK_COLOURS.items()
+        for name in ("fill", "stroke")
     )
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 
 
 def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
     """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the machine."""
-    (rows, columns), (width, height), arms, shown_arms = picture.grid_shape, picture.size, picture.arms, picture.shown_arms
+    (rows, columns), (width, height), arms, shown_arms = (
+        picture.grid_shape,
+        picture.size,
+        picture.arms,
+        picture.shown_arms,
+    )
     font = min(11.0, 2.4 * width / columns)
     with matplotlib.rc_context(PLOT_SETTINGS | {"font.size": font, "axes.titlesize": font + 1}):
-        figure = Figure(figsize=(width, height), dpi=100, layout="constrained")  # before colour bars, which need the layout
+        figure = Figure(
+            figsize=(width, height), dpi=100, layout="constrained"
+        )  # before colour bars, which need the layout
         maps_by_scale = {}
         for index, panel in enumerate(picture.panels):
             if panel is None:
@@ -242,7 +271,9 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
             if isinstance(panel, Map):
                 mesh = _draw_map(axes, panel, (width / columns, height / rows))
                 if not panel.shows_values:
-                    maps_by_scale.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(axes)
+                    maps_by_scale.setdefault((panel.scale, panel.low, panel.top, panel.unit), (mesh, []))[1].append(
+                        axes
+                    )
             else:
                 _draw_panel(axes, panel)
             if "y" in picture.shared and index % columns:
@@ -251,21 +282,32 @@ def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
                 axes.set(xlabel="", xticklabels=[])
         for (scale, *_, unit), (mesh, map_axes) in maps_by_scale.items():
             tick_format = {} if scale == "linear" else {"format": "{x:g}"}
-            figure.colorbar(mesh, ax=map_axes, label=unit, **tick_format, aspect=20 * max(1, len(map_axes) // columns), pad=0.02)
-        legend_entries = max((_legend_entry_count(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0)
+            figure.colorbar(
+                mesh, ax=map_axes, label=unit, **tick_format, aspect=20 * max(1, len(map_axes) // columns), pad=0.02
+            )
+        legend_entries = max(
+            (_legend_entry_count(panel) for panel in picture.panels if isinstance(panel, Panel)), default=0
+        )
         height += 0.1 * rows * (legend_entries + 2) if legend_entries > MAX_LEGEND_ENTRIES else 0
         legend_rows = 0
         if shown_arms:
-            styles = {arm: colour_and_marker(arm) | {"linestyle": DASHES[arm // len(COLOURS) % len(DASHES)]} for arm in shown_arms}
+            styles = {
+                arm: colour_and_marker(arm) | {"linestyle": DASHES[arm // len(COLOURS) % len(DASHES)]}
+                for arm in shown_arms
+            }
             handles = [Line2D([], [], linewidth=2.4, **style, label=arms[arm]) for arm, style in styles.items()]
-            entries_per_row = max(1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown_arms) + 6))))
+            entries_per_row = max(
+                1, min(len(handles), int(width * 8 // (max(len(arms[arm]) for arm in shown_arms) + 6)))
+            )
             legend_rows = -(-len(handles) // entries_per_row)
             figure.legend(handles=handles, loc="upper center", ncols=entries_per_row, fontsize=12)
         height += 0.28 * legend_rows
         figure.set_size_inches(width, height)
         figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - 0.32 * legend_rows / height), w_pad=0.12, h_pad=0.12)
         file = io.StringIO() if kind == "svg" else io.BytesIO()
-        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
+        metadata = (
+            {"Date": None, "Creator": None, "Format": None, "Type": None} if kind == "svg" else {"Software": None}
+        )
         figure.savefig(file, format=kind, dpi=160, metadata=metadata)
         return file.getvalue()
 
@@ -288,21 +330,41 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     for trace in (trace for trace in panel.traces if trace.kind != "seed" or trace.arm not in averaged_arms):
         _draw_trace(axes, trace, is_alone=lines_by_arm[trace.arm] == 1, has_band=not panel.is_crowded)
     for x, y, arm in panel.rings:
-        axes.plot([x], [y], "o", markersize=15, markerfacecolor="none", markeredgewidth=1.6, color=colour_and_marker(arm)["color"])
+        axes.plot(
+            [x],
+            [y],
+            "o",
+            markersize=15,
+            markerfacecolor="none",
+            markeredgewidth=1.6,
+            color=colour_and_marker(arm)["color"],
+        )
     limits = {name: limit for name, limit in (("xlim", panel.x_range), ("ylim", panel.y_range)) if limit}
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label, **limits)
-    axes.set_title(_wrap_title(panel.title), pad=20 if panel.marks else 6)  # room for the words at the top of vertical lines
+    axes.set_title(
+        _wrap_title(panel.title), pad=20 if panel.marks else 6
+    )  # room for the words at the top of vertical lines
     if panel.ticks:
         labels, is_categorical = list(panel.ticks.values()), [*panel.ticks] == [*range(len(panel.ticks))]
         labels_overlap = is_categorical and sum(map(len, labels)) + 2 * len(labels) > MAX_LABEL_CHARACTERS
-        axes.set_xticks(list(panel.ticks), labels, **({"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if labels_overlap else {}))
+        axes.set_xticks(
+            list(panel.ticks),
+            labels,
+            **({"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if labels_overlap else {}),
+        )
         axes.minorticks_off()
         if is_categorical:  # categories keep half a unit from the ends of the axis
             axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
     for index, (x, text) in enumerate(sorted(panel.marks.items())):
         axes.axvline(x, color=GREY, linewidth=1)
         axis_fraction = axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
-        alignment = "left" if axis_fraction < 0.2 or index else "right" if axis_fraction > 0.8 or len(panel.marks) > 1 else "center"
+        alignment = (
+            "left"
+            if axis_fraction < 0.2 or index
+            else "right"
+            if axis_fraction > 0.8 or len(panel.marks) > 1
+            else "center"
+        )
         write_note(axes, text, (x, 1), (0, 3), axes.get_xaxis_transform(), ha=alignment, va="bottom")
     for y, text in panel.levels.items():
         axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
@@ -332,16 +394,29 @@ def _draw_trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> Non
             if trace.low is not None and has_band:
                 axes.fill_between(trace.x, trace.low, trace.high, color=style["color"], alpha=0.15, linewidth=0)
             line_style = {"linewidth": 1.1} if trace.hollow or trace.arm < 0 else {}
-            axes.plot(trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | line_style)
+            axes.plot(
+                trace.x, trace.y, markersize=4.5, markevery=max(1, len(trace.x) // 8), zorder=3, **style | line_style
+            )
         case "dots":
-            marker_style = {"markeredgewidth": 1.2, "markersize": 5.5} if trace.hollow else {"markeredgewidth": 0, "markersize": 4.5}
+            marker_style = (
+                {"markeredgewidth": 1.2, "markersize": 5.5}
+                if trace.hollow
+                else {"markeredgewidth": 0, "markersize": 4.5}
+            )
             axes.plot(trace.x, trace.y, alpha=0.55, **marker_style, **point_style)
         case "interval":
             interval_lengths = None if trace.low is None else np.array([trace.y - trace.low, trace.high - trace.y])
             axes.errorbar(trace.x, trace.y, yerr=interval_lengths, markersize=8, capsize=5, zorder=3, **point_style)
         case "diverged":
-            heights = np.full(len(trace.x), 0.98 - 0.045 * trace.arm)  # crosses of several arms at one x must not overlap
-            marker_style = {"markersize": 9, "markeredgewidth": 2, "clip_on": False, "transform": axes.get_xaxis_transform()}
+            heights = np.full(
+                len(trace.x), 0.98 - 0.045 * trace.arm
+            )  # crosses of several arms at one x must not overlap
+            marker_style = {
+                "markersize": 9,
+                "markeredgewidth": 2,
+                "clip_on": False,
+                "transform": axes.get_xaxis_transform(),
+            }
             axes.plot(trace.x, heights, "x", color=style["color"], **marker_style)
 
 
@@ -356,10 +431,16 @@ def _draw_map(axes: Axes, panel: Map, size: tuple[float, float]) -> QuadMesh:
     axes.invert_yaxis()
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(panel.values) if panel.shows_values else ():
-        text, colour = f"{value:.2f}" if np.isfinite(value) else "-", "#010101" if value > 0.6 * panel.top else "#fefefe"
+        text, colour = (
+            f"{value:.2f}" if np.isfinite(value) else "-",
+            "#010101" if value > 0.6 * panel.top else "#fefefe",
+        )
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour if np.isfinite(value) else GREY)
     ticks = [{index: label for index, label in enumerate(labels) if label} for labels in (panel.columns, panel.rows)]
-    fonts = [min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels))) for inches, labels in zip(size, ticks, strict=True)]
+    fonts = [
+        min(matplotlib.rcParams["font.size"], 50 * inches / max(1, len(labels)))
+        for inches, labels in zip(size, ticks, strict=True)
+    ]
     rotation_style = {"rotation": 90} if max(map(len, panel.columns), default=0) * len(ticks[0]) > 11 * size[0] else {}
     axes.set_xticks(list(ticks[0]), list(ticks[0].values()), fontsize=fonts[0], **rotation_style)
     axes.set_yticks(list(ticks[1]), list(ticks[1].values()), fontsize=fonts[1])
@@ -395,14 +476,21 @@ def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[flo
 
 def token_unit(count: float) -> tuple[float, str]:
     """The unit of an axis of up to `count` tokens, and the label of the axis, such as 1e6 and `tokens seen (millions)`."""
-    unit, word = next(((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if count >= size), (1, ""))
+    unit, word = next(
+        ((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if count >= size),
+        (1, ""),
+    )
     return unit, f"tokens seen ({word})" if word else "tokens seen"
 
 
-def write_note(axes: Axes, text: str, xy: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int) -> None:
+def write_note(
+    axes: Axes, text: str, xy: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int
+) -> None:
     """Write small grey text, shifted by `offset` (points) from `xy`, a point (x, y) in the coordinates of `transform`."""
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
-    axes.annotate(text, xy, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options)
+    axes.annotate(
+        text, xy, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options
+    )
 
 
 def plain_ticks(values: Sequence[float]) -> dict[float, str]:

@@ -80,7 +80,10 @@ class Table:
     @property
     def rows(self) -> list[list[tuple[Column, Cell]]]:
         """The table's rows: each cell with its column."""
-        return [list(zip(self.columns, row, strict=True)) for row in zip(*(cells for _, cells in self.contents), strict=True)]
+        return [
+            list(zip(self.columns, row, strict=True))
+            for row in zip(*(cells for _, cells in self.contents), strict=True)
+        ]
 
 
 DIFFERENCE = Column("difference", kind="difference")
@@ -129,7 +132,11 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
     blocks = []
     for table in tables:
         heads = [column.heading for column in table.columns]
-        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([column.cell_text(cell) for column, cell in row] for row in table.rows)]
+        lines = [
+            heads,
+            ["---", *["---:"] * (len(heads) - 1)],
+            *([column.cell_text(cell) for column, cell in row] for row in table.rows),
+        ]
         rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
         blocks.append("\n".join([table.title, "", *rows]))
     if notes:
@@ -146,14 +153,22 @@ def to_csv(tables: tuple[Table, ...]) -> str:
             row_key = {column.name: cell for column, cell in row if column.kind == "label"}
             for column, cell in row:
                 if column.kind != "label" and cell is not None:
-                    values = [*map(column.text, cell.as_list()), cell.noise_source] if isinstance(cell, Interval) else [cell]
-                    lines.append({"table": table.title} | row_key | dict(zip(numbers, [column.name, column.unit, *values], strict=False)))
+                    values = (
+                        [*map(column.text, cell.as_list()), cell.noise_source] if isinstance(cell, Interval) else [cell]
+                    )
+                    lines.append(
+                        {"table": table.title}
+                        | row_key
+                        | dict(zip(numbers, [column.name, column.unit, *values], strict=False))
+                    )
     return csv_text(lines, ("table", *labels, *numbers))
 
 
 def table_from_rows(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
     """A table with a row for each of `lines`, which map column names to cells. Columns without a kind in `kinds` are labels."""
-    columns = [Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)]
+    columns = [
+        Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)
+    ]
     return Table(title, "", tuple((column, [line.get(column.name, "") for line in lines]) for column in columns))
 
 
@@ -163,8 +178,12 @@ def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), int
     A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three columns even if None.
     """
     text = io.StringIO()
-    cells = [dict(cell for name, value in line.items() for cell in _csv_columns(name, value, intervals)) for line in lines]
-    writer = csv.DictWriter(text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n")
+    cells = [
+        dict(cell for name, value in line.items() for cell in _csv_columns(name, value, intervals)) for line in lines
+    ]
+    writer = csv.DictWriter(
+        text, list(dict.fromkeys([*columns, *(name for line in cells for name in line)])), lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(cells)
     return text.getvalue()
@@ -187,9 +206,17 @@ def to_latex(tables: tuple[Table, ...]) -> str:
     """LaTeX text with a booktabs tabular for each table; units stand on a second line of the headings."""
     blocks = ["% needs \\usepackage{booktabs}"]
     for table in tables:
-        names, units = ([getattr(column, name).translate(_ESCAPES) for column in table.columns] for name in ("name", "unit"))
-        units = [unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units]  # a line for each part of a unit
-        lines = [f"% {table.title.translate(_ESCAPES)}", f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}", "\\toprule"]
+        names, units = (
+            [getattr(column, name).translate(_ESCAPES) for column in table.columns] for name in ("name", "unit")
+        )
+        units = [
+            unit and f"\\shortstack{{({unit})}}".replace(", ", ",\\\\ ") for unit in units
+        ]  # a line for each part of a unit
+        lines = [
+            f"% {table.title.translate(_ESCAPES)}",
+            f"\\begin{{tabular}}{{l{'r' * (len(names) - 1)}}}",
+            "\\toprule",
+        ]
         lines += [" & ".join(names) + " \\\\", " & ".join(units) + " \\\\", "\\midrule"]
         lines += [" & ".join(_tex_cell(*pair) for pair in row) + " \\\\" for row in table.rows]
         blocks.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
@@ -197,13 +224,19 @@ def to_latex(tables: tuple[Table, ...]) -> str:
 
 
 _NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
-_ESCAPES = str.maketrans({letter: f"\\text{word}{{}}" for letter, word in _NAMES.items()} | {letter: f"\\{letter}" for letter in "&%$#_{}"})
+_ESCAPES = str.maketrans(
+    {letter: f"\\text{word}{{}}" for letter, word in _NAMES.items()} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
+)
 
 
 def _tex_cell(column: Column, cell: Cell) -> str:
     if isinstance(cell, Interval) and cell.bounded:
         mean, low, high = (f"${column.text(value)}$" for value in cell.as_list())
-        return f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}" if column.kind == "mean" else f"{mean} [{low}, {high}]"
+        return (
+            f"\\shortstack{{{mean}\\\\{{\\scriptsize [{low}, {high}]}}}}"
+            if column.kind == "mean"
+            else f"{mean} [{low}, {high}]"
+        )
     return column.cell_text(cell).translate(_ESCAPES)
 
 
@@ -231,7 +264,10 @@ def to_rich(table: Table) -> RichTable:
     columns = []
     for column, cells in table.contents:
         is_mean_only = omits_intervals and column.kind == "mean"
-        texts = [column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell) for cell in cells]
+        texts = [
+            column.text(cell.mean) if is_mean_only and isinstance(cell, Interval) else column.cell_text(cell)
+            for cell in cells
+        ]
         columns.append([escape(text) if isinstance(text, str) else text for text in texts])
         heading = column.name if column.unit == table.unit or is_mean_only else column.heading
         if column.kind in ("label", "words"):

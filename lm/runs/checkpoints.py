@@ -30,7 +30,9 @@ _DTYPE_NAMES = {
 TensorSignature = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor
 
 
-def write_weights(file: BinaryIO, signatures: Mapping[str, TensorSignature], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def write_weights(
+    file: BinaryIO, signatures: Mapping[str, TensorSignature], tensors: Iterable[tuple[str, Tensor]]
+) -> dict[str, str]:
     """Write tensors to a safetensors file; returns the `tensor_sha256` of each tensor by name.
 
     `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is described in
@@ -80,7 +82,9 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpe
     for name in {**expected, **saved}:
         if name not in expected or name not in saved:
             return f"{name} is {'missing' if name in expected else unexpected_phrase}"
-        shape, expected_shape = (tuple(value.shape) if isinstance(value, Tensor) else None for value in (saved[name], expected[name]))
+        shape, expected_shape = (
+            tuple(value.shape) if isinstance(value, Tensor) else None for value in (saved[name], expected[name])
+        )
         if shape != expected_shape:
             return f"{name} has shape {shape}, the configuration implies {expected_shape}"
         if shape is not None and not saved[name].is_contiguous():  # a single expanded value can claim any shape
@@ -91,7 +95,10 @@ def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpe
 # ---------------------------------------------------------------- checkpoints
 
 
-TENSOR_ENTRIES = {"state_dict": "weights", "optimizer": "tensors of the optimizer"}  # entries with tensors, and their names in messages
+TENSOR_ENTRIES = {
+    "state_dict": "weights",
+    "optimizer": "tensors of the optimizer",
+}  # entries with tensors, and their names in messages
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
@@ -136,20 +143,35 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     try:
         with zipfile.ZipFile(path) as archive:
             altered_name = archive.testzip()
-            sizes = {member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size} for member in archive.infolist()}
-    except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: encrypted, or an unknown compression
+            sizes = {
+                member.filename.rpartition("/data/")[2]: {member.file_size, member.compress_size}
+                for member in archive.infolist()
+            }
+    except (
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: encrypted, or an unknown compression
         raise unreadable_checkpoint(path, error) from None
     if altered_name:
-        raise RunError(f"{path}: {_member_label(path, altered_name)} was altered (its CRC differs){fallback_hint(path)}")
+        raise RunError(
+            f"{path}: {_member_label(path, altered_name)} was altered (its CRC differs){fallback_hint(path)}"
+        )
     checkpoint = _load_unverified(path)
     for number, (name, size) in enumerate(_storage_sizes(checkpoint).items()):
         if sizes.get(str(number)) != {size}:  # torch would read past a member that is too short
-            raise RunError(f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){fallback_hint(path)}")
+            raise RunError(
+                f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){fallback_hint(path)}"
+            )
     if SHA256 in checkpoint:
         expected_digests = checkpoint[SHA256]
         for entry, digest in _entry_digests(checkpoint).items():
             if not isinstance(expected_digests, dict) or expected_digests.get(entry) != digest:
-                raise RunError(f"{path}: its {TENSOR_ENTRIES[entry]} were altered (their sha256 differs){fallback_hint(path)}")
+                raise RunError(
+                    f"{path}: its {TENSOR_ENTRIES[entry]} were altered (their sha256 differs){fallback_hint(path)}"
+                )
     return checkpoint
 
 
@@ -183,7 +205,11 @@ def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
 def _entry_digests(checkpoint: dict[str, object]) -> dict[str, str]:
     """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer`, by these names, where it has these entries.
     Evaluations record the first as `weights_sha256`."""
-    return {entry: weights_sha256(dict(_named_tensors(checkpoint[entry]))) for entry in TENSOR_ENTRIES if entry in checkpoint}
+    return {
+        entry: weights_sha256(dict(_named_tensors(checkpoint[entry])))
+        for entry in TENSOR_ENTRIES
+        if entry in checkpoint
+    }
 
 
 def _load_unverified(path: Path) -> dict[str, object]:
@@ -192,6 +218,8 @@ def _load_unverified(path: Path) -> dict[str, object]:
     except Exception as error:  # a file of another kind fails in many ways inside torch
         raise unreadable_checkpoint(path, error) from None
     checkpoint = checked_content(checkpoint, path)
-    if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()):
+    if not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in checkpoint["state_dict"].items()
+    ):
         raise RunError(f"{path}: its `state_dict` must hold tensors by their names")
     return checkpoint

@@ -130,7 +130,9 @@ class Units:
         mask = selection_mask(self.fingerprint, self.groups) == selection
         if not mask.any():
             purpose = "choose learning rates" if selection else "report"
-            raise NoDocuments(f"none of {len(set(self.groups.tolist()))} held-out documents is left to {purpose} on: hold out more text")
+            raise NoDocuments(
+                f"none of {len(set(self.groups.tolist()))} held-out documents is left to {purpose} on: hold out more text"
+            )
         return replace(self, values=self.values[mask], weights=self.weights[mask], groups=self.groups[mask])
 
 
@@ -149,15 +151,21 @@ class Series:
     seq_len: int  # training length, tokens
     means: np.ndarray  # (columns,) means over all tokens or questions that count; NaN where not finite
     what: str = ""  # task or source; empty: all tasks or sources together
-    options: dict[str, Plain] = field(default_factory=dict)  # options of the task or source `what`; they tell equal names apart
+    options: dict[str, Plain] = field(
+        default_factory=dict
+    )  # options of the task or source `what`; they tell equal names apart
     setting: str = ""  # label of the inference setting; empty: the evaluation has no such settings
     axis: Axis | None = None  # None: a single number
     samples: tuple[Sample, ...] = ()
     curve: np.ndarray | None = None  # (length,) for bins: means at every whole number of the axis, finer than the bins
     data_fingerprint: str = ""  # fingerprint of the data that the sequences come from; empty: they come from no data
-    references: dict[str, float] = field(default_factory=dict)  # levels to compare the series with, such as chance, by name
+    references: dict[str, float] = field(
+        default_factory=dict
+    )  # levels to compare the series with, such as chance, by name
     interval: IntervalKind = "none"
-    control: bool = False  # whether it shows that the measurement works, not what the model can do; drawn without interval
+    control: bool = (
+        False  # whether it shows that the measurement works, not what the model can do; drawn without interval
+    )
     logged: tuple[str, ...] = ()  # name in the metrics log of each column, or of the mean over all bins; (): not logged
     shown: Shown | None = None  # how reports show the series; None: no report shows it
 
@@ -171,7 +179,10 @@ class Series:
         for name, choices in (("interval", IntervalKind), ("better", Better)):
             _require(getattr(self, name) in get_args(choices), f"{name} must be {' or '.join(get_args(choices))}")
         n_sample_columns = sum(sample.values.shape[1] if sample.values.ndim == 2 else 0 for sample in self.samples)
-        _require(not self.samples or n_sample_columns == n_columns, f"its samples have {n_sample_columns} columns, not {n_columns}")
+        _require(
+            not self.samples or n_sample_columns == n_columns,
+            f"its samples have {n_sample_columns} columns, not {n_columns}",
+        )
         _require(not self.bins or len(self.samples) < 2, "bins have one sample")
         _require(bool(self.samples) or self.interval == "none", "an interval needs samples")
         for sample in self.samples:
@@ -210,12 +221,16 @@ class Series:
         sample, values = self.column(int(columns[0]))
         if self.bins:
             start, values = float(self.axis.values[columns[0]]), sample.values[:, columns] @ widths / widths.sum()
-        return Units(values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop))
+        return Units(
+            values.astype(float), sample.weights, sample.groups, self.data_fingerprint, sample.sha256, (start, stop)
+        )
 
     def _columns(self, start: float, stop: float) -> tuple[np.ndarray, np.ndarray]:
         """Indices and widths of the columns from `start` to `stop` if columns are bins; else of the column at point `start`, of width 1."""
         axis_values = np.array(self.axis.values if self.axis else [0.0], dtype=float)
-        columns = np.flatnonzero((axis_values[:-1] >= start) & (axis_values[1:] <= stop) if self.bins else axis_values == start)
+        columns = np.flatnonzero(
+            (axis_values[:-1] >= start) & (axis_values[1:] <= stop) if self.bins else axis_values == start
+        )
         return columns, np.diff(axis_values)[columns] if self.bins else np.ones(len(columns))
 
     def logged_units(self, metric: str) -> Units | None:
@@ -249,7 +264,11 @@ class Series:
         """The index, among the columns of `means`, of the point with the label `label`, a key of `places`; for the label of a range of
         bins, the index of its first bin."""
         start = self.places[label][0]
-        return 0 if self.axis is None else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
+        return (
+            0
+            if self.axis is None
+            else int(np.searchsorted(self.axis.values[: len(self.means)], start).clip(max=len(self.means) - 1))
+        )
 
     def mean_at(self, label: str) -> float:
         """The mean at the point, or over the range of bins, with this `label`, a key of `places`."""
@@ -273,8 +292,12 @@ class Series:
         samples = [sample.part(~selection_mask(self.data_fingerprint, sample.groups)) for sample in self.samples]
         if not all(len(sample.weights) and sample.weights.sum() for sample in samples):
             return replace(self, samples=(), interval="none")
-        averages = [np.ma.average(np.ma.masked_invalid(sample.values), axis=0, weights=sample.weights) for sample in samples]
-        means = np.where(np.isfinite(self.means), np.concatenate([average.filled(np.nan) for average in averages]), np.nan)
+        averages = [
+            np.ma.average(np.ma.masked_invalid(sample.values), axis=0, weights=sample.weights) for sample in samples
+        ]
+        means = np.where(
+            np.isfinite(self.means), np.concatenate([average.filled(np.nan) for average in averages]), np.nan
+        )
         curve = np.repeat(means, np.diff(self.axis.values).astype(int)) if self.bins else None
         return replace(self, samples=tuple(samples), means=means, curve=curve)
 
@@ -292,7 +315,9 @@ class Series:
         """The series as JSON data, with null for numbers that are not finite. `curve` and the values in `samples` are rounded to 1e-6."""
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
-        content["samples"] = [vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples]
+        content["samples"] = [
+            vars(sample) | {"values": sample.values.astype(float).round(6)} for sample in self.samples
+        ]
         content["curve"] = None if self.curve is None else self.curve.round(6)
         return json_value(content)
 
@@ -303,10 +328,16 @@ class Series:
         _require(not set(content) - field_names, f"a series has no {', '.join(sorted(set(content) - field_names))}")
         field_values = typed_fields(cls, content)
         if field_values["axis"]:
-            field_values["axis"] = Axis(**typed_fields(Axis, field_values["axis"]) | {"values": tuple(field_values["axis"]["values"])})
+            field_values["axis"] = Axis(
+                **typed_fields(Axis, field_values["axis"]) | {"values": tuple(field_values["axis"]["values"])}
+            )
             np.array(field_values["axis"].values, float)  # raises where they are no numbers
         samples = (
-            Sample(sample["sha256"], *(np.array(sample[name], float) for name in ("values", "weights")), np.array(sample["groups"]))
+            Sample(
+                sample["sha256"],
+                *(np.array(sample[name], float) for name in ("values", "weights")),
+                np.array(sample["groups"]),
+            )
             for sample in field_values["samples"]
         )
         field_values |= {
@@ -314,7 +345,10 @@ class Series:
             "samples": tuple(samples),
             "means": np.array(field_values["means"], float),  # null becomes NaN
             "curve": None if field_values["curve"] is None else np.array(field_values["curve"], float),
-            "references": {name: float("nan") if level is None else float(level) for name, level in field_values["references"].items()},
+            "references": {
+                name: float("nan") if level is None else float(level)
+                for name, level in field_values["references"].items()
+            },
             "logged": tuple(field_values["logged"]),
         }
         return cls(**field_values)
@@ -401,7 +435,13 @@ def validation_series(
     )  # fmt: skip
     if bits_per_byte is None:
         return [loss_series]
-    bits = Series(metric="bits per byte", unit="", means=np.array([bits_per_byte], float), logged=("val/bits_per_byte",), **common_fields)
+    bits = Series(
+        metric="bits per byte",
+        unit="",
+        means=np.array([bits_per_byte], float),
+        logged=("val/bits_per_byte",),
+        **common_fields,
+    )
     return [loss_series, bits]
 
 
@@ -421,7 +461,16 @@ def selection_loss(series: Series) -> tuple[float, str]:
 # ---------------------------------------------------------------- evaluations and their files
 
 
-MEASURING_PACKAGES = ("attention", "config", "data", "diagnostics", "evaluation", "model", "runs", "statistics")  # packages that measure
+MEASURING_PACKAGES = (
+    "attention",
+    "config",
+    "data",
+    "diagnostics",
+    "evaluation",
+    "model",
+    "runs",
+    "statistics",
+)  # packages that measure
 
 
 @cache
@@ -442,7 +491,9 @@ class Evaluation:
     precision: str
     weights_sha256: str
     series: tuple[Series, ...]
-    asked: dict[str, Plain] = field(default_factory=dict)  # the keys of `eval` that asked for it; {}: an older version measured it
+    asked: dict[str, Plain] = field(
+        default_factory=dict
+    )  # the keys of `eval` that asked for it; {}: an older version measured it
     # digests of the code that measured it (`Measurement.code`); {} if an older version did, whose files hold no sha256 of themselves
     code: dict[str, str] = field(default_factory=dict)
 
@@ -458,7 +509,8 @@ class Evaluation:
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [
-            member if member.samples or not has_text else replace(member, metric=f"{member.metric}, all held-out text") for member in series
+            member if member.samples or not has_text else replace(member, metric=f"{member.metric}, all held-out text")
+            for member in series
         ]
         return replace(self, series=tuple(sorted(named_series, key=lambda member: not member.samples)))
 
@@ -510,7 +562,9 @@ def load_evaluation(path: Path) -> Evaluation | None:
     try:
         return Evaluation.from_plain(content) if "series" in content else None
     except (KeyError, ValueError) as error:
-        raise RunError(f"{path}: not an evaluation of this version: {one_line(error)}; {restore_advice(path)}") from None
+        raise RunError(
+            f"{path}: not an evaluation of this version: {one_line(error)}; {restore_advice(path)}"
+        ) from None
 
 
 def restore_advice(path: Path) -> str:
@@ -530,7 +584,10 @@ def last_evaluations(
 
     Raises RunError: a file is damaged. A file of an older version that lacks fields counts as missing.
     """
-    last_paths, wanted_kinds = {kind: path for (kind, _), path in sorted(evaluation_files(run).items())}, _wanted_kinds(config)
+    last_paths, wanted_kinds = (
+        {kind: path for (kind, _), path in sorted(evaluation_files(run).items())},
+        _wanted_kinds(config),
+    )
     evaluations, gaps = [], []
     for kind in dict.fromkeys((*EvalConfig.kind_names(), *last_paths)):
         path, name = last_paths.get(kind), f"{kind.replace('_', '-')} evaluation"
@@ -542,7 +599,9 @@ def last_evaluations(
             continue
         content = read_evaluation(path)
         try:
-            if "series" in content or kind in wanted_kinds:  # a file without series is a gap only if its kind is asked for
+            if (
+                "series" in content or kind in wanted_kinds
+            ):  # a file without series is a gap only if its kind is asked for
                 evaluations.append(Evaluation.from_plain(content))
         except KeyError as error:
             advice = "if it was measured by an older version, measure it again with `lm eval`"

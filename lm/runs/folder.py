@@ -25,7 +25,9 @@ from lm.schema import Plain, convert, suggest, type_name
 CONFIG, ENVIRONMENT, METRICS, TOKENIZER = "config.yaml", "environment.json", "metrics.jsonl", "tokenizer.json"
 CHECKPOINTS, EVALUATIONS, PROFILE = "checkpoints", "evaluations", "profile"
 SWAPPED = "swapped"  # folder in an experiment's folder, with the swapped weights that runs start from
-RESOLVED_FILE = "resolved.json"  # file in an experiment's folder, with the settings that its first start fixed for all runs
+RESOLVED_FILE = (
+    "resolved.json"  # file in an experiment's folder, with the settings that its first start fixed for all runs
+)
 ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"  # the reason why a locked folder is refused
 DESCRIPTION = "lm.json"  # file in a model folder, which describes the model
 LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
@@ -53,15 +55,21 @@ def command_line() -> str:
 def require_run(folder: Path, *files: str) -> None:
     """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is, and what to do."""
     if (folder / "modeling_lm.py").is_file():
-        raise RunError(f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from")
+        raise RunError(
+            f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from"
+        )
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
         raise RunError(f"{folder}: a model that was not imported; run lm import {folder} -o OUT, and name OUT here")
     if folder.is_file():
         raise RunError(f"{folder}: a file, not a run folder; name the folder that holds it")
     if not folder.is_dir():
-        neighbour_names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        neighbour_names = (
+            [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        )
         suggestion = suggest(folder.name, neighbour_names)
-        raise RunError(f"{folder}: no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}")
+        raise RunError(
+            f"{folder}: no such run folder; {suggestion if 'did' in suggestion else 'lm train makes one, runs/NAME'}"
+        )
     if (folder / RESOLVED_FILE).is_file():
         advice = f"name runs below it, or judge all of them: lm compare {folder.resolve().name}.yaml --report-only"
         raise RunError(f"{folder}: the folder of an experiment, not of a run; {advice}")
@@ -75,7 +83,11 @@ def read_config(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         content = parse_yaml(path.read_bytes(), path.name)
-        specs = (spec for spec in fields(Config) if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default"))
+        specs = (
+            spec
+            for spec in fields(Config)
+            if spec.type is not ExperimentConfig and not spec.metadata.get("omit_default")
+        )
         missing_names = [spec.name for spec in specs if spec.name not in (content or {})]
         if missing_names:  # a run writes all of these keys, `log` last; older runs wrote no experiment
             expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
@@ -104,7 +116,9 @@ def is_own(run: Path, checkpoint: Path) -> bool:
 
 def step_paths(folder: Path) -> list[Path]:
     """The `step-N.ckpt` files of a folder, in ascending order of step."""
-    return sorted((path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()), key=step_of)
+    return sorted(
+        (path for path in folder.glob("step-*.ckpt") if path.stem.removeprefix("step-").isdecimal()), key=step_of
+    )
 
 
 # ---------------------------------------------------------------- metrics.jsonl
@@ -151,7 +165,11 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
     lines, unreadable_numbers, _ = read_metrics(path)
     earlier_lines = [line for line in lines if line["step"] < step or (line["step"] == step and "swap/kl" not in line)]
     write_text(path, "".join(json.dumps(line) + "\n" for line in earlier_lines))
-    return [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable_numbers))}"] if unreadable_numbers else []
+    return (
+        [f"note: {path}: left out what is not readable: line {', '.join(map(str, unreadable_numbers))}"]
+        if unreadable_numbers
+        else []
+    )
 
 
 def log_seal(path: Path) -> dict[str, Plain]:
@@ -177,7 +195,11 @@ EMPTY_LOG = seal(b"")
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
     """Seconds spent in training steps after `after_step`, over all starts of the run, without evaluations; None if the log lacks times."""
     step_times = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
-    return step_times[-1][1] - max((seconds for step, seconds in step_times if step <= after_step), default=0.0) if step_times else None
+    return (
+        step_times[-1][1] - max((seconds for step, seconds in step_times if step <= after_step), default=0.0)
+        if step_times
+        else None
+    )
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
@@ -247,7 +269,11 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
-        return ({}, {}) if description.get("training") is not None else _inherited_keys(folder, spec["model"], spec["seq_len"], spec)
+        return (
+            ({}, {})
+            if description.get("training") is not None
+            else _inherited_keys(folder, spec["model"], spec["seq_len"], spec)
+        )
     if not (folder / ENVIRONMENT).is_file() or not (folder / CONFIG).is_file():
         return {}, {}
     environment = read_json(folder / ENVIRONMENT)
@@ -257,10 +283,14 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
     try:
         return _inherited_keys(folder, config["model"], config["data"]["seq_len"], config["data"]["tokenizer"])
     except (KeyError, TypeError):
-        raise RunError(f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again") from None
+        raise RunError(
+            f"{folder / CONFIG}: cut short: it does not say what the model is; swap the model again"
+        ) from None
 
 
-def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys) -> tuple[ConfigKeys, ConfigKeys]:
+def _inherited_keys(
+    folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys
+) -> tuple[ConfigKeys, ConfigKeys]:
     """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its shape, its tokenizer,
     and its length if positions are learned.
 
@@ -268,12 +298,22 @@ def _inherited_keys(folder: Path, model: ConfigKeys, seq_len: int, tokenizer_key
     """
     normalizer = model["normalizer"]
     # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
-    is_builtin = all(entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer]))
-    shape_keys: ConfigKeys = {"model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS}, "data": {}}
+    is_builtin = all(
+        entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer])
+    )
+    shape_keys: ConfigKeys = {
+        "model": {name: value for name, value in model.items() if name not in NON_SHAPE_KEYS},
+        "data": {},
+    }
     if (folder / TOKENIZER).is_file():
         start, end_tokens = tokenizer_keys["end_of_text"], tokenizer_keys.get("end_tokens", [])
         end_tokens = [*dict.fromkeys([*end_tokens, start])] if end_tokens else []
-        shape_keys["data"]["tokenizer"] = {"name": "file", "path": str(folder / TOKENIZER), "end_of_text": start, "end_tokens": end_tokens}
+        shape_keys["data"]["tokenizer"] = {
+            "name": "file",
+            "path": str(folder / TOKENIZER),
+            "end_of_text": start,
+            "end_tokens": end_tokens,
+        }
     if model["position"]["name"] == "learned":
         shape_keys["data"]["seq_len"] = seq_len
     return {"model": {"normalizer": normalizer}} if is_builtin else {}, shape_keys

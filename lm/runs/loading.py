@@ -41,7 +41,10 @@ from lm.schema import Plain, to_plain
 
 WEIGHTS = "model.safetensors"  # file in a model folder, beside DESCRIPTION
 MODEL_FORMAT = 5  # version of lm.json; raised when older files can no longer be read
-TENSOR_SHA256, TOKENIZER_SHA256 = "tensor_sha256", "tokenizer_sha256"  # keys of lm.json; the second also of environment.json
+TENSOR_SHA256, TOKENIZER_SHA256 = (
+    "tensor_sha256",
+    "tokenizer_sha256",
+)  # keys of lm.json; the second also of environment.json
 
 
 def write_model(
@@ -80,7 +83,13 @@ def write_model(
 
 
 # The fields of lm.json, with their types.
-DESCRIPTION_FIELDS = {"spec": dict, "training": dict | None, TENSOR_SHA256: dict[str, str], TOKENIZER_SHA256: str | None, "origin": dict}
+DESCRIPTION_FIELDS = {
+    "spec": dict,
+    "training": dict | None,
+    TENSOR_SHA256: dict[str, str],
+    TOKENIZER_SHA256: str | None,
+    "origin": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -94,8 +103,12 @@ class LoadedModel:
     config: Config | None = None  # the configuration it was trained with; None if the model has no training run
     # plain data about its training: `step`, `tokens`, `data_fingerprint`, `phase`; {} without a training run
     metadata: dict[str, Plain] = field(default_factory=dict)
-    environment: dict[str, Plain] = field(default_factory=dict)  # the run's environment.json; {} if there is no such file
-    origin: dict[str, Plain] = field(default_factory=dict)  # `source`, `architecture` ... of an imported model; {} for other models
+    environment: dict[str, Plain] = field(
+        default_factory=dict
+    )  # the run's environment.json; {} if there is no such file
+    origin: dict[str, Plain] = field(
+        default_factory=dict
+    )  # `source`, `architecture` ... of an imported model; {} for other models
 
     @property
     def folder(self) -> Path:
@@ -105,7 +118,9 @@ class LoadedModel:
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
         """The tokenizer, and the id of the token that starts a document. Raises RunError if the model has no text."""
         if self.tokenizer is None:
-            raise RunError(f"{self.folder}: no tokenizer.json beside the weights, so that text can't be read or written")
+            raise RunError(
+                f"{self.folder}: no tokenizer.json beside the weights, so that text can't be read or written"
+            )
         return self.tokenizer, self.tokenizer.token_to_id(self.spec.end_of_text)
 
     @property
@@ -132,7 +147,9 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
     to different runs.
     """
     if not isinstance(path, str | os.PathLike):
-        raise RunError(f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}")
+        raise RunError(
+            f"{path!r}: must be the path of a run folder, a checkpoint or a model folder, not {type(path).__name__}"
+        )
     path, checkpoint = expand_home(path), str(checkpoint)
     if checkpoint != "last" and not (path / CHECKPOINTS).is_dir():
         raise RunError(f"{path}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
@@ -155,7 +172,9 @@ def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel
 def _load_model(path: Path) -> LoadedModel:
     description = {"origin": {}, **read_sealed(path / DESCRIPTION)}
     if (version := description.get("format")) != MODEL_FORMAT:
-        raise RunError(f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again")
+        raise RunError(
+            f"{path / DESCRIPTION}: format {version}, this version of lm reads {MODEL_FORMAT}: export the model again"
+        )
     check_fields(description, DESCRIPTION_FIELDS, path / DESCRIPTION)
     expected_digests, training, origin = description[TENSOR_SHA256], description["training"], description["origin"]
     try:
@@ -168,7 +187,9 @@ def _load_model(path: Path) -> LoadedModel:
         raise RunError(f"{path / WEIGHTS}: not readable: {one_line(error, 160)}") from None
     for name in {**expected_digests, **weights}:
         if name not in weights or expected_digests.get(name) != tensor_sha256(weights[name]):
-            raise RunError(f"{path / WEIGHTS}: {name} was altered (its sha256 differs from that in {DESCRIPTION}); export it again")
+            raise RunError(
+                f"{path / WEIGHTS}: {name} was altered (its sha256 differs from that in {DESCRIPTION}); export it again"
+            )
     decoder, tokenizer = _build_decoder(spec, weights, path, description[TOKENIZER_SHA256])
     if training is None:
         return LoadedModel(decoder, spec, tokenizer, path, origin=origin)
@@ -221,7 +242,9 @@ def _read_tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokeniz
             raise RunError(f"{file}: missing, and the model was trained with it; bring it back")
         return None
     if sha256 and file_sha256(file) != sha256:
-        raise RunError(f"{file}: not the tokenizer that the model was trained with (its sha256 differs); bring that one back")
+        raise RunError(
+            f"{file}: not the tokenizer that the model was trained with (its sha256 differs); bring that one back"
+        )
     return load_tokenizer(file, end_of_text)
 
 
@@ -245,7 +268,9 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
     """Check that all weights of the model at `path` are finite; raises RunError otherwise."""
     for name, value in weights.items():
         if not value.isfinite().all():
-            raise RunError(f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged")
+            raise RunError(
+                f"{path}: {name} holds numbers that are not finite; use weights from before the model diverged"
+            )
 
 
 def _folder_of_files(path: Path) -> Path:
@@ -279,7 +304,9 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
     """
     model = load(source, checkpoint)
     training = {**model.metadata, "config": to_yaml(model.config)} if model.config else None
-    return _write_decoder(model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin)
+    return _write_decoder(
+        model.decoder, model.spec, out, model.folder / TOKENIZER if model.tokenizer else None, training, model.origin
+    )
 
 
 def save_model(
@@ -301,18 +328,33 @@ def save_model(
     """
     out, tokenizer = expand_home(out), expand_home(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
-        raise RunError(f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of")
+        raise RunError(
+            f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of"
+        )
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
-        raise RunError(f"{tokenizer}: has {tokens} tokens, the model {decoder.vocab_size}: give the one that it was trained with")
+        raise RunError(
+            f"{tokenizer}: has {tokens} tokens, the model {decoder.vocab_size}: give the one that it was trained with"
+        )
     check_finite(decoder.state_dict(), out)
     return _write_decoder(decoder, ModelSpec.from_decoder(decoder, end_of_text), out, tokenizer, None, {})
 
 
 def _write_decoder(
-    decoder: Decoder, spec: ModelSpec, out: Path, tokenizer_file: Path | None, training: dict[str, Plain] | None, origin: dict[str, Plain]
+    decoder: Decoder,
+    spec: ModelSpec,
+    out: Path,
+    tokenizer_file: Path | None,
+    training: dict[str, Plain] | None,
+    origin: dict[str, Plain],
 ) -> Path:
     """Write a decoder as the model folder `out`, with a tied head stored once, as the embedding. Returns `out`."""
-    state = {name: value for name, value in sorted(decoder.state_dict().items()) if name != "head.weight" or not spec.model.tied}
+    state = {
+        name: value
+        for name, value in sorted(decoder.state_dict().items())
+        if name != "head.weight" or not spec.model.tied
+    }
     signatures = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
     tensors = ((name, value.cpu()) for name, value in state.items())
-    return write_model(out, spec, signatures, tensors, tokenizer_file.read_bytes() if tokenizer_file else None, training, origin)
+    return write_model(
+        out, spec, signatures, tensors, tokenizer_file.read_bytes() if tokenizer_file else None, training, origin
+    )

@@ -12,8 +12,18 @@ from lm.runs.folder import BEST, check_fields, step_paths
 
 CHECKPOINT_FORMAT = 4  # format of checkpoints; raised when older files can no longer be read
 # Metadata that every checkpoint has; a checkpoint that can be resumed has more (lm.training.starting).
-METADATA = {"step": int, "tokens": int, "phase": int, "vocab_size": int, "data_fingerprint": str, "config": str, "plugins": dict[str, str]}
-SHA256 = "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
+METADATA = {
+    "step": int,
+    "tokens": int,
+    "phase": int,
+    "vocab_size": int,
+    "data_fingerprint": str,
+    "config": str,
+    "plugins": dict[str, str],
+}
+SHA256 = (
+    "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
+)
 # Entries that `lm.runs.same_run.check_evaluations` reads: SHA256, and in the metadata digests of the weights by step and of the log.
 DIGEST_FIELDS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
 
@@ -64,10 +74,14 @@ class _Placeholder:
 
 def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
     """Return `checkpoint`, the content of the file at `path`. Raises RunError if it is no checkpoint that this version of lm can read."""
-    if not isinstance(checkpoint, dict) or not all(isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")):
+    if not isinstance(checkpoint, dict) or not all(
+        isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")
+    ):
         raise RunError(f"{path}: not a checkpoint of lm")
     if checkpoint["lm"].get("format") != CHECKPOINT_FORMAT:
-        raise RunError(f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {CHECKPOINT_FORMAT}")
+        raise RunError(
+            f"{path}: checkpoint format {checkpoint['lm'].get('format')}, this version of lm reads {CHECKPOINT_FORMAT}"
+        )
     check_fields(checkpoint["lm"], METADATA, path)
     return checkpoint
 
@@ -83,5 +97,7 @@ def unreadable_checkpoint(path: Path, error: Exception) -> RunError:
 
 def fallback_hint(damaged_path: Path) -> str:
     """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if there is none."""
-    other_checkpoints = [checkpoint for checkpoint in step_paths(damaged_path.parent) if not checkpoint.samefile(damaged_path)]
+    other_checkpoints = [
+        checkpoint for checkpoint in step_paths(damaged_path.parent) if not checkpoint.samefile(damaged_path)
+    ]
     return f"; the newest beside it is {other_checkpoints[-1]}" if other_checkpoints else ""

@@ -19,8 +19,28 @@ from lm.config.tree import canonical, distinguishes_arms, recorded_per_start
 from lm.config.yaml_text import parse_yaml
 from lm.errors import ConfigError, RunError, one_line
 from lm.files import read_json
-from lm.runs.evaluations import UNIGRAM, UNIGRAM_BOUND, VALIDATION, Evaluation, Series, last_evaluations, validation_series
-from lm.runs.folder import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, LAST, METRICS, Curve, Log, curve, read_metrics, require_run
+from lm.runs.evaluations import (
+    UNIGRAM,
+    UNIGRAM_BOUND,
+    VALIDATION,
+    Evaluation,
+    Series,
+    last_evaluations,
+    validation_series,
+)
+from lm.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    DIVERGED,
+    ENVIRONMENT,
+    LAST,
+    METRICS,
+    Curve,
+    Log,
+    curve,
+    read_metrics,
+    require_run,
+)
 from lm.runs.same_run import check_evaluations
 from lm.schema import Plain, convert, flatten, yaml_scalar
 
@@ -57,7 +77,9 @@ def differing_settings(environment: dict[str, Plain]) -> list[str]:
     """A text for each setting that differs between a run's launch and its resumptions, such as `precision 32, from step 500 bf16-mixed`."""
     entries = starts(environment)
     names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
-    differing_names = [name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1]
+    differing_names = [
+        name for name in names if len({json.dumps(start[name]) for start in entries if start.get(name) is not None}) > 1
+    ]
     return [f"{name} {start_setting(environment, name)}" for name in differing_names]
 
 
@@ -81,7 +103,9 @@ def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> d
 
 def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
     """The identifier of a run's arm: a hash of `arm_definition`."""
-    return hashlib.sha256(json.dumps(arm_definition(config, environment), sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        json.dumps(arm_definition(config, environment), sort_keys=True, default=str).encode()
+    ).hexdigest()[:12]
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
@@ -114,7 +138,11 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
         return "final val/loss is not finite"
     losses = curve(lines, "train/loss").values
     losses = losses[np.isfinite(losses)]
-    if not (reason_above_unigram := loss_above_unigram(final_series)) or not len(losses) or losses[-1] - losses.min() <= MIN_LOSS_RISE:
+    if (
+        not (reason_above_unigram := loss_above_unigram(final_series))
+        or not len(losses)
+        or losses[-1] - losses.min() <= MIN_LOSS_RISE
+    ):
         return ""
     return f"{reason_above_unigram}, training loss rose from {losses.min():.4f} to {losses[-1]:.4f}"
 
@@ -163,7 +191,9 @@ class RunRecord:
     @property
     def symbolic(self) -> bool:
         """Whether the run was trained on tasks over symbols, not on text."""
-        tasks = [TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []]  # None: a task outside lm
+        tasks = [
+            TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []
+        ]  # None: a task outside lm
         return self.environment.get("symbolic", any(task and task().vocab_size for task in tasks))
 
     @property
@@ -213,7 +243,8 @@ class RunRecord:
         """A text that lists the commits of the run's launch and resumptions, and marks uncommitted changes; None if none is recorded."""
         entries = [start for start in starts(self.environment) if start.get("git_commit")]
         labels = dict.fromkeys(
-            f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}" for start in entries
+            f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}"
+            for start in entries
         )
         return ", then ".join(labels) or None
 
@@ -222,7 +253,9 @@ class RunRecord:
         return flatten(self.environment).get(path)
 
 
-def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})) -> RunRecord:
+def read_run(
+    folder: Path, log: Log | None = None, known_evaluations: Mapping[Path, Evaluation] = MappingProxyType({})
+) -> RunRecord:
     """Read the record of a run folder. Evaluations and metrics may be absent, and are then listed in `missing`.
 
     Args:
@@ -241,7 +274,9 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     if unreadable_numbers and not lines:
         raise RunError(f"{folder / METRICS}: no line is a JSON object with a step")
     if unreadable_numbers:
-        line_numbers_text = f"{', '.join(map(str, unreadable_numbers[:5]))}{', ...' if len(unreadable_numbers) > 5 else ''}"
+        line_numbers_text = (
+            f"{', '.join(map(str, unreadable_numbers[:5]))}{', ...' if len(unreadable_numbers) > 5 else ''}"
+        )
         gaps.append(f"{METRICS}: unreadable lines were skipped ({line_numbers_text})")
     if not lines and (folder / METRICS).is_file():
         gaps.append(f"{METRICS} is empty: no training curve")
@@ -257,7 +292,9 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
     validation_lines = [line for line in lines if "val/loss" in line]
     if validation_lines and not any(evaluation.kind == VALIDATION for evaluation in evaluations):
         last_line, unigram = validation_lines[-1], flatten(environment).get("unigram_cross_entropy.val")
-        series = validation_series(last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, config["data"]["seq_len"])
+        series = validation_series(
+            last_line["val/loss"], last_line.get("val/bits_per_byte"), unigram, config["data"]["seq_len"]
+        )
         empty_fields = {"data_fingerprint": "", "options": {}, "precision": "", "weights_sha256": ""}
         step, tokens = last_line["step"], last_line["tokens"]
         evaluations.insert(0, Evaluation(VALIDATION, step, tokens, **empty_fields, series=tuple(series)))
@@ -266,7 +303,9 @@ def read_run(folder: Path, log: Log | None = None, known_evaluations: Mapping[Pa
         first_result = evaluations[0]
         # Other kinds, such as a swap, have steps of their own.
         if evaluation.step != first_result.step and evaluation.kind in EvalConfig.kind_names():
-            gaps.append(f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step {evaluation.step:,}")
+            gaps.append(
+                f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step {evaluation.step:,}"
+            )
     return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
 
 

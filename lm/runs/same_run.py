@@ -46,9 +46,15 @@ def config_problems(
     branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
     """
     problems, compared_effects = [], ("same",) if branches else ("same", "branch")
-    for key, (value, trained_value) in differences(to_plain(config, whole=True), to_plain(training_config, whole=True)).items():
+    for key, (value, trained_value) in differences(
+        to_plain(config, whole=True), to_plain(training_config, whole=True)
+    ).items():
         on_resume = effect_of(key).on_resume
-        if on_resume not in compared_effects or (branches and key == "branch_from") or _is_moved_path(config, key, value, trained_value):
+        if (
+            on_resume not in compared_effects
+            or (branches and key == "branch_from")
+            or _is_moved_path(config, key, value, trained_value)
+        ):
             continue
         remedy = "branch with that" if branches else "resume it with that, or choose another name"
         if on_resume == "branch":
@@ -87,7 +93,9 @@ def check_environment(file: Path, metadata: dict[str, Plain], checkpoint: Path) 
     return environment
 
 
-def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None) -> bool:
+def check_evaluations(
+    run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None
+) -> bool:
     """Check evaluations and log against the digests in a checkpoint. Returns False if an older version wrote no digest for an evaluation.
 
     config_text: the content of the run's config.yaml, which is compared with the checkpoint's configuration; None: no comparison.
@@ -101,7 +109,9 @@ def check_evaluations(run: Path, evaluations: Sequence[Evaluation], checkpoint: 
         check_fields(saved_digests, DIGEST_FIELDS, checkpoint)
     except RunError as error:
         raise RunError(f"{error}; bring the checkpoint back, or delete the run folder and train it again") from None
-    digests_by_step = {int(step): set(digests) for step, digests in saved_digests["weights_sha256"].items() if step.isdigit()}
+    digests_by_step = {
+        int(step): set(digests) for step, digests in saved_digests["weights_sha256"].items() if step.isdigit()
+    }
     if digest := saved_digests[SHA256].get("state_dict"):
         digests_by_step.setdefault(saved_digests["step"], set()).add(digest)
     is_checked = True
@@ -127,20 +137,26 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
     saved_seal = {**DEFAULT_DIGESTS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
-    if content is not None and len(content) < n_bytes and path.is_file():  # perhaps read before a run under way saved the checkpoint
+    if (
+        content is not None and len(content) < n_bytes and path.is_file()
+    ):  # perhaps read before a run under way saved the checkpoint
         content = path.read_bytes()
     if content is not None and seal(content[:n_bytes]) != saved_seal:
         advice = f"bring it back, delete the run folder and train it again, or go on in a new run: branch_from={checkpoint} name=..."
         raise RunError(f"{path}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
 
 
-def check_config(file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], checkpoint: Path) -> None:
+def check_config(
+    file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], checkpoint: Path
+) -> None:
     """Check that `checkpoint` could be resumed with `config`, read from `file` (`config_problems`). Raises RunError if not.
 
     training_config, metadata: configuration with which the checkpoint's run was trained, and the checkpoint's metadata.
     """
     if problems := config_problems(config, training_config, metadata, checkpoint):
-        reasons = "; ".join(f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3])
+        reasons = "; ".join(
+            f"{problem.path} = {as_written(problem.value)}: {problem.reason}" for problem in problems[:3]
+        )
         raise RunError(f"{file}: is not of the run of {checkpoint}: {reasons}; bring back the one that belongs here")
 
 
@@ -159,7 +175,9 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Pa
     try:
         config = parse(parse_yaml(text, file.name))
     except ConfigError as error:
-        raise RunError(f"{file}: is not of the run of {checkpoint}: {one_line(error)}; bring back the one that belongs here") from None
+        raise RunError(
+            f"{file}: is not of the run of {checkpoint}: {one_line(error)}; bring back the one that belongs here"
+        ) from None
     check_config(file, config, training_config, metadata, checkpoint)
 
 
@@ -167,12 +185,19 @@ def _length_problems(config: Config, training_config: Config, step: int, checkpo
     """A list with a problem if `config` gives steps up to `step` other sequence lengths than `training_config`, with which they were
     trained, as `trainer.max_steps` differs; else an empty list."""
     lengths = config.data.lengths
-    schedules = (lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps) for run_config in (training_config, config))
-    trained_lengths, new_lengths = ({start: length for start, length in schedule.items() if start < step} for schedule in schedules)
+    schedules = (
+        lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps)
+        for run_config in (training_config, config)
+    )
+    trained_lengths, new_lengths = (
+        {start: length for start, length in schedule.items() if start < step} for schedule in schedules
+    )
     if lengths != training_config.data.lengths or trained_lengths == new_lengths:
         return []
     reason = f"begins the lengths of data.lengths at other steps than {checkpoint} was trained with"
-    return [Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {training_config.trainer.max_steps}")]
+    return [
+        Problem("trainer.max_steps", config.trainer.max_steps, reason, f"set it to {training_config.trainer.max_steps}")
+    ]
 
 
 def _plan_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
@@ -185,17 +210,28 @@ def _plan_problems(config: Config, training_config: Config, phase: int, step: in
             return [*problems, Problem("phases", len(config.plan), reason, "resume it with the phases it had")]
         warmup_steps, trained_warmup_steps = (plan[index].warmup_steps for plan in (config.plan, training_config.plan))
         normalizer, trained_normalizer = (plan[index].normalizer for plan in (config.plan, training_config.plan))
-        if any(normalizer.layer_option(layer) != trained_normalizer.layer_option(layer) for layer in range(training_config.model.n_layer)):
+        if any(
+            normalizer.layer_option(layer) != trained_normalizer.layer_option(layer)
+            for layer in range(training_config.model.n_layer)
+        ):
             reason = f"the checkpoint was trained with {trained_normalizer.label()}"
             remedy = f"lm swap {checkpoint} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of another name"
             problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
         if warmup_steps != trained_warmup_steps:
-            problems.append(Problem(f"{setting}.warmup_steps", warmup_steps, f"the checkpoint was trained with {trained_warmup_steps}"))
+            problems.append(
+                Problem(
+                    f"{setting}.warmup_steps", warmup_steps, f"the checkpoint was trained with {trained_warmup_steps}"
+                )
+            )
     new_ends, trained_ends = config.phase_ends, training_config.phase_ends
-    moved_phases = [index for index in range(phase) if new_ends[index] != trained_ends[index]] + ([phase] if new_ends[phase] < step else [])
+    moved_phases = [index for index in range(phase) if new_ends[index] != trained_ends[index]] + (
+        [phase] if new_ends[phase] < step else []
+    )
     for index in moved_phases if step < config.trainer.max_steps else ():
         new_end, trained_end = new_ends[index], trained_ends[index]
-        reason = f"ends the phase at step {new_end}; {checkpoint}, at step {step}, was trained with its end at {trained_end}"
+        reason = (
+            f"ends the phase at step {new_end}; {checkpoint}, at step {step}, was trained with its end at {trained_end}"
+        )
         remedy = f"the same end is until={trained_end / config.trainer.max_steps:.6g}"
         problems.append(Problem(f"phases[{index}].until", config.plan[index].until, reason, remedy))
     return problems

@@ -92,10 +92,17 @@ class Estimate:
         return Interval(mean, mean - half, mean + half, self.noise_source)
 
 
-def _estimate(mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str) -> Estimate:
+def _estimate(
+    mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str
+) -> Estimate:
     """The estimate of means, given their variances. A standard error up to 1e-9 times `largest_value` is rounding, set to 0."""
     error = np.sqrt(variance)
-    return Estimate(mean, np.where(error <= 1e-9 * largest_value, 0.0, error), np.broadcast_to(degrees, np.shape(mean)), noise_source)
+    return Estimate(
+        mean,
+        np.where(error <= 1e-9 * largest_value, 0.0, error),
+        np.broadcast_to(degrees, np.shape(mean)),
+        noise_source,
+    )
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
@@ -113,7 +120,9 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
     return interval and replace(interval, mean=mean)
 
 
-def over_documents(values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None) -> Interval | None:
+def over_documents(
+    values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None
+) -> Interval | None:
     """The weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents of the units.
 
     The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each divided by 1 minus
@@ -154,7 +163,12 @@ def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) 
     u, square = fractions**2 / (1 - fractions), (fractions**2).sum()
     first_moment, second_moment = u @ fractions, u @ fractions**2
     trace = (u * (1 + square - 2 * fractions)).sum()
-    square_trace = square**2 * u.sum() ** 2 - 4 * square * u.sum() * first_moment + 2 * u.sum() * second_moment + 2 * first_moment**2
+    square_trace = (
+        square**2 * u.sum() ** 2
+        - 4 * square * u.sum() * first_moment
+        + 2 * u.sum() * second_moment
+        + 2 * first_moment**2
+    )
     square_trace += (u**2 * ((1 + square - 2 * fractions) ** 2 - (square - 2 * fractions) ** 2)).sum()
     return mean, variance, float(trace**2 / square_trace)
 
@@ -164,7 +178,9 @@ def over_seeds(values: np.ndarray) -> Estimate:
     values = np.asarray(values, dtype=float)
     seeds, is_finite = values.shape[-1], np.isfinite(values).all(-1, keepdims=True)
     values = np.where(is_finite, values, np.nan)
-    return _estimate(values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds")
+    return _estimate(
+        values.mean(-1), values.var(-1, ddof=1) / seeds, seeds - 1, np.abs(values).max(-1), f"{seeds} seeds"
+    )
 
 
 def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
@@ -216,7 +232,10 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
     degrees = np.divide(total**2, denominator, out=np.full(total.shape, float(seed_degrees)), where=denominator > 0)
     sources = (seed_variance, seed_degrees), (document_variance, document_degrees)
     floors = tuple(_estimate(mean, *source, largest_value, noise_source) for source in sources)
-    return replace(_estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source), floors=floors)
+    return replace(
+        _estimate(mean, np.maximum(total - interaction_variance, 0.0), degrees, largest_value, noise_source),
+        floors=floors,
+    )
 
 
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
@@ -235,7 +254,10 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
     if not n_questions:
         return 0.0
     mean_questions = questions[questions > 0].mean()
-    right_answers, questions = np.append(right_answers, [mean_questions, 0]), np.append(questions, [mean_questions, mean_questions])
+    right_answers, questions = (
+        np.append(right_answers, [mean_questions, 0]),
+        np.append(questions, [mean_questions, mean_questions]),
+    )
     fraction = right_answers.sum() / questions.sum()
     binomial_variance = fraction * (1 - fraction) * questions.sum()
     return n_questions / float(np.maximum(1.0, ((right_answers - fraction * questions) ** 2).sum() / binomial_variance))
@@ -252,6 +274,10 @@ def wilson(successes: float, trials: float) -> Interval:
         return Interval(np.nan, np.nan, np.nan)
     fraction, scale = successes / trials, 1 + _NORMAL_QUANTILE**2 / trials
     middle = (fraction + _NORMAL_QUANTILE**2 / (2 * trials)) / scale
-    half = _NORMAL_QUANTILE / scale * np.sqrt(fraction * (1 - fraction) / trials + _NORMAL_QUANTILE**2 / (4 * trials**2))
+    half = (
+        _NORMAL_QUANTILE / scale * np.sqrt(fraction * (1 - fraction) / trials + _NORMAL_QUANTILE**2 / (4 * trials**2))
+    )
     # Fractions of 0 and 1 are themselves an end of their interval, which rounding may miss.
-    return Interval(fraction, 0.0 if successes == 0 else float(middle - half), 1.0 if successes == trials else float(middle + half))
+    return Interval(
+        fraction, 0.0 if successes == 0 else float(middle - half), 1.0 if successes == trials else float(middle + half)
+    )

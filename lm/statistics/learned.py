@@ -53,7 +53,11 @@ def _verdict(counts: LearnedCounts, family: int, min_seeds: int) -> Verdict:
     p = min(1.0, family * max(counts.p)) if is_tested else 1.0
     finding = f"{arm_count} of {seeds} have learned, {base_count} of {seeds} of the baseline"
     finding += f"; {counts.n_diverged_runs} diverged, and count as not learned" if counts.n_diverged_runs else ""
-    kind, reason, open_reason = "undecided", f"{finding}; Fisher's exact test: p = {p:.2g}", "no arm is shown to learn more often"
+    kind, reason, open_reason = (
+        "undecided",
+        f"{finding}; Fisher's exact test: p = {p:.2g}",
+        "no arm is shown to learn more often",
+    )
     if not counts.is_tuned:
         kind, (reason, open_reason) = "not tuned", UNTUNED
     elif not is_tested:
@@ -65,7 +69,15 @@ def _verdict(counts: LearnedCounts, family: int, min_seeds: int) -> Verdict:
         reason = f"{finding}; but not so at the other rates that the arms were trained at"
     elif seeds < min_seeds:
         reason = f"{finding}; Fisher's exact test can show a difference from {min_seeds} seeds on"
-    return Verdict(kind, reason, None, p, (min_seeds, min_seeds, min_seeds), open_reason=open_reason, seeds=seeds if is_tested else 0)
+    return Verdict(
+        kind,
+        reason,
+        None,
+        p,
+        (min_seeds, min_seeds, min_seeds),
+        open_reason=open_reason,
+        seeds=seeds if is_tested else 0,
+    )
 
 
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:
@@ -101,7 +113,9 @@ def has_learned(value: float, level: float, better: Literal["lower", "higher"]) 
 # ---------------------------------------------------------------- tokens at which a level is reached
 
 
-def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float, better: Literal["lower", "higher"]) -> float:
+def tokens_to_reach(
+    tokens: Sequence[int], values: Sequence[float], level: float, better: Literal["lower", "higher"]
+) -> float:
     """The number of training tokens at which a metric first reaches `level`, interpolated linearly in log tokens between the first
     evaluation that has reached it and the evaluation before.
 
@@ -113,7 +127,9 @@ def tokens_to_reach(tokens: Sequence[int], values: Sequence[float], level: float
         The number of tokens; 0 if the first evaluation has reached the level already, infinite if no evaluation has.
     """
     evaluations = [(count, value) for count, value in zip(tokens, values, strict=True) if math.isfinite(value)]
-    first_index = next((index for index, (_, value) in enumerate(evaluations) if has_learned(value, level, better)), None)
+    first_index = next(
+        (index for index, (_, value) in enumerate(evaluations) if has_learned(value, level, better)), None
+    )
     if not first_index:
         return math.inf if first_index is None else 0.0
     (tokens_before, value_before), (tokens_after, value_after) = evaluations[first_index - 1 : first_index + 1]

@@ -11,7 +11,9 @@ MIN_TUNING_SEEDS = 2  # fewest seeds that a rate is tuned on
 
 Rate = float | tuple[float, ...]  # the value of the tuned key; for several keys a tuple of their values
 Cell = float | str | None  # a table's cell with a rate, or without one (`rate_cell`)
-Losses = Mapping[Rate, Sequence[float]]  # by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
+Losses = Mapping[
+    Rate, Sequence[float]
+]  # by rate, an arm's final selection loss with each tuning seed; infinite if that run diverged
 ANY_VALUE = "any"  # stands in a rate's cell (`rate_cell`) for the value of a tuned key that a run doesn't have
 _SEPARATOR = " / "  # between the values of several keys in a rate's cell
 
@@ -43,7 +45,10 @@ def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> Cell:
     presence: for each key, whether the run has the key (else its value is `ANY_VALUE`); empty: the run has all keys.
     """
     if rate is not None and not all(presence):
-        texts = (repr(value) if is_present else ANY_VALUE for value, is_present in zip(key_values(rate), presence, strict=True))
+        texts = (
+            repr(value) if is_present else ANY_VALUE
+            for value, is_present in zip(key_values(rate), presence, strict=True)
+        )
         return _SEPARATOR.join(texts)
     return _SEPARATOR.join(map(repr, rate)) if isinstance(rate, tuple) else rate
 
@@ -55,18 +60,35 @@ def cells_by_partial_cell(cells: Iterable[Cell], grid: Iterable[Cell]) -> dict[C
     also stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses if losses are equal. Listed cells
     omit keys without a value in `grid`. Returns {} if no cell has `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
     """
-    cell_values, grid_values = ({cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid))
-    if not any(ANY_VALUE in values for values in cell_values.values()) or len({len(values) for values in grid_values.values()}) > 1:
+    cell_values, grid_values = (
+        {cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid)
+    )
+    if (
+        not any(ANY_VALUE in values for values in cell_values.values())
+        or len({len(values) for values in grid_values.values()}) > 1
+    ):
         return {}
-    axes = [sorted({value for value in values if value != ANY_VALUE}, key=float) for values in zip(*grid_values.values(), strict=True)]
+    axes = [
+        sorted({value for value in values if value != ANY_VALUE}, key=float)
+        for values in zip(*grid_values.values(), strict=True)
+    ]
     key_indices = [index for index, axis in enumerate(axes) if axis]
     full_rates = [values for values in cell_values.values() if all(values[index] != ANY_VALUE for index in key_indices)]
     expansion: dict[Cell, list[Cell]] = {}
     for cell, values in cell_values.items():
-        middle = [axis[(len(axis) - 1) // 2] if axis and value == ANY_VALUE else value for value, axis in zip(values, axes, strict=True)]
-        matches = (rate for rate in [middle, *full_rates] if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices))
+        middle = [
+            axis[(len(axis) - 1) // 2] if axis and value == ANY_VALUE else value
+            for value, axis in zip(values, axes, strict=True)
+        ]
+        matches = (
+            rate
+            for rate in [middle, *full_rates]
+            if all(values[index] in (ANY_VALUE, rate[index]) for index in key_indices)
+        )
         rates = [[rate[index] for index in key_indices] for rate in matches]
-        expansion[cell] = [*dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)]
+        expansion[cell] = [
+            *dict.fromkeys(rate_cell(read_rate(_SEPARATOR.join(rate))) if rate else None for rate in rates)
+        ]
     return expansion
 
 
@@ -111,7 +133,9 @@ def tuning_outcome(
         if missing_rates := tuple(rate for rate in rates if not all(rate in by_rate for by_rate in losses.values())):
             return TuningOutcome({}, missing_rates)
         outcome = rate_choice(losses, rates)
-        grown_axes = _grown_axes(axes, {arm: best_rate(losses[arm], rates) for arm in outcome.at_edge}, losses, possible)
+        grown_axes = _grown_axes(
+            axes, {arm: best_rate(losses[arm], rates) for arm in outcome.at_edge}, losses, possible
+        )
         if growths == EXTENSIONS or grown_axes == axes:
             return outcome
         axes = grown_axes
@@ -124,10 +148,14 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
     for arm, by_rate in losses.items():
         candidates = list(by_rate if rates is None else rates)
         best = rate_by_arm[arm] = best_rate(by_rate, candidates)
-        is_at_edge = any(value in (axis[0], axis[-1]) for value, axis in zip(key_values(best), _axes(candidates), strict=True))
+        is_at_edge = any(
+            value in (axis[0], axis[-1]) for value, axis in zip(key_values(best), _axes(candidates), strict=True)
+        )
         if is_at_edge or mean_loss(by_rate[best]) == math.inf:
             edge_arms.append(arm)
-    return TuningOutcome({arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms))
+    return TuningOutcome(
+        {arm: rate for arm, rate in rate_by_arm.items() if arm not in edge_arms}, at_edge=tuple(edge_arms)
+    )
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
@@ -149,7 +177,10 @@ def best_rate(by_rate: Losses, rates: Iterable[Rate]) -> Rate:
     axes = _axes(rates)
 
     def distance_from_middle(rate: Rate) -> float:
-        return sum(abs(values.index(value) - (len(values) - 1) / 2) for value, values in zip(key_values(rate), axes, strict=True))
+        return sum(
+            abs(values.index(value) - (len(values) - 1) / 2)
+            for value, values in zip(key_values(rate), axes, strict=True)
+        )
 
     return min(rates, key=lambda rate: (mean_loss(by_rate[rate]), distance_from_middle(rate)))
 
@@ -160,20 +191,29 @@ def _axes(rates: Iterable[Rate]) -> list[list[float]]:
 
 
 def _grown_axes(
-    axes: list[list[float]], rates_by_arm: Mapping[str, Rate], losses: Mapping[str, Losses], possible: Callable[[Rate], bool]
+    axes: list[list[float]],
+    rates_by_arm: Mapping[str, Rate],
+    losses: Mapping[str, Losses],
+    possible: Callable[[Rate], bool],
 ) -> list[list[float]]:
     """The axes, extended at each edge where an arm's rate (`rates_by_arm`) lies; an arm that diverged at every rate extends no axis."""
     edge_rates = [key_values(rate) for arm, rate in rates_by_arm.items() if mean_loss(losses[arm][rate]) < math.inf]
 
     def first_possible_value(key_index: int, candidates: list[float]) -> list[float]:
         """A list of the first of `candidates` that is possible for the tuned key number `key_index`; [] if no candidate is."""
-        grids = ((value, grid_rates([*axes[:key_index], [value], *axes[key_index + 1 :]])) for value in candidates if value > 0)
+        grids = (
+            (value, grid_rates([*axes[:key_index], [value], *axes[key_index + 1 :]]))
+            for value in candidates
+            if value > 0
+        )
         return [value for value, rates in grids if all(map(possible, rates))][:1]
 
     new_axes = []
     for key_index, values in enumerate(axes):
         edge_values = {rate[key_index] for rate in edge_rates}
-        halves = [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]  # a key of whole numbers takes the latter
+        halves = (
+            [values[0] // 2] if values[0] % 2 == 0 else [values[0] / 2, values[0] // 2]
+        )  # a key of whole numbers takes the latter
         smaller = first_possible_value(key_index, halves) if values[0] in edge_values else []
         larger = first_possible_value(key_index, [values[-1] * 2]) if values[-1] in edge_values else []
         new_axes.append([*smaller, *values, *larger])

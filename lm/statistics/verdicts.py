@@ -41,11 +41,15 @@ class Comparison:
     # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it is worse than the
     # baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
-    all_pairs: bool = False  # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
+    all_pairs: bool = (
+        False  # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
+    )
     # whether higher values of the metric are better: an arm's best rate is then the rate of its highest value
     higher_is_better: bool = False
     is_tuned: bool = True  # False if the best rate of either arm is at an edge of the grid
-    n_planned_seeds: int = 0  # number of planned seeds; 0: the seeds in `rate_differences`. Until all have ended there is no verdict
+    n_planned_seeds: int = (
+        0  # number of planned seeds; 0: the seeds in `rate_differences`. Until all have ended there is no verdict
+    )
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     document_estimate: Estimate | None = None
@@ -82,12 +86,16 @@ class Comparison:
         """
         if self.higher_is_better:
             mirror = replace(self, higher_is_better=False).enclosing(replace(estimates, mean=-estimates.mean), family)
-            return replace(mirror, mean=float(estimates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low)  # no -0.0
+            return replace(
+                mirror, mean=float(estimates.mean[self.judged_pair]), low=0.0 - mirror.high, high=0.0 - mirror.low
+            )  # no -0.0
         interval = estimates[self.judged_pair].interval(family)
         shared_estimate = estimates[:, : self.n_shared_rates]
         arm_rates, base_rates = (1, 1) if self.all_pairs else shared_estimate.mean.shape
         high = combine_over_rates(estimates.mean + estimates.half_width(arm_rates * family), self.all_pairs)
-        low = -combine_over_rates((shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, self.all_pairs)
+        low = -combine_over_rates(
+            (shared_estimate.half_width(base_rates * family) - shared_estimate.mean).T, self.all_pairs
+        )
         return replace(interval, low=float(np.minimum(interval.low, low)), high=float(np.maximum(interval.high, high)))
 
 
@@ -107,9 +115,13 @@ class Verdict:
     single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
     # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds
     p_exact: float | None = None
-    document_interval: Interval | None = None  # the interval over seeds and documents; None where there are too few seeds or documents
+    document_interval: Interval | None = (
+        None  # the interval over seeds and documents; None where there are too few seeds or documents
+    )
     exploratory: bool = False  # whether the plan was changed after results were known, so that p is too small
-    margin_text: str = ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
+    margin_text: str = (
+        ""  # the smallest difference of interest, in words; empty if fractions of runs that learn are compared
+    )
     exceeds_margin: bool = False  # whether every difference in the interval is at least the margin
     open_reason: str = ""  # the reason why there is no answer, in a few words; empty if there is an answer
     seeds: int = 0  # number of seeds that the verdict rests on; 0: nothing was tested
@@ -133,10 +145,14 @@ class Verdict:
     @property
     def words(self) -> str:
         """The `statement` with the number of seeds, preceded by `exploratory: ` if the verdict is exploratory."""
-        return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (f" ({self.seeds} seeds)" if self.seeds else "")
+        return f"{'exploratory: ' if self.exploratory else ''}{self.statement}" + (
+            f" ({self.seeds} seeds)" if self.seeds else ""
+        )
 
 
-def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1) -> dict[Name, Verdict]:
+def verdicts(
+    comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1
+) -> dict[Name, Verdict]:
     """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one family.
 
     Each comparison has one interval by Student's t over seeds, at a level of 0.05 divided by the number of comparisons (Bonferroni). Its
@@ -153,11 +169,18 @@ def verdicts(comparisons: Mapping[Name, Comparison], matters: float, ratio: bool
     """
     if not 0 < matters < math.inf:
         raise ValueError("the smallest difference of interest must be above 0 and finite")
-    margin, margin_text, null = (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
-    return {name: _verdict(comparison, margin, margin_text, null, len(comparisons), looks) for name, comparison in comparisons.items()}
+    margin, margin_text, null = (
+        (math.log1p(matters), f"a factor of {1 + matters:g}", "1") if ratio else (matters, f"{matters:g}", "0")
+    )
+    return {
+        name: _verdict(comparison, margin, margin_text, null, len(comparisons), looks)
+        for name, comparison in comparisons.items()
+    }
 
 
-def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str, n_comparisons: int, looks: int) -> Verdict:
+def _verdict(
+    comparison: Comparison, margin: float, margin_text: str, null: str, n_comparisons: int, looks: int
+) -> Verdict:
     family = n_comparisons * looks
     seeds, is_finite = len(comparison.differences), np.isfinite(comparison.differences).all()
     has_interval = seeds > 1 and not comparison.unreached_runs
@@ -193,30 +216,47 @@ def _verdict(comparison: Comparison, margin: float, margin_text: str, null: str,
 
     def verdict(kind: VerdictKind, reason: str, open_reason: str = "", is_beyond_margin: bool = False) -> Verdict:
         adjusted_p = None if exact_p is None else min(1.0, family * exact_p)
-        return replace(untested_verdict(kind, reason, open_reason), p=p, p_exact=adjusted_p, exceeds_margin=is_beyond_margin, seeds=seeds)
+        return replace(
+            untested_verdict(kind, reason, open_reason),
+            p=p,
+            p_exact=adjusted_p,
+            exceeds_margin=is_beyond_margin,
+            seeds=seeds,
+        )
 
     is_within = -margin < interval.low and interval.high < margin
     is_tied = comparison.estimates.error[comparison.judged_pair] == 0
     method = f" by the sign-flip test, as all {seeds} seeds differ by the same" if is_tied else ""
     if interval.low > 0 or interval.high < 0:
         if is_within:
-            return verdict("difference below margin", f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method})")
+            return verdict(
+                "difference below margin",
+                f"the interval leaves out {null} and lies within {margin_text} (p = {p:.2g}{method})",
+            )
         is_beyond_margin = min(abs(interval.low), abs(interval.high)) >= margin
         addition = f" and every difference below {margin_text}" if is_beyond_margin else ""
         kind = "better" if (interval.mean > 0) == comparison.higher_is_better else "worse"
-        return verdict(kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", is_beyond_margin=is_beyond_margin)
+        return verdict(
+            kind, f"the interval leaves out {null}{addition} (p = {p:.2g}{method})", is_beyond_margin=is_beyond_margin
+        )
     if is_within:
         return verdict("no difference above margin", f"the interval holds {null} and lies within {margin_text}{method}")
     if is_tied and not interval.bounded:
         remark = "" if interval.mean == 0 else f", which so few can't bring to {ALPHA:g}"
         tie_reason = f"all {seeds} seeds differ by the same: p = {p:.2g} by the sign-flip test{remark}"
         return verdict("undecided", tie_reason, "all seeds agree, and are too few")
-    rates = ", over all rates that the arms were trained at," if comparison.rate_difference_array[..., 0].size > 1 else ""
+    rates = (
+        ", over all rates that the arms were trained at," if comparison.rate_difference_array[..., 0].size > 1 else ""
+    )
     finding = f"the interval{rates} holds {null}, and differences of more than {margin_text}"
     if is_tied:  # at the rates that are judged, where no spread says how many seeds it takes
         return verdict("undecided", finding, "the interval is too wide")
-    expected_seeds, min_seeds, max_seeds = (f"more than {MAX_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds)
-    addition = f" ({min_seeds} to {max_seeds}, as the spread itself is known from few)" if min_seeds != max_seeds else ""
+    expected_seeds, min_seeds, max_seeds = (
+        f"more than {MAX_SEEDS:,}" if number is None else f"{number:,}" for number in needed_seeds
+    )
+    addition = (
+        f" ({min_seeds} to {max_seeds}, as the spread itself is known from few)" if min_seeds != max_seeds else ""
+    )
     estimate = f"to find one of {margin_text} 4 times in 5 takes {expected_seeds} seeds{addition}"
     return verdict("undecided", f"{finding}; {estimate}", "the interval is too wide")
 
@@ -295,9 +335,13 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
     if outer_shape:
         return np.array([sign_flip(row) for row in values])
     halves = np.array_split(values, 2)
-    first_sums, second_sums = ((1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in halves)
+    first_sums, second_sums = (
+        (1 - 2 * (np.arange(2 ** len(half))[:, None] >> np.arange(len(half)) & 1)) @ half for half in halves
+    )
     second_sums = np.sort(second_sums)
-    threshold = values.sum() - 1e-12 * np.abs(values).sum()  # equal sums stay equal when they are added in another order
+    threshold = (
+        values.sum() - 1e-12 * np.abs(values).sum()
+    )  # equal sums stay equal when they are added in another order
     return (len(second_sums) - np.searchsorted(second_sums, threshold - first_sums)).sum() / 2**seeds
 
 

@@ -40,14 +40,24 @@ FEW_TOKENS = (
 )
 # A run that reads text more often gets a note: up to 4 times is about as good as new text (Muennighoff et al. 2023).
 MAX_EPOCHS = 16
-MANY_EPOCHS = (
-    f"text is read more than {MAX_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
-)
+MANY_EPOCHS = f"text is read more than {MAX_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
 FEW_HELD_OUT = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
 MIN_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than `eval.sequences`, gets a note
 SEQUENCES_PER_TASK = 8  # sequences of each task from which the banner estimates the fraction of answers
 # Keys of `model` that the banner shows outside its line `options`.
-_SHOWN_OPTIONS = ("n_layer", "block", "n_head", "n_kv_head", "head_size", "n_embd", "n_mlp", "mlp", "position", "normalizer", "transfer")
+_SHOWN_OPTIONS = (
+    "n_layer",
+    "block",
+    "n_head",
+    "n_kv_head",
+    "head_size",
+    "n_embd",
+    "n_mlp",
+    "mlp",
+    "position",
+    "normalizer",
+    "transfer",
+)
 
 
 def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) -> str:
@@ -59,11 +69,19 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     device = "cuda" if machine.accelerator == "gpu" else "cpu"
     kernels = dict.fromkeys(normalizer.kernel_description(device) for normalizer in decoder.normalizers())
     accumulation = config.rank_sequences // config.micro_batch
-    heads_text = f"{model.n_head} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else "")
+    heads_text = f"{model.n_head} heads" + (
+        f" ({model.kv_heads} of keys and values)" if model.kv_heads != model.n_head else ""
+    )
     options = {name: value for name, value in _changed_options(model).items() if name not in _SHOWN_OPTIONS}
-    transfer_text = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(*model.size_multipliers)
+    transfer_text = "lr is that of a base model of 1/{:.4g} of the width and 1/{:.4g} of the depth".format(
+        *model.size_multipliers
+    )
     peak_source = "its maker" if device == "cuda" else "of a matrix product"
-    peak_text = f"peak {machine.peak_flops:.2e} FLOP/s ({peak_source})" if machine.peak_flops else "the device's peak is not known"
+    peak_text = (
+        f"peak {machine.peak_flops:.2e} FLOP/s ({peak_source})"
+        if machine.peak_flops
+        else "the device's peak is not known"
+    )
     sequences, warmup = train_sequences(store, config), optim.warmup(config.trainer.max_steps)
     epochs, lengths = _source_epochs(store, config, sequences), sequences.length.fractions(config.trainer.max_steps)
     token_ratio = tokens / (parameters["total"] - parameters["normalizer"])  # as `trainer.tokens_per_parameter`
@@ -71,11 +89,15 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     notes = has_few_tokens * [FEW_TOKENS] + any(number > MAX_EPOCHS for _, number in epochs) * [MANY_EPOCHS]
     documents = validation_sequences(store, config).document_labels
     if warmup < optim.warmup_steps:
-        notes.append(f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up")
+        notes.append(
+            f"optim.warmup_steps = {optim.warmup_steps} is more than the run's {warmup} steps: all of them are warm-up"
+        )
     notes += bool(checkpoint_selection_mask(store.fingerprint, documents).all()) * [FEW_HELD_OUT]
     if len(documents) < min(config.eval.sequences, MIN_SEQUENCES):
         remedy = "raise data.val_fraction, or split files into documents by data.source.separator"
-        notes.append(f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}")
+        notes.append(
+            f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}"
+        )
     length_texts = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
     lines = {
         "run": f"{config.run_folder}  (lm {lm.__version__})",
@@ -89,7 +111,9 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         "data": f"{store.path}: {store.train.n_tokens:,} training tokens, {store.val.n_tokens:,} held out, "
         f"fingerprint {store.fingerprint[:16]}",
         "tasks": _tasks_text(config, sequences, lengths) if data.tasks else "",
-        "lengths": "; ".join(filter(None, (length_texts, sequences.length.note))) if data.lengths.allows_shorter else "",
+        "lengths": "; ".join(filter(None, (length_texts, sequences.length.note)))
+        if data.lengths.allows_shorter
+        else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
         "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
@@ -113,7 +137,9 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
 def _memory_text(config: Config, phase: int, vocab_size: int, machine: Machine) -> str:
     try:
         n_bytes = estimated_memory(config, phase, vocab_size, machine.bf16, machine.accelerator)
-    except Exception as error:  # such as from a plugin's normalizer: a failed estimate must not keep a run from starting
+    except (
+        Exception
+    ) as error:  # such as from a plugin's normalizer: a failed estimate must not keep a run from starting
         return f"not estimated: {one_line(error)}"
     tape = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
     return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries and evaluations aside"
@@ -133,7 +159,10 @@ def _normalizer_text(decoder: Decoder) -> str:
 
 def _variant_text(options: object) -> str:
     """Text with the name of an optimizer or schedule, and its options that differ from their defaults."""
-    texts = {name: f"{value:g}" if isinstance(value, float) else str(value).lower() for name, value in _changed_options(options).items()}
+    texts = {
+        name: f"{value:g}" if isinstance(value, float) else str(value).lower()
+        for name, value in _changed_options(options).items()
+    }
     return ", ".join([options.name, *(f"{name} = {value}" for name, value in texts.items())])
 
 
@@ -147,7 +176,9 @@ def _groups_text(config: Config, decoder: Decoder) -> str:
     groups, texts = parameter_groups(decoder, config.optim), []
     group_counts = Counter(group["name"] for group in groups)
     for group in groups:
-        modules = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in group["params"])
+        modules = dict.fromkeys(
+            re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight") for name, _ in group["params"]
+        )
         modules_text = f" ({', '.join(modules)})" if group_counts[group["name"]] > 1 else ""
         eps_text = f", eps {group['eps']:.4g}" if "eps" in group else ""
         size = sum(p.numel() for _, p in group["params"])
@@ -167,7 +198,10 @@ def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> l
         return []
     tokens = config.trainer.max_steps * config.optim.batch_tokens * text_weight / (1 - sequences.length.left_out)
     source_pairs = list(zip(config.data.sources, store.train.sources, strict=True))
-    return [(corpus.label if len(source_pairs) > 1 else "", tokens * source.weight / corpus.n_tokens) for source, corpus in source_pairs]
+    return [
+        (corpus.label if len(source_pairs) > 1 else "", tokens * source.weight / corpus.n_tokens)
+        for source, corpus in source_pairs
+    ]
 
 
 def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
@@ -180,7 +214,10 @@ def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, 
     for weighted in config.data.tasks:
         text = f"{weighted.task.name} {weighted.weight:.0%}"
         for length, fraction in fractions.items():
-            n_drawn, n_distinct = weighted.weight * fraction * tokens / length, weighted.task.n_distinct(length, "train")
+            n_drawn, n_distinct = (
+                weighted.weight * fraction * tokens / length,
+                weighted.task.n_distinct(length, "train"),
+            )
             if weighted.task.vocab_size and n_drawn > n_distinct:  # sequences in text differ in their filler
                 text += f" ({n_drawn:,.0f} sequences of {length} tokens, of about {n_distinct:,.0f} different ones)"
         texts.append(text)
@@ -188,7 +225,9 @@ def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, 
         slots = np.arange(SEQUENCES_PER_TASK)
         answers = sum(
             weighted.weight * stream.read(slots, sequences.length(0))[1].mean()
-            for weighted, stream in zip(config.data.tasks, sequences.streams, strict=False)  # text comes after the tasks
+            for weighted, stream in zip(
+                config.data.tasks, sequences.streams, strict=False
+            )  # text comes after the tasks
         )
         texts.append(f"answers are about {answers / (answers + config.data.text_weight):.0%} of the targets")
     return ", ".join(texts)
@@ -201,7 +240,9 @@ def _phases_text(config: Config, phase: int) -> str:
     return ", then ".join(f"[{name}]" if index == phase else name for index, name in enumerate(names))
 
 
-def environment(config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]) -> dict[str, Plain]:
+def environment(
+    config: Config, store: Store, start: PhaseStart, machine: Machine, old_facts: dict[str, Plain]
+) -> dict[str, Plain]:
     """The content of environment.json: facts on which results depend, other than the configuration.
 
     `old_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are appended to `starts`.
@@ -237,14 +278,24 @@ def environment(config: Config, store: Store, start: PhaseStart, machine: Machin
             "train_documents": store.train.n_documents,
             "val_documents": store.val.n_documents,
         },
-        "unigram_cross_entropy": {"train": store.train.unigram_cross_entropy, "val": level if level_name == UNIGRAM else None},
+        "unigram_cross_entropy": {
+            "train": store.train.unigram_cross_entropy,
+            "val": level if level_name == UNIGRAM else None,
+        },
         "parameters": count_parameters(start.decoder),
         "flops_per_token": flops_per_token(start.decoder),
         "peak_flops": machine.peak_flops,
-        **({"sequence_lengths": lengths.fractions(config.trainer.max_steps)} if config.data.lengths.allows_shorter else {}),
+        **(
+            {"sequence_lengths": lengths.fractions(config.trainer.max_steps)}
+            if config.data.lengths.allows_shorter
+            else {}
+        ),
         "tokens_total": config.trainer.max_steps * config.optim.batch_tokens,
         "wandb_id": old_facts.get("wandb_id") or os.urandom(6).hex(),
-        "starts": [*old_facts.get("starts", []), {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}],
+        "starts": [
+            *old_facts.get("starts", []),
+            {"step": start.step, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts},
+        ],
     }
 
 
@@ -255,7 +306,13 @@ def git_state() -> tuple[str | None, bool | None]:
     """
 
     def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(Path(lm.__file__).parent), *arguments]  # git must not lock the user's index
+        command = [
+            "git",
+            "--no-optional-locks",
+            "-C",
+            str(Path(lm.__file__).parent),
+            *arguments,
+        ]  # git must not lock the user's index
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

@@ -44,7 +44,14 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
         if branches and metadata["step"] >= config.trainer.max_steps:
             reason = f"leaves no step after step {metadata['step']} of {checkpoint} (branch_from)"
             raise ConfigError(
-                [Problem("trainer.max_steps", config.trainer.max_steps, reason, "raise it; it counts all steps from the first")]
+                [
+                    Problem(
+                        "trainer.max_steps",
+                        config.trainer.max_steps,
+                        reason,
+                        "raise it; it counts all steps from the first",
+                    )
+                ]
             )
     with torch.device("meta"):  # shapes without values, and a vocabulary of 1, as it is not known yet
         decoder = Decoder(config.model_in(0), 1, config.data.seq_len, seed=None)
@@ -61,7 +68,12 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
 def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
     """Check that weights, gradients and optimizer state, without embedding and head, fit in memory (GPU or host); raises ConfigError."""
-    state = [value for entries in implied_state(decoder, config).values() for value in entries.values() if isinstance(value, torch.Tensor)]
+    state = [
+        value
+        for entries in implied_state(decoder, config).values()
+        for value in entries.values()
+        if isinstance(value, torch.Tensor)
+    ]
     gradients = [p for p in decoder.parameters() if p.requires_grad]  # each gradient has its parameter's size
     needed_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *gradients, *state))
     if accelerator == "gpu":
@@ -87,7 +99,9 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
         tasks = [weighted.task for weighted in config.data.tasks]
         if source_model.tokenizer.get_vocab() != symbol_tokenizer(tasks).get_vocab():
             reason = f"makes sequences of symbols, and {source_model.path} knows other tokens, of a text or of more or fewer symbols"
-            problems.append(Problem("data.tasks", tasks[0].name, reason, "name what it was trained on, or drop init_from"))
+            problems.append(
+                Problem("data.tasks", tasks[0].name, reason, "name what it was trained on, or drop init_from")
+            )
     model_config, source_config = decoder.config, source_model.decoder.config
     if model_config.size_multipliers != source_config.size_multipliers:
         reason = f"the weights of {source_model.path} have other proportions to a base model than these learning rates are for"
@@ -106,7 +120,10 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
     for normalizer, source_normalizer in zip(*(model.normalizers() for model in models), strict=False):
-        excluded_keys = {"init", *normalizer.constants()}  # initial values are replaced; constants are compared by their values below
+        excluded_keys = {
+            "init",
+            *normalizer.constants(),
+        }  # initial values are replaced; constants are compared by their values below
         options = [
             {key: value for key, value in to_plain(layer_normalizer.options).items() if key not in excluded_keys}
             for layer_normalizer in (normalizer, source_normalizer)
@@ -117,7 +134,12 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
             return [Problem(setting, labels[0], f"{source_model.path} has {labels[1]}", remedy)]
         constants = source_normalizer.constants()
         if problems := [
-            Problem(f"{setting}.{key}", value, f"is {constants[key]:g} in {source_model.path}", f"set it to {constants[key]:g}")
+            Problem(
+                f"{setting}.{key}",
+                value,
+                f"is {constants[key]:g} in {source_model.path}",
+                f"set it to {constants[key]:g}",
+            )
             for key, value in normalizer.constants().items()
             if value != constants[key]
         ]:
@@ -131,7 +153,9 @@ def check_trainable(config: Config, decoder: Decoder) -> None:
     layer_shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):
-        normalizers = (make_normalizer(phase.normalizer.layer_option(layer), layer_shape) for layer in range(config.model.n_layer))
+        normalizers = (
+            make_normalizer(phase.normalizer.layer_option(layer), layer_shape) for layer in range(config.model.n_layer)
+        )
         if any(True for normalizer in normalizers for _ in normalizer.parameters()):
             groups.add("normalizer")
         elif config.train_only:
@@ -145,6 +169,8 @@ def check_trainable(config: Config, decoder: Decoder) -> None:
     group_options = {name: to_plain(getattr(config.optim.groups, name)) for name in GROUPS if name not in groups}
     defaults, reason = to_plain(Group()), "no trained parameter is in this group"
     if problems := [
-        Problem(f"optim.groups.{name}", options, reason, "drop it") for name, options in group_options.items() if options != defaults
+        Problem(f"optim.groups.{name}", options, reason, "drop it")
+        for name, options in group_options.items()
+        if options != defaults
     ]:
         raise ConfigError(problems)

@@ -27,9 +27,30 @@ from lm.plugins import PLUGINS
 from lm.report.evaluation_tables import logged_means
 from lm.runs.checkpoints import link_checkpoint, save_checkpoint
 from lm.runs.evaluations import Evaluation, evaluation_path, selection_loss
-from lm.runs.folder import BEST, CHECKPOINTS, LAST, METRICS, PEAK_MEMORY, PROFILE, log_seal, read_metrics, step_of, step_path, step_paths
+from lm.runs.folder import (
+    BEST,
+    CHECKPOINTS,
+    LAST,
+    METRICS,
+    PEAK_MEMORY,
+    PROFILE,
+    log_seal,
+    read_metrics,
+    step_of,
+    step_path,
+    step_paths,
+)
 from lm.runs.metadata import CHECKPOINT_FORMAT
-from lm.training.module import L, NamedValues, RunContext, TrainModule, copied_to_host, largest_scores, logit_scales, normalizer_parameters
+from lm.training.module import (
+    L,
+    NamedValues,
+    RunContext,
+    TrainModule,
+    copied_to_host,
+    largest_scores,
+    logit_scales,
+    normalizer_parameters,
+)
 from lm.training.optimizers import named_state
 from lm.training.starting import Best
 
@@ -80,7 +101,9 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
     The peak of a GPU comes from the maker's data sheet; the peak of a CPU is measured by timing matrix products with torch's threads.
     """
     if accelerator == "gpu":
-        name_words = re.split("[ -]", torch.cuda.get_device_name().upper())  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
+        name_words = re.split(
+            "[ -]", torch.cuda.get_device_name().upper()
+        )  # as in NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB
         name = " ".join(word for word in name_words if not re.fullmatch(r"NVIDIA|GEFORCE|SXM\d|\d+GB|HBM\d\w*", word))
         return GPU_TFLOPS[name][0 if bf16 else 1] * 1e12 if name in GPU_TFLOPS else None
     return _matmul_flops(torch.bfloat16 if bf16 else torch.float32, torch.get_num_threads())
@@ -121,9 +144,17 @@ class StepCallback(L.Callback):
     """A callback with one hook, `on_step`, called after each optimizer step (Lightning calls its hooks for each micro-batch)."""
 
     def __init__(self, run: RunContext, clock: Clock):
-        self.config, self.metric_log, self.progress, self.machine, self.clock = run.config, run.log, run.progress, run.machine, clock
+        self.config, self.metric_log, self.progress, self.machine, self.clock = (
+            run.config,
+            run.log,
+            run.progress,
+            run.machine,
+            clock,
+        )
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Call `on_step` if the micro-batch ended an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.on_step(trainer, module, trainer.global_step)
@@ -151,7 +182,9 @@ class StopOnSignal(StepCallback):
         self._terminals: list[int] = []
 
     def __enter__(self) -> "StopOnSignal":
-        numbers = [number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+        numbers = [
+            number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+        ]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
         self._old_handlers = {number: signal.signal(number, self._record_signal) for number in numbers}
         return self
@@ -230,7 +263,9 @@ class Metrics(StepCallback):
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
         if self.sequences:
-            batch = self.sequences.batch(step - 1, 0, min(self.config.log.score_sequences, self.sequences.slots_per_step))
+            batch = self.sequences.batch(
+                step - 1, 0, min(self.config.log.score_sequences, self.sequences.slots_per_step)
+            )
             yield from largest_scores(module.decoder, batch, Device(module.device, self.machine.bf16))
 
 
@@ -247,15 +282,24 @@ class Evaluations(StepCallback):
         self.max_steps, self.measurements = run.config.trainer.max_steps, measurements
 
     def due(self, step: int) -> list[Measurement]:
-        return [measurement for measurement in self.measurements if measurement.eval_config.is_due(step, self.max_steps)]
+        return [
+            measurement for measurement in self.measurements if measurement.eval_config.is_due(step, self.max_steps)
+        ]
 
     def on_step(self, trainer: L.Trainer, module: TrainModule, step: int) -> None:
         for measurement in self.due(step):
             self.run(trainer, module, measurement, module.decoder)
 
-    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
+    def run(
+        self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder
+    ) -> Evaluation | None:
         """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks must call it."""
-        begin, step, kind, max_seconds = time.perf_counter(), trainer.global_step, measurement.kind, measurement.eval_config.max_seconds
+        begin, step, kind, max_seconds = (
+            time.perf_counter(),
+            trainer.global_step,
+            measurement.kind,
+            measurement.eval_config.max_seconds,
+        )
         device = self.device(trainer, module).with_time_limit(max_seconds)
         tokens, result = step * self.config.optim.batch_tokens, None
         try:
@@ -263,17 +307,25 @@ class Evaluations(StepCallback):
             module.start.state.note_weights(step, result.weights_sha256)
             if trainer.is_global_zero:
                 scores = logged_means(result)  # logged before its file is written: where a file is, nothing is missing
-                self.metric_log.write({"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)})
-                draws_picture = self.metric_log.gets_pictures or (step == self.max_steps and not self.config.experiment.name)
+                self.metric_log.write(
+                    {"step": step, "tokens": tokens, **scores, PEAK_MEMORY: peak_memory_bytes(device.device)}
+                )
+                draws_picture = self.metric_log.gets_pictures or (
+                    step == self.max_steps and not self.config.experiment.name
+                )
                 path = measurement.write(self.config.run_folder, result, draws_picture)
                 measurement.cache(self.config.run_folder, result, device)
                 self.metric_log.send_evaluation(result, path.with_suffix(".png"))
-                self.progress.say(f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind))
+                self.progress.say(
+                    f"step {step}: " + (", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or kind)
+                )
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
                 if isinstance(error, OutOfTime):
                     key = f"{self.config.eval.path(kind)}.max_seconds"
-                    raise RunError(f"{key} = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)") from None
+                    raise RunError(
+                        f"{key} = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)"
+                    ) from None
                 raise
             reason = one_line(error)
             self.metric_log.write({"step": step, "tokens": tokens, f"{kind}/failed": reason})
@@ -286,12 +338,16 @@ class Evaluations(StepCallback):
 class Validate(Evaluations):
     """Measures the loss at the training length, every `Config.validation_every` steps and at the end."""
 
-    def run(self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder) -> Evaluation | None:
+    def run(
+        self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder
+    ) -> Evaluation | None:
         """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so far on
         its sequences."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
-            has_no_comparable_best = not state.best or state.best.sequences_sha256 != sha256  # losses that can't be compared
+            has_no_comparable_best = (
+                not state.best or state.best.sequences_sha256 != sha256
+            )  # losses that can't be compared
             if math.isfinite(loss) and (has_no_comparable_best or loss < state.best.loss):
                 state.best = Best(result.step, loss, sha256)
                 self.metric_log.summarize({"best/step": result.step, "best/selection_loss": loss})
@@ -304,14 +360,22 @@ class Evaluate(Evaluations):
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
         """Make evaluations that are missing at the step from which training continues, and measure the effect of a swap at this step."""
         step, old_decoder, folder = trainer.global_step, module.start.replaced_decoder, self.config.run_folder
-        lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step] if step and trainer.is_global_zero else []
+        lines = (
+            [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
+            if step and trainer.is_global_zero
+            else []
+        )
         failures = {name: reason for line in lines for name, reason in line.items()}
         for measurement in self.due(step) if step else []:
             failure = failures.get(f"{measurement.kind}/failed")
-            has_failed = failure and (old_decoder or failure == OUT_OF_TIME)  # other causes may be mended, except before a swap
+            has_failed = failure and (
+                old_decoder or failure == OUT_OF_TIME
+            )  # other causes may be mended, except before a swap
             is_missing = not has_failed and not evaluation_path(folder, measurement.kind, step).exists()
             if trainer.strategy.reduce_boolean_decision(is_missing and trainer.is_global_zero, all=False):
-                self.run(trainer, module, measurement, old_decoder or module.decoder)  # after a swap: the model of the phase before
+                self.run(
+                    trainer, module, measurement, old_decoder or module.decoder
+                )  # after a swap: the model of the phase before
         if old_decoder and self.config.eval.swap_lengths:
             self.run(trainer, module, SwapMeasurement(self.config, module.store, old_decoder), module.decoder)
         module.start.replaced_decoder = None
@@ -331,7 +395,9 @@ class Checkpoints(StepCallback):
     def __init__(self, run: RunContext, clock: Clock):
         super().__init__(run, clock)
         self.wandb_id, self.checkpoint_interval = run.wandb_id, self.config.checkpoint_every
-        self.yaml = to_yaml(replace(self.config, resume=""))  # as in config.yaml; made once: it takes longer than saving a small model
+        self.yaml = to_yaml(
+            replace(self.config, resume="")
+        )  # as in config.yaml; made once: it takes longer than saving a small model
         self.folder = self.config.run_folder / CHECKPOINTS
         self.saved_step = -1
 
@@ -362,7 +428,9 @@ class Checkpoints(StepCallback):
                 self.prune()
             return torch.zeros(1)
 
-        all_reduce_sum(self.device(trainer, module), write)  # where the first rank can't save, the others raise an error, too
+        all_reduce_sum(
+            self.device(trainer, module), write
+        )  # where the first rank can't save, the others raise an error, too
         self.clock.exclude_since(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
@@ -390,7 +458,11 @@ class Checkpoints(StepCallback):
         paths = step_paths(self.folder)
         regular_paths = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
-        for path in {*paths} - {step_path(self.folder, self.saved_step), *regular_paths[-self.config.trainer.keep_checkpoints :], *swaps}:
+        for path in {*paths} - {
+            step_path(self.folder, self.saved_step),
+            *regular_paths[-self.config.trainer.keep_checkpoints :],
+            *swaps,
+        }:
             path.unlink(missing_ok=True)
 
 
@@ -415,14 +487,23 @@ class ProfileSteps(StepCallback):
         """Print a note if all steps to profile were trained before this start, and no profile exists."""
         window_passed = self.window and trainer.is_global_zero and trainer.global_step >= self.window.last
         if window_passed and not (self.config.run_folder / PROFILE).exists():
-            self.progress.say(f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded")
+            self.progress.say(
+                f"trainer.profile: steps {self.window.first} to {self.window.last} were made before: none is recorded"
+            )
 
     def on_train_batch_start(self, trainer: L.Trainer, module: TrainModule, batch: Batch, batch_idx: int) -> None:
         step = trainer.global_step + 1
-        if self.profiler or not self.window or not self.window.first <= step <= self.window.last or not trainer.is_global_zero:
+        if (
+            self.profiler
+            or not self.window
+            or not self.window.first <= step <= self.window.last
+            or not trainer.is_global_zero
+        ):
             return
         on_gpu = self.machine.accelerator == "gpu"
-        self.profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True)
+        self.profiler = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu, profile_memory=True
+        )
         self.first_step, begin = step, time.perf_counter()
         self.profiler.start()  # loads libraries first
         self.clock.exclude_since(begin)
@@ -444,7 +525,9 @@ class ProfileSteps(StepCallback):
         path = folder / f"steps-{self.first_step}-{last_step}.txt"
         self.profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
         sort_key = "self_cuda_time_total" if self.machine.accelerator == "gpu" else "self_cpu_time_total"
-        write_text(path, self.profiler.key_averages().table(sort_by=sort_key, row_limit=PROFILE_ROWS, max_name_column_width=60))
+        write_text(
+            path, self.profiler.key_averages().table(sort_by=sort_key, row_limit=PROFILE_ROWS, max_name_column_width=60)
+        )
         self.profiler = None
         self.clock.exclude_since(begin)
         self.progress.say(f"profile of steps {self.first_step} to {last_step}: {path}")

@@ -45,7 +45,16 @@ from lm.runs.metadata import best_step
 from lm.runs.same_run import check_environment, check_log
 from lm.schema import Plain, to_plain
 from lm.training.banner import banner, environment
-from lm.training.callbacks import Checkpoints, Clock, Evaluate, Metrics, ProfileSteps, StopOnSignal, Validate, peak_flops
+from lm.training.callbacks import (
+    Checkpoints,
+    Clock,
+    Evaluate,
+    Metrics,
+    ProfileSteps,
+    StopOnSignal,
+    Validate,
+    peak_flops,
+)
 from lm.training.launcher import Process
 from lm.training.mirror import MetricLog, Mirror, start_mirrors, wandb_mode
 from lm.training.module import L, RunContext, TrainModule
@@ -73,7 +82,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     mode = wandb_mode(config.log, bool(config.experiment.name))
     torch.set_num_threads(config.trainer.threads or threads_per_process(config.trainer.devices))
     if accelerator == "cpu":
-        if config.world_size > 1:  # or Lightning would set another number of threads, in the processes that it starts, too
+        if (
+            config.world_size > 1
+        ):  # or Lightning would set another number of threads, in the processes that it starts, too
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         keep_freed_memory()
         device = f"cpu ({torch.get_num_threads()} threads)"
@@ -89,7 +100,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
         if (step := content["lm"]["step"]) >= config.trainer.max_steps:
             if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
                 reason = f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has {later_paths[-1].name}"
-                raise RunError(f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=...")
+                raise RunError(
+                    f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
+                )
             if is_main:
                 _evaluate_missing(config, all_measurements, checkpoint, step, mode, old_facts)
             return 0
@@ -108,7 +121,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     mirrors: list[Mirror] = []
     if is_main:
         print(banner(config, store, start, machine), *filter(None, [process.note]), *notes, sep="\n", flush=True)
-        with without_garbage_collection():  # wandb imports much as it starts; a mirror that can't start leaves the run as it was
+        with (
+            without_garbage_collection()
+        ):  # wandb imports much as it starts; a mirror that can't start leaves the run as it was
             mirrors = start_mirrors(mode, config, facts, start.step, L.pytorch.loggers)
         _write_run_files(config, store, start, checkpoint, facts)
     log = MetricLog(config.run_folder / METRICS, mirrors, is_main)
@@ -117,14 +132,18 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
     try:
         run = RunContext(config, store, all_measurements, machine, facts["wandb_id"], log, progress)
         status = _train_phases(run, start)
-        return 0 if process.is_child else status  # if a child fails, Lightning kills the first process, which may still write
+        return (
+            0 if process.is_child else status
+        )  # if a child fails, Lightning kills the first process, which may still write
     except Diverged as error:
         log.write({"step": error.step, DIVERGED: str(error)})
         if process.is_child:  # the first process reports it
             return 0
         raise
     except RuntimeError as error:
-        if config.world_size > 1 and ("Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)):
+        if config.world_size > 1 and (
+            "Connection" in str(error) or isinstance(error, torch.distributed.DistBackendError)
+        ):
             raise RunError("another process of this run has ended, see its message; go on with resume=auto") from None
         raise
     finally:
@@ -132,7 +151,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
         log.close()
 
 
-def _write_run_files(config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]) -> None:
+def _write_run_files(
+    config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]
+) -> None:
     """Write configuration, environment and tokenizer, link `last.ckpt` and `best.ckpt`, and delete results of steps after `start.step`."""
     folder = config.run_folder
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
@@ -151,7 +172,12 @@ def truncate_after(run: Path, step: int) -> list[str]:
     """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines, evaluations, checkpoints.
     Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns notes on unreadable log lines."""
     pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
-    for leftover in [*run.glob(pattern), *(run / CHECKPOINTS).glob(pattern), *(run / EVALUATIONS).rglob(pattern), *temporary_links]:
+    for leftover in [
+        *run.glob(pattern),
+        *(run / CHECKPOINTS).glob(pattern),
+        *(run / EVALUATIONS).rglob(pattern),
+        *temporary_links,
+    ]:
         leftover.unlink(missing_ok=True)  # no process writes it: this one has locked the folder
     for path in step_paths(run / CHECKPOINTS):
         if step_of(path) > step:
@@ -219,17 +245,29 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
 
 
 def _evaluate_missing(
-    config: Config, all_measurements: list[Measurement], checkpoint: Path, step: int, mode: str, old_facts: dict[str, Plain]
+    config: Config,
+    all_measurements: list[Measurement],
+    checkpoint: Path,
+    step: int,
+    mode: str,
+    old_facts: dict[str, Plain],
 ) -> None:
     """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
     Evaluations that exceeded a time limit (`max_seconds`) that has not changed, or were made with other options, are not repeated."""
     folder = config.run_folder
-    due_kinds, missing_kinds = [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)], []
+    due_kinds, missing_kinds = (
+        [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)],
+        [],
+    )
     lines = [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
     time_limits = {kind: options.max_seconds for kind, options in read_config(folder).eval.kinds.items()}
     for kind in [kind for kind in due_kinds if not evaluation_path(folder, kind, step).exists()]:
         options = config.eval.kinds.get(kind)
-        if options and options.max_seconds == time_limits.get(kind) and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines):
+        if (
+            options
+            and options.max_seconds == time_limits.get(kind)
+            and any(line.get(f"{kind}/failed") == OUT_OF_TIME for line in lines)
+        ):
             print(f"{kind}: not measured again, as it {OUT_OF_TIME}; without a limit: lm eval {folder}")
         else:
             missing_kinds.append(kind)
@@ -237,7 +275,9 @@ def _evaluate_missing(
     results = {result.kind: result for result in evaluations if result.kind in due_kinds and result.step == step}
     if missing_kinds:
         new_results = evaluate(config, folder, checkpoint, missing_kinds)
-        results |= {result.evaluation.kind: result.evaluation for result in new_results}  # with more digits than in its file
+        results |= {
+            result.evaluation.kind: result.evaluation for result in new_results
+        }  # with more digits than in its file
         print_results(new_results, folder / EVALUATIONS)
     logged_names = {name for line in lines for name in line}
     if unlogged_results := [result for result in results.values() if not logged_means(result).keys() <= logged_names]:
@@ -247,10 +287,16 @@ def _evaluate_missing(
             log.write({"step": step, "tokens": result.tokens_seen, **logged_means(result)})
             log.send_evaluation(result, evaluation_path(folder, result.kind, step).with_suffix(".png"))
         log.close()
-    changed_kinds = [kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))]
+    changed_kinds = [
+        kind for kind, result in results.items() if result.asked not in ({}, config.eval.measured_options(kind))
+    ]
     if changed_kinds:
-        paths = ", ".join(sorted("eval.sequences" if kind == "validation" else config.eval.path(kind) for kind in changed_kinds))
-        print(f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE")
+        paths = ", ".join(
+            sorted("eval.sequences" if kind == "validation" else config.eval.path(kind) for kind in changed_kinds)
+        )
+        print(
+            f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE"
+        )
     print(f"{folder}: complete at step {step}; raise trainer.max_steps to go on")
 
 

@@ -21,7 +21,9 @@ COUNTS = (  # environment variables with other whole numbers of a launcher
     "MASTER_PORT",
 )
 Launcher = Literal["torchrun", "srun", "lightning"]
-STARTER_VARIABLE = "LM_STARTED_BY"  # environment variable with the id of the process that starts the run's other processes
+STARTER_VARIABLE = (
+    "LM_STARTED_BY"  # environment variable with the id of the process that starts the run's other processes
+)
 UNSET_REMEDY = "unset it, or start with torchrun or srun (docs/running.md)"
 
 
@@ -53,7 +55,9 @@ def this_process(config: Config) -> Process:
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
     if is_srun:
         return _srun_process(config, values)
-    return _torchrun_process(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _lightning_process(config, values)
+    return (
+        _torchrun_process(config, values) if "TORCHELASTIC_RUN_ID" in os.environ else _lightning_process(config, values)
+    )
 
 
 def end_with_parent(process: Process) -> None:
@@ -85,7 +89,9 @@ def _torchrun_process(config: Config, values: dict[str, int]) -> Process:
     if rank >= values["WORLD_SIZE"]:
         raise _variable_error("RANK", rank, f"torchrun started {values['WORLD_SIZE']} processes")
     if local_rank != rank % config.trainer.devices:
-        raise _variable_error("LOCAL_RANK", local_rank, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine")
+        raise _variable_error(
+            "LOCAL_RANK", local_rank, f"RANK = {rank} is process {rank % config.trainer.devices} of its machine"
+        )
     return Process(rank, "torchrun")
 
 
@@ -97,19 +103,25 @@ def _lightning_process(config: Config, values: dict[str, int]) -> Process:
             raise _variable_error(name, values[name], f"no launcher gave this rank of {count}")
     rank = values.get(node_variable, 0) * config.trainer.devices + values.get("LOCAL_RANK", 0)
     if values.get("RANK", rank) != rank:
-        raise _variable_error("RANK", values["RANK"], f"no launcher gave this rank: {node_variable} and LOCAL_RANK make it {rank}")
+        raise _variable_error(
+            "RANK", values["RANK"], f"no launcher gave this rank: {node_variable} and LOCAL_RANK make it {rank}"
+        )
     return Process(rank, "lightning", is_child=values.get("LOCAL_RANK", 0) > 0)
 
 
 def _srun_process(config: Config, values: dict[str, int]) -> Process:
     n_tasks, devices, num_nodes = config.world_size, config.trainer.devices, config.trainer.num_nodes
-    rank, *_ = (_required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))  # Lightning reads all three
+    rank, *_ = (
+        _required_number(values, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    )  # Lightning reads all three
     if rank >= n_tasks:
         raise _variable_error("SLURM_PROCID", rank, f"srun started {n_tasks} processes")
     for name, count in {"SLURM_NTASKS": n_tasks, "SLURM_NTASKS_PER_NODE": devices, "SLURM_NNODES": num_nodes}.items():
         if values.get(name) != count:
             remedy = f"start with srun --nodes={num_nodes} --ntasks-per-node={devices}"
-            raise ConfigError([Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", remedy)])
+            raise ConfigError(
+                [Problem(name, values.get(name), f"must be {count} for trainer.devices and num_nodes", remedy)]
+            )
     return Process(rank, "srun")
 
 
@@ -118,9 +130,15 @@ def _without_launcher(config: Config, values: dict[str, int]) -> Process:
 
     Raises ConfigError: an environment variable sets a rank that this process can't have, or the run needs several machines.
     """
-    names = [name for name in RANKS if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)]
+    names = [
+        name
+        for name in RANKS
+        if values.get(name) or (name in ("RANK", "LOCAL_RANK") and name in values and config.world_size > 1)
+    ]
     if names:
-        raise _variable_error(names[0], values[names[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE")
+        raise _variable_error(
+            names[0], values[names[0]], "no launcher of several processes gave this rank: there is no WORLD_SIZE"
+        )
     if config.trainer.num_nodes > 1:
         reason, remedy = "needs a launcher on each machine", "use torchrun, see docs/running.md"
         raise ConfigError([Problem("trainer.num_nodes", config.trainer.num_nodes, reason, remedy)])
@@ -128,7 +146,9 @@ def _without_launcher(config: Config, values: dict[str, int]) -> Process:
     if n_tasks in (1, config.world_size):
         return Process(0, "lightning")
     note = f"note: SLURM allocated {n_tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
-    return Process(0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=...")
+    return Process(
+        0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=..."
+    )
 
 
 def _required_number(values: dict[str, int], name: str) -> int:

@@ -51,8 +51,19 @@ def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, ac
     leaves out the temporary memory of Muon, which is used once activations are freed: it is 12 to 22 bytes for each of `BATCH_ELEMENTS`
     entries (lm.training.optimizers), or of the largest matrix if that has more.
     """
-    recomputes, models = config.trainer.activation_checkpointing, [config.model_in(number) for number in range(phase, len(config.plan))]
-    setup = (config.data.seq_len, config.micro_batch, config.rank_sequences, config.world_size, recomputes, config.optim, config.train_only)
+    recomputes, models = (
+        config.trainer.activation_checkpointing,
+        [config.model_in(number) for number in range(phase, len(config.plan))],
+    )
+    setup = (
+        config.data.seq_len,
+        config.micro_batch,
+        config.rank_sequences,
+        config.world_size,
+        recomputes,
+        config.optim,
+        config.train_only,
+    )
     models_by_key = {repr((model, setup, vocab_size, bf16, accelerator)): model for model in models}
     for key, model in models_by_key.items():
         _KNOWN_ESTIMATES[key] = _KNOWN_ESTIMATES.get(key) or _step_bytes(config, model, vocab_size, bf16, accelerator)
@@ -64,7 +75,9 @@ def _step_bytes(config: Config, model: ModelConfig, vocab_size: int, bf16: bool,
     with torch.device("meta"):
         decoder = Decoder(model, vocab_size, config.data.seq_len, seed=None)
     decoder.recomputes = config.trainer.activation_checkpointing
-    state = [value for entries in implied_state(decoder, config).values() for value in entries.values()]  # freezes untrained parameters
+    state = [
+        value for entries in implied_state(decoder, config).values() for value in entries.values()
+    ]  # freezes untrained parameters
     tensors = [*decoder.parameters(), *(value for value in state if isinstance(value, Tensor))]
     trained_bytes = sum(p.nbytes for p in decoder.parameters() if p.requires_grad)
     with FakeTensorMode(allow_non_fake_inputs=True), with_device_limits(torch.device(device)), TensorMemory() as memory:
@@ -105,7 +118,9 @@ def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> l
     weight_copy = torch.empty(element_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
     # The chunk's logits, and the largest of: fp32 logits, probabilities and softcap of some tokens, and the products for both gradients.
     product_bytes = element_bytes * max(n_chunk * width, weight.numel() * weight.requires_grad)
-    chunk_bytes = element_bytes * n_chunk * vocab_size + max((4 + 4 * bf16 + 8 * bool(head.softcap)) * n_cached * vocab_size, product_bytes)
+    chunk_bytes = element_bytes * n_chunk * vocab_size + max(
+        (4 + 4 * bf16 + 8 * bool(head.softcap)) * n_cached * vocab_size, product_bytes
+    )
     torch.empty(chunk_bytes, dtype=torch.uint8)
     del weight_copy
     return gradients

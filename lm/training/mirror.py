@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 WANDB_MODES = ("online", "offline", "disabled")
 WANDB_SECONDS = 60.0  # longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
 DISABLE_REMEDY = "to train without it: log.wandb=disabled"
-WANDB_FACTS = ("data_fingerprint", "parameters", "flops_per_token", "tokens_total")  # entries of environment.json for wandb
+WANDB_FACTS = (
+    "data_fingerprint",
+    "parameters",
+    "flops_per_token",
+    "tokens_total",
+)  # entries of environment.json for wandb
 
 
 class Mirror:
@@ -84,7 +89,9 @@ class WandbMirror(RunMirror):
                 axis, y = series.axis, series.metric
                 title = ", ".join(filter(None, (f"{y} by {axis.name}", series.what, series.setting)))
                 x_values, x = axis.values[1:] if axis.bins else axis.values, axis.unit or axis.name
-                table = wandb.Table(columns=[x, y], data=[list(point) for point in zip(x_values, series.means.tolist(), strict=True)])
+                table = wandb.Table(
+                    columns=[x, y], data=[list(point) for point in zip(x_values, series.means.tolist(), strict=True)]
+                )
                 charts[f"{result.kind}/{title}"] = wandb.plot.line(table, x, y, title=title)
         if picture.is_file():
             charts[result.kind] = wandb.Image(str(picture))
@@ -105,14 +112,18 @@ class LightningMirror(Mirror):
         self.logger, self.name = logger, type(logger).__name__
 
     def log(self, metrics: dict[str, Plain]) -> None:
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+        numbers = {
+            name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and name != "step"
+        }
         self.logger.log_metrics(numbers, step=int(metrics["step"]))
 
     def finish(self) -> None:
         self.logger.finalize("success")
 
 
-def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType) -> list[Mirror]:
+def start_mirrors(
+    mode: str, config: Config, environment: dict[str, Plain], step: int, loggers: ModuleType
+) -> list[Mirror]:
     """Start the mirrors that `log.to` names, and return them; `mode`: wandb's mode, as `wandb_mode` returns it.
 
     Args:
@@ -135,13 +146,19 @@ def start_mirrors(mode: str, config: Config, environment: dict[str, Plain], step
             elif name == "tensorboard":
                 mirrors.append(LightningMirror(loggers.TensorBoardLogger(config.run_folder, name, "", max_queue=100)))
             elif name == "csv":
-                mirrors.append(LightningMirror(loggers.CSVLogger(config.run_folder, name, f"from-step-{step}", flush_logs_every_n_steps=1)))
+                mirrors.append(
+                    LightningMirror(
+                        loggers.CSVLogger(config.run_folder, name, f"from-step-{step}", flush_logs_every_n_steps=1)
+                    )
+                )
             else:
                 import trackio
 
                 project = os.environ.get("TRACKIO_PROJECT") or project_of(config.log)
                 resume = "allow" if step else "never"
-                run = trackio.init(project=project, name=config.name, config=to_plain(config), resume=resume, embed=False)
+                run = trackio.init(
+                    project=project, name=config.name, config=to_plain(config), resume=resume, embed=False
+                )
                 mirrors.append(RunMirror(run))
         except ImportError as error:
             remedy = "install it (the extra `log`), or leave it out"
@@ -161,10 +178,18 @@ def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     if log.wandb == "disabled" or "wandb" not in log.to:
         return "disabled"
     if mode and mode not in WANDB_MODES:
-        raise ConfigError([Problem("WANDB_MODE", mode, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it")])
+        raise ConfigError(
+            [
+                Problem(
+                    "WANDB_MODE", mode, f"must be {' or '.join(WANDB_MODES)}", "set it in the environment, or unset it"
+                )
+            ]
+        )
     if log.wandb != "auto":
         return log.wandb
-    return mode or ("online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline")
+    return mode or (
+        "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "disabled" if in_experiment else "offline"
+    )
 
 
 def _netrc_has_key() -> bool:
@@ -180,7 +205,9 @@ def project_of(log: LogConfig) -> str:
     return log.project or os.environ.get("WANDB_PROJECT") or "lm"
 
 
-def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain) -> "wandb.Run | None":
+def _wandb_run(
+    mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain
+) -> "wandb.Run | None":
     """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is disabled.
 
     If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed,
@@ -197,7 +224,9 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
     try:
         time_limits = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **time_limits)
-        if not _ends_in_time(partial(wandb.setup, settings)):  # without the settings it prints which credentials it found
+        if not _ends_in_time(
+            partial(wandb.setup, settings)
+        ):  # without the settings it prints which credentials it found
             raise RunError(f"wandb: its process has not started within {WANDB_SECONDS:g} s; {DISABLE_REMEDY}")
         return wandb.init(
             project=project_of(log),
@@ -218,7 +247,10 @@ def _wandb_run(mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: 
         reason = one_line(error, 120)
         if mode != "online":
             raise RunError(f"wandb: can't start {mode}: {reason}; {DISABLE_REMEDY}") from None
-        print(f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*", flush=True)
+        print(
+            f"wandb: online failed ({reason}); logging offline, to be sent later: wandb sync {dir}/wandb/offline-run-*",
+            flush=True,
+        )
         _ends_in_time(wandb.teardown)  # or the online run that failed would keep the id
         return _wandb_run("offline", log, run_id, tags=tags, dir=dir, **arguments)
 
@@ -264,7 +296,9 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
     """
     run_id = hashlib.sha256(f"{name} {folder.resolve()}".encode()).hexdigest()[:12]
     mode = wandb_mode(log, in_experiment=True)
-    run = _wandb_run(mode, log, run_id, name=f"{name} report", dir=str(folder), group=name, job_type="report", tags=["report"])
+    run = _wandb_run(
+        mode, log, run_id, name=f"{name} report", dir=str(folder), group=name, job_type="report", tags=["report"]
+    )
     if run is None:
         return
     import wandb
@@ -272,7 +306,10 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
     columns = list(dict.fromkeys(key for verdict in verdicts for key in verdict))
     cells = [[None if (cell := verdict.get(key)) is None else str(cell) for key in columns] for verdict in verdicts]
     verdict_rows = [verdict for verdict in verdicts if "verdict" in verdict]  # all but the baseline
-    summary = {" ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"] for verdict in verdict_rows}
+    summary = {
+        " ".join(filter(None, ("verdict", verdict["size"], verdict["arm"]))): verdict["words"]
+        for verdict in verdict_rows
+    }
     try:
         run.log({"report": wandb.Html(str(report), inject=False), "verdicts": wandb.Table(columns=columns, data=cells)})
         run.summary.update(summary)
@@ -284,7 +321,12 @@ def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str
 def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
     """The wandb group, job type and tags of a run of an experiment; None or empty for any other run."""
     run = config.experiment
-    labels = {"arm": run.arm, "size": run.size, "seed": config.seed, "rate": None if run.rate is None else rate_text(run.rate)}
+    labels = {
+        "arm": run.arm,
+        "size": run.size,
+        "seed": config.seed,
+        "rate": None if run.rate is None else rate_text(run.rate),
+    }
     return {
         "group": "/".join(filter(None, (run.name, run.size))) or None,
         "job_type": run.stage,
@@ -309,12 +351,17 @@ class MetricLog:
         """Append `metrics`, with a `step`, as a line; numbers that are not finite become null. Raises RunError if writing fails."""
         if not self.is_main:
             return
-        finite_metrics = {name: value if not isinstance(value, float) or math.isfinite(value) else None for name, value in metrics.items()}
+        finite_metrics = {
+            name: value if not isinstance(value, float) or math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite_metrics) + "\n")
         except OSError as error:
-            raise RunError(f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto") from None
+            raise RunError(
+                f"{self.path}: can't log step {metrics['step']}: {error.strerror}; go on with resume=auto"
+            ) from None
         self._send(lambda mirror: mirror.log(metrics))
 
     def send_evaluation(self, result: Evaluation, picture: Path) -> None:
@@ -334,4 +381,7 @@ class MetricLog:
                 send(mirror)
             except Exception as error:  # any error of a logger, such as for a killed process of wandb or a full disk
                 self.mirrors.remove(mirror)
-                print(f"note: {mirror.name} failed and gets nothing more ({one_line(error, 120)}); {self.path} has all numbers", flush=True)
+                print(
+                    f"note: {mirror.name} failed and gets nothing more ({one_line(error, 120)}); {self.path} has all numbers",
+                    flush=True,
+                )

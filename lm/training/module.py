@@ -60,7 +60,9 @@ def copied_to_host(metrics: Iterable[NamedValues]) -> dict[str, float]:
     """All metrics as floats by name, copied from the device to the host in one transfer."""
     metrics = list(metrics)
     names = [name for group, _ in metrics for name in group]
-    return dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
+    return (
+        dict(zip(names, torch.cat([values.double() for _, values in metrics]).tolist(), strict=True)) if names else {}
+    )
 
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
@@ -73,7 +75,9 @@ def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
                 continue
             logged_parameters.add(parameter)
             prefix, values = f"normalizer/{name}/layer{layer}", parameter.detach().float()
-            if "." not in name and values.shape == (normalizer.layer.n_head,):  # a submodule's bias may have this shape by chance
+            if "." not in name and values.shape == (
+                normalizer.layer.n_head,
+            ):  # a submodule's bias may have this shape by chance
                 yield _head_metrics(prefix, values)
             else:
                 yield [f"{prefix}/rms"], values.square().mean().sqrt().view(1)
@@ -97,7 +101,9 @@ def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
             log_n = torch.arange(2, length + 1, device=scale.device, dtype=torch.float64).log()
             centred_log_n = log_n - log_n.mean()
             mean = scale[:, 1:].mean(-1)
-            slope = (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()  # exactly 0 for a constant scale
+            slope = (
+                (scale[:, 1:] - mean.unsqueeze(-1)) @ centred_log_n / centred_log_n.square().sum()
+            )  # exactly 0 for a constant scale
             yield _head_metrics(f"logit_scale/slope/layer{layer}", slope)
             yield _head_metrics(f"logit_scale/intercept/layer{layer}", mean - slope * log_n.mean())
 
@@ -110,7 +116,9 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
     maxima: dict[int, Tensor] = {}
     with eval_mode(decoder), device.autocast():
         for block in attention_blocks(decoder, batch.to(device.device)):
-            values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax((0, 2, 3))  # (H,)
+            values = block.scores.masked_fill(~block.normalizer.visible(block.layout), -math.inf).amax(
+                (0, 2, 3)
+            )  # (H,)
             maxima[block.layer] = torch.maximum(maxima[block.layer], values) if block.layer in maxima else values
     for layer, values in maxima.items():
         yield _head_metrics(f"largest_score/layer{layer}", values)
@@ -160,7 +168,9 @@ def _gradients_in_words(decoder: Decoder) -> str:
     others = f" and {len(bad_names) - 1} of {len(norms) - 1} others"
     bad_text = f"not finite in {bad_names[0]}{others}" if bad_names else "finite in each parameter"
     largest_name = max(finite_norms, key=finite_norms.get, default="")
-    return bad_text + (f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else "")
+    return bad_text + (
+        f", largest finite norm {finite_norms[largest_name]:.3g} in {largest_name}" if largest_name else ""
+    )
 
 
 # ---------------------------------------------------------------- the module
@@ -191,7 +201,9 @@ class TrainModule(L.LightningModule):
 
     # results of the step just made, the same on all ranks
     grad_norm: float  # norm of the whole gradient, before clipping
-    layer_grad_norms: dict[str, float]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
+    layer_grad_norms: dict[
+        str, float
+    ]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
     stop: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
 
@@ -202,9 +214,13 @@ class TrainModule(L.LightningModule):
         config = run.config
         if run.machine.compiles:
             use_compile_cache()
-            self.decoder.compile_blocks(len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps)))
+            self.decoder.compile_blocks(
+                len(train_sequences(run.store, config).length.fractions(config.trainer.max_steps))
+            )
         self.accumulation = config.rank_sequences // config.micro_batch
-        self.sums: Tensor | None = None  # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
+        self.sums: Tensor | None = (
+            None  # loss, z-loss (nats) and targets of this rank's micro-batches so far; (3,) float64 on the device
+        )
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -238,7 +254,10 @@ class TrainModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean loss over tokens."""
-        (loss, terms), self.sequence_length = self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0), batch.tokens.size(1)
+        (loss, terms), self.sequence_length = (
+            self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0),
+            batch.tokens.size(1),
+        )
         has_ignored = bool(self.config.data.tasks)  # some tokens are no targets
         n_targets = (batch.targets != IGNORED).sum() if has_ignored else terms.new_full((), batch.targets.numel())
         sums = torch.cat((terms.double(), n_targets.double().unsqueeze(0)))
@@ -251,21 +270,33 @@ class TrainModule(L.LightningModule):
         set_learning_rates(optimizer, self.config, self.start.phase, self.global_step)
 
     def configure_gradient_clipping(
-        self, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip gradients by their global norm, or skip (or stop at) a step with a loss or gradient that is not finite. All ranks call it.
 
         All values that the host needs are copied from the device in one transfer, the step's only synchronization.
         """
         optim, state, log = self.config.optim, self.start.state, self.config.log
-        logs_layers = "gradient_norm" in log.dynamics and log.is_due(self.global_step + 1, self.config.trainer.max_steps)
+        logs_layers = "gradient_norm" in log.dynamics and log.is_due(
+            self.global_step + 1, self.config.trainer.max_steps
+        )
         trained_parameters = [p for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients_to_norm(self.decoder, self.decoder.config))  # of the mean over tokens, not targets
-        step_values = ["loss", "z_loss", "targets", "stop", "norm"], torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0)))
+        norm = torch.nn.utils.get_total_norm(
+            gradients_to_norm(self.decoder, self.decoder.config)
+        )  # of the mean over tokens, not targets
+        step_values = (
+            ["loss", "z_loss", "targets", "stop", "norm"],
+            torch.cat((self._sums_over_ranks(), norm.double().unsqueeze(0))),
+        )
         host_values = copied_to_host([step_values, *(gradient_norms(self.decoder) if logs_layers else [])])
         nll, z_loss, n_targets, stop, grad_norm = (host_values.pop(name) for name in step_values[0])
         n_targets = max(1, int(n_targets))
-        if n_targets != optim.batch_tokens:  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
+        if (
+            n_targets != optim.batch_tokens
+        ):  # turn the gradient of the mean over the step's tokens into that of the mean over its targets
             factor = optim.batch_tokens / n_targets
             torch._foreach_mul_([p.grad for p in trained_parameters], factor)
             norm, grad_norm = norm * factor, grad_norm * factor

@@ -21,7 +21,9 @@ from lm.runs.checkpoints import mismatch
 MATRICES = "matrices"  # the group of parameters that Muon updates
 NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Keller Jordan's coefficients of the Newton-Schulz iteration
 MIN_NORM = 1e-7  # least norm that a matrix is divided by
-BATCH_ELEMENTS = 2**24  # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
+BATCH_ELEMENTS = (
+    2**24
+)  # entries of the matrices that are orthogonalised together, to bound memory; the last matrix may exceed it
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -49,7 +51,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["name"] == MATRICES:
                 self._update_matrices(group)
-        self.adamw.state, self.adamw.param_groups = self.state, [group for group in self.param_groups if group["name"] != MATRICES]
+        self.adamw.state, self.adamw.param_groups = (
+            self.state,
+            [group for group in self.param_groups if group["name"] != MATRICES],
+        )
         self.adamw.step()
         return loss
 
@@ -63,9 +68,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
             mean_gradient = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-            mean_gradient = (matrix.grad.lerp(mean_gradient, momentum) if self.options.nesterov else mean_gradient).bfloat16()
+            mean_gradient = (
+                matrix.grad.lerp(mean_gradient, momentum) if self.options.nesterov else mean_gradient
+            ).bfloat16()
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
-            batch += [(matrix[rows], mean_gradient[rows]) for rows in self.projections.get(name, {"all": slice(None)}).values()]
+            batch += [
+                (matrix[rows], mean_gradient[rows])
+                for rows in self.projections.get(name, {"all": slice(None)}).values()
+            ]
             n_elements += mean_gradient.numel()
             if n_elements >= BATCH_ELEMENTS:
                 self._update_batch(batch, group["lr"])
@@ -80,7 +90,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for shape, pairs in pairs_by_shape.items():
             step_size = lr * self.options.relative_rate(*shape)
             mean_gradients = torch.stack([mean_gradient for _, mean_gradient in pairs])
-            product_dtype = torch.bfloat16 if native_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
+            product_dtype = (
+                torch.bfloat16 if native_bf16_hardware("gpu" if mean_gradients.is_cuda else "cpu") else torch.float32
+            )
             updates = orthogonal_approximation(mean_gradients, self.options.ns_steps, product_dtype)
             for (projection, _), update in zip(pairs, updates, strict=True):
                 projection.sub_(update, alpha=step_size)
@@ -125,21 +137,31 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
     different factors is split into groups of the same `name`. A step's weight decay takes the same fraction of a weight as it
     does in the base model, for which the learning rate was chosen.
     """
-    scalings_by_name = scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
+    scalings_by_name = (
+        scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
+    )
     parameters: dict[tuple[str, Scaling], list[tuple[str, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
-            parameters.setdefault((group_of(name, parameter), scalings_by_name.get(name, Scaling())), []).append((name, parameter))
+            parameters.setdefault((group_of(name, parameter), scalings_by_name.get(name, Scaling())), []).append(
+                (name, parameter)
+            )
 
     def group_options(group: str, scaling: Scaling) -> dict[str, float]:
         settings = getattr(optim.groups, group)
-        group_settings = {"weight_decay": optim.weight_decay(group) / scaling.lr, "lr_factor": settings.lr_factor * scaling.lr}
+        group_settings = {
+            "weight_decay": optim.weight_decay(group) / scaling.lr,
+            "lr_factor": settings.lr_factor * scaling.lr,
+        }
         if optim.optimizer.has_eps(group) and (settings.eps is not None or scaling.eps != 1):
             group_settings["eps"] = (settings.eps or optim.optimizer.eps) * scaling.eps
         return group_settings
 
     group_keys = sorted(parameters, key=lambda key: GROUPS.index(key[0]))
-    return [{"name": group, "params": parameters[group, scaling], **group_options(group, scaling)} for group, scaling in group_keys]
+    return [
+        {"name": group, "params": parameters[group, scaling], **group_options(group, scaling)}
+        for group, scaling in group_keys
+    ]
 
 
 def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
@@ -162,7 +184,9 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"`make` of {options.name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
     if parameter_ids != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
-        raise ValueError(f"`make` of {options.name} gives an optimizer of other parameters than those of `groups`: each must be trained")
+        raise ValueError(
+            f"`make` of {options.name} gives an optimizer of other parameters than those of `groups`: each must be trained"
+        )
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
     return optimizer
@@ -181,7 +205,9 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
     """
     learning_rate = config.optim.lr_at(step, config.trainer.max_steps)
     phase_start = config.phase_ends[phase - 1] if phase else 0
-    warmup_factor = min(1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps))  # warm-up of a new normalizer
+    warmup_factor = min(
+        1.0, (step - phase_start + 1) / max(1, config.plan[phase].warmup_steps)
+    )  # warm-up of a new normalizer
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"] * (warmup_factor if group["name"] == "normalizer" else 1.0)
 
@@ -190,7 +216,9 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: 
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    pairs = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    pairs = [
+        pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
+    ]
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs}
 
 

@@ -46,9 +46,13 @@ def pilot(config: Config) -> dict[str, float]:
     begin = time.perf_counter()
     train(pilot_config)
     duration = time.perf_counter() - begin
-    elapsed_times = [line["elapsed_s"] for line in read_metrics(pilot_config.run_folder / METRICS).lines if "elapsed_s" in line]
+    elapsed_times = [
+        line["elapsed_s"] for line in read_metrics(pilot_config.run_folder / METRICS).lines if "elapsed_s" in line
+    ]
     step_s = step_seconds(pilot_config.run_folder / METRICS)
-    steps_per_validation = config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3  # a step has a backward pass, too
+    steps_per_validation = (
+        config.eval.sequences * config.data.seq_len / config.optim.batch_tokens / 3
+    )  # a step has a backward pass, too
     validation_s = step_s * steps_per_validation * (-(-run_steps // config.validation_every) - 1)
     return {"seconds": duration - elapsed_times[-1] + step_s * run_steps + validation_s}
 
@@ -57,7 +61,9 @@ def print_estimates(paths: list[str]) -> None:
     """Estimate and print the seconds of the run in each file. Raises ConfigError for an invalid run before any run is timed."""
     importlib.import_module("lm.training.fit")  # imported now, as its seconds belong to the start of a run's process
     configs = [load_config([path]) for path in paths]
-    is_child = this_process(configs[0]).is_child  # a further process of a run on several devices, whose first process prints
+    is_child = this_process(
+        configs[0]
+    ).is_child  # a further process of a run on several devices, whose first process prints
     if not is_child:
         print(json.dumps({"begun": time.time()}), flush=True)
     for config in configs:

@@ -62,7 +62,9 @@ class RunState:
             types_of_best = {spec.name: spec.type for spec in fields(Best)}
             check_fields(best, types_of_best, path, "best.")
             best = Best(**{name: best[name] for name in types_of_best})
-            if not step_path(folder, best.step).exists() and best_step(folder) != best.step:  # deleted as a run went back
+            if (
+                not step_path(folder, best.step).exists() and best_step(folder) != best.step
+            ):  # deleted as a run went back
                 best = None
         return cls(**{name: metadata[name] for name in types} | {"best": best or None})
 
@@ -104,7 +106,9 @@ class PhaseStart:
 # ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
 
 
-def start_new_run(config: Config, store: Store, source: LoadedModel | None = None) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
+def start_new_run(
+    config: Config, store: Store, source: LoadedModel | None = None
+) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
     """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
 
     The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and `weights`, 12 digits
@@ -143,26 +147,36 @@ def start_new_run(config: Config, store: Store, source: LoadedModel | None = Non
     if origin["tokens"] == 0:  # a swap of a model without a training run
         notes.append(unknown_note)
     elif store.fingerprint != source.stamp["data_fingerprint"]:
-        notes.append("note: those weights were trained on other data or another split: what is held out here they may have seen")
+        notes.append(
+            "note: those weights were trained on other data or another split: what is held out here they may have seen"
+        )
     return start, {"started_from": {**origin, "arm": arm(*source_run), "seeds": list(seeds(*source_run))}}, notes
 
 
 def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
     """The settings of a tokenizer that determine the token ids of a text."""
-    return {name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")}
+    return {
+        name: part for name, part in json.loads(tokenizer.to_str()).items() if name not in ("truncation", "padding")
+    }
 
 
 def _tokenizer_problems(config: Config, store: Store, loaded_model: LoadedModel) -> list[Problem]:
     """A list with a problem if the data's tokenizer is not the model's, else []; the model may have more token ids than its tokenizer."""
     has_tokenizer = loaded_model.tokenizer is not None
-    if store.vocab_size > loaded_model.decoder.vocab_size or (not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size):
+    if store.vocab_size > loaded_model.decoder.vocab_size or (
+        not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size
+    ):
         reason = f"makes a vocabulary of {store.vocab_size}, {loaded_model.path} has {loaded_model.decoder.vocab_size}"
     elif has_tokenizer and _encoding_rules(loaded_model.tokenizer) != _encoding_rules(store.tokenizer()):
         reason = f"is another tokenizer than that of {loaded_model.path}: its token ids would stand for other text"
     else:
         return []
     file = loaded_model.folder / TOKENIZER
-    remedy = f"set data.tokenizer={{name: file, path: {file}}}" if file.is_file() else "use the tokenizer it was trained with"
+    remedy = (
+        f"set data.tokenizer={{name: file, path: {file}}}"
+        if file.is_file()
+        else "use the tokenizer it was trained with"
+    )
     return [Problem("data.tokenizer", config.data.tokenizer.name, reason, remedy)]
 
 
@@ -197,10 +211,18 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
     run_facts = check_environment(run / ENVIRONMENT, metadata, path)
-    old_facts = {**run_facts, "starts": [entry for entry in run_facts.get("starts", []) if entry["step"] < metadata["step"]]}
+    old_facts = {
+        **run_facts,
+        "starts": [entry for entry in run_facts.get("starts", []) if entry["step"] < metadata["step"]],
+    }
     new_facts = {name: run_facts[name] for name in ("precision", "compile") if name in run_facts}
     arm_id = arm(to_plain(trained_config(metadata, path)), old_facts)
-    new_facts["branched_from"] = {"path": str(path), "step": metadata["step"], "tokens": metadata["tokens"], "arm": arm_id}
+    new_facts["branched_from"] = {
+        "path": str(path),
+        "step": metadata["step"],
+        "tokens": metadata["tokens"],
+        "arm": arm_id,
+    }
     branch_note = f"branches from {path} at step {metadata['step']:,}, with its optimizer state"
     start = start_from_checkpoint(config, checkpoint)
     start.state.elapsed_s = 0.0  # the new run counts its own steps alone
@@ -225,7 +247,9 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
     spec = ModelSpec.from_training(saved_config, metadata)
-    keys_by_name = {name: key for key, name in reversed(config.plugin_names_by_key.items()) if effect_of(key).on_resume != "free"}
+    keys_by_name = {
+        name: key for key, name in reversed(config.plugin_names_by_key.items()) if effect_of(key).on_resume != "free"
+    }
     for name, old_code, new_code in spec.changed_plugins():
         if name in keys_by_name:
             remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."
@@ -240,14 +264,27 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         raise RunError(f"{path}: the optimizer's state and configuration don't fit: {reason}")
     notes = []
     is_own_checkpoint = is_own(config.run_folder, path)
-    if is_own_checkpoint and any(step_of(checkpoint_path) > metadata["step"] for checkpoint_path in step_paths(path.parent)):
-        notes.append(f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted")
+    if is_own_checkpoint and any(
+        step_of(checkpoint_path) > metadata["step"] for checkpoint_path in step_paths(path.parent)
+    ):
+        notes.append(
+            f"note: back to step {metadata['step']}; checkpoints, metrics and evaluations of later steps are deleted"
+        )
     max_steps = saved_config.trainer.max_steps, config.trainer.max_steps
-    step = min(metadata["step"], saved_config.trainer.max_steps - 1)  # a run at its end planned no rate for a further step
-    rates = saved_config.optim.lr_at(step, saved_config.trainer.max_steps), config.optim.lr_at(metadata["step"], config.trainer.max_steps)
+    step = min(
+        metadata["step"], saved_config.trainer.max_steps - 1
+    )  # a run at its end planned no rate for a further step
+    rates = (
+        saved_config.optim.lr_at(step, saved_config.trainer.max_steps),
+        config.optim.lr_at(metadata["step"], config.trainer.max_steps),
+    )
     if is_own_checkpoint and max_steps[0] != max_steps[1] and config.optim.schedule.name != "constant":
         jump_text = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
-        notes.append(f"note: {config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for {max_steps[0]}{jump_text}")
+        notes.append(
+            f"note: {config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for {max_steps[0]}{jump_text}"
+        )
     elif not math.isclose(*rates, rel_tol=0.01):
-        notes.append(f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}")
+        notes.append(
+            f"note: the learning rate jumps from {rates[0]:.4g} to {rates[1]:.4g} at step {metadata['step'] + 1}"
+        )
     return notes

@@ -11,7 +11,18 @@ from lm.errors import RunError
 from lm.files import expand_home, locked_folder, read_json
 from lm.machine import without_garbage_collection
 from lm.runs.evaluations import evaluation_files
-from lm.runs.folder import ALREADY_TRAINING, CHECKPOINTS, CONFIG, ENVIRONMENT, LAST, METRICS, is_own, read_config, read_metrics, step_paths
+from lm.runs.folder import (
+    ALREADY_TRAINING,
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    LAST,
+    METRICS,
+    is_own,
+    read_config,
+    read_metrics,
+    step_paths,
+)
 from lm.runs.metadata import load_metadata
 from lm.training.launcher import end_with_parent, this_process
 
@@ -27,11 +38,16 @@ def train(config: Config) -> int:
     folder = config.run_folder
     checkpoint = starting_checkpoint(config)
     has_created_folder = (
-        is_main and not (checkpoint and is_own(folder, checkpoint)) and create_run_folder(folder, resume=bool(config.resume))
+        is_main
+        and not (checkpoint and is_own(folder, checkpoint))
+        and create_run_folder(folder, resume=bool(config.resume))
     )
     with locked_folder(folder, ALREADY_TRAINING) if is_main else contextlib.nullcontext() as lock_note:
         if lock_note:
-            print(f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one", file=sys.stderr)
+            print(
+                f"note: {lock_note}: start no second process on this run, or set runs to a folder on another one",
+                file=sys.stderr,
+            )
         try:
             with without_garbage_collection():
                 from lm.model.spec import with_steps  # torch takes seconds to import; errors above don't need it
@@ -47,7 +63,11 @@ def train(config: Config) -> int:
 
             return fit(config, store, checkpoint, source, process)
         except BaseException:
-            if has_created_folder and not any((folder / CHECKPOINTS).glob("*.ckpt")) and not (folder / METRICS).exists():
+            if (
+                has_created_folder
+                and not any((folder / CHECKPOINTS).glob("*.ckpt"))
+                and not (folder / METRICS).exists()
+            ):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -61,7 +81,11 @@ def starting_checkpoint(config: Config) -> Path | None:
     path = path / CHECKPOINTS / LAST if path.is_dir() else path
     if not path.is_file():
         names = ", ".join(checkpoint.name for checkpoint in step_paths(path.parent))
-        remedy = f"the run has: {names}" if names else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
+        remedy = (
+            f"the run has: {names}"
+            if names
+            else "name a run's folder or checkpoint; a run from weights alone takes init_from=..."
+        )
         raise RunError(f"{path}: no such checkpoint (branch_from); {remedy}")
     if is_own(config.run_folder, path):
         raise RunError(f"{path}: a run can't branch from itself; choose another name=...")
@@ -85,12 +109,18 @@ def _resumed_checkpoint(config: Config) -> Path | None:
         if len(files) == 1:  # after a kill between the first checkpoint and its link
             return files[0]
         if files:
-            raise RunError(f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={files[-1]}")
+            raise RunError(
+                f"{path}: missing, but the run has other checkpoints; go on from the newest with resume={files[-1]}"
+            )
         if had_checkpoint(config.run_folder):
             remedy = "bring them back, choose another name=..., or delete the folder to start the run again"
             raise RunError(f"{config.run_folder}: holds a run whose checkpoints are gone; {remedy}")
         return None
-    choices = f"one of {', '.join(file.name for file in files)} in {files[0].parent}" if files else "a path; the run has no checkpoint"
+    choices = (
+        f"one of {', '.join(file.name for file in files)} in {files[0].parent}"
+        if files
+        else "a path; the run has no checkpoint"
+    )
     raise RunError(f"resume = {config.resume}: no checkpoint; set it to auto, or to {choices}")
 
 
@@ -101,9 +131,15 @@ def had_checkpoint(folder: Path) -> bool:
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
     first_step = (environment.get("branched_from") or {}).get("step", 0)
-    first_saved_step = min((first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps)
-    evaluated_steps = [step for kind, step in evaluation_files(folder) if kind != "validation"]  # validation comes before a checkpoint
-    return any(step >= first_saved_step for step in evaluated_steps) or any(line.get("step", 0) > first_saved_step for line in lines)
+    first_saved_step = min(
+        (first_step // config.checkpoint_every + 1) * config.checkpoint_every, config.trainer.max_steps
+    )
+    evaluated_steps = [
+        step for kind, step in evaluation_files(folder) if kind != "validation"
+    ]  # validation comes before a checkpoint
+    return any(step >= first_saved_step for step in evaluated_steps) or any(
+        line.get("step", 0) > first_saved_step for line in lines
+    )
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
@@ -122,4 +158,6 @@ def create_run_folder(folder: Path, resume: bool) -> bool:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         return is_new
     except OSError as error:
-        raise RunError(f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write") from None
+        raise RunError(
+            f"{folder}: can't make the run folder: {error.strerror}; set runs=... to a folder you can write"
+        ) from None
