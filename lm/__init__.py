@@ -1,4 +1,6 @@
-"""lm compares attention normalizers in language models. Its public functions are load, train, evaluate, compare, judge and results."""
+"""lm compares attention normalizers in language models. Its public functions are load, train, evaluate, compare, judge
+and results.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -27,7 +29,9 @@ _MODULE_BY_NAME |= {"load": "lm.runs.loading", "results": "lm.report.frame"}
 if not TYPE_CHECKING:  # a type checker that sees this function takes any name for an attribute of the package
 
     def __getattr__(name: str) -> Callable | ModuleType:
-        """Import the public function or module `name` at its first use and return it, so that `import lm` doesn't import torch."""
+        """Import the public function or module `name` at its first use and return it, so that `import lm` doesn't
+        import torch.
+        """
         if name == "functional":
             return import_module("lm.functional")
         if name not in _MODULE_BY_NAME:

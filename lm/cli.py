@@ -95,7 +95,9 @@ app.add_typer(data, name="data")
 
 
 def main() -> None:
-    """Run the command line. An error meant for the user prints a message, without a traceback, and gives a non-zero exit status."""
+    """Run the command line. An error meant for the user prints a message, without a traceback, and gives a non-zero
+    exit status.
+    """
     stop_with_parent()
     atexit.register(
         gc.freeze
@@ -141,7 +143,9 @@ def main() -> None:
 
 
 def _usage_message(error: UsageError) -> str:
-    """Return a one-line message on a wrong command line. For a key given as an option (`--key`), the message says `key=value`."""
+    """Return a one-line message on a wrong command line. For a key given as an option (`--key`), the message says
+    `key=value`.
+    """
     command, name = (error.ctx.command_path, getattr(error, "option_name", "").lstrip("-")) if error.ctx else ("lm", "")
     if name and any("=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
         from lm.config.tree import Config
@@ -154,14 +158,18 @@ def _usage_message(error: UsageError) -> str:
             value = match[1] if match else "VALUE"
             return f"no such option: --{name}; it is a key, written without dashes: {name}={value}"
         if keys := [path for path, *_ in reference(Config) if path.endswith(f".{name}") and "[" not in path][:3]:
-            return f"no such option: --{name}; keys are written as key=value: {' or '.join(f'{path}=VALUE' for path in keys)}"
+            return (
+                f"no such option: --{name}; keys are written as key=value: "
+                f"{' or '.join(f'{path}=VALUE' for path in keys)}"
+            )
     text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     text = re.sub(r"\. Did (you mean .*\?)$", r" (did \1)", text)
     return f"{text[:1].lower()}{text[1:]}; see {command} --help"
 
 
 _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
-    "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size",
+    "train": "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the "
+    "model's size",
     "eval": "lower the lengths of eval.*, or their sequences",
     "diagnose": "lower eval.diagnostics.length_factor",
     "swap": "lower data.seq_len or eval.sequences",
@@ -170,7 +178,8 @@ _MEMORY_REMEDIES = {  # by command: how to lower its use of memory
 
 
 def _failure_message(error: BaseException) -> str:
-    """Return a one-line message if `error` comes from a lack of memory, a Rust library or, certainly or perhaps, a plugin.
+    """Return a one-line message if `error` comes from a lack of memory, a Rust library or, certainly or perhaps, a
+    plugin.
 
     Return an empty text if the cause is a bug of lm instead.
     """

@@ -18,7 +18,8 @@ class RunError(LMError):
 
 
 class Diverged(RunError):
-    """Raised if a training run stops because losses or gradients are not finite; its exit status differs from an interrupted run's.
+    """Raised if a training run stops because losses or gradients are not finite; its exit status differs from an
+    interrupted run's.
 
     Attributes:
         step: the step (1-based) at which the run stopped.
@@ -32,12 +33,16 @@ class Diverged(RunError):
 
 
 def one_line(error: BaseException, limit: int | None = 300) -> str:
-    """Return an exception's text on one line, cut to `limit` characters (None: uncut), or its class's name if the text is empty."""
+    """Return an exception's text on one line, cut to `limit` characters (None: uncut), or its class's name if the text
+    is empty.
+    """
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def abbreviated(text: str, limit: int = 300) -> str:
-    """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters in all."""
+    """Return `text` on one line; if it has more than `limit` characters, its beginning and ` ...`, `limit` characters
+    in all.
+    """
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
 
@@ -53,8 +58,8 @@ def as_written(value: object) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that CPU or GPU memory ran out. Such an error is Python's MemoryError, torch's OutOfMemoryError for a
-    GPU, or torch's RuntimeError for the CPU."""
+    """Return whether `error` says that CPU or GPU memory ran out. Such an error is Python's MemoryError, torch's
+    OutOfMemoryError for a GPU, or torch's RuntimeError for the CPU."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -63,7 +68,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def panicked(error: BaseException) -> bool:
-    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors), a BaseException that is no Exception."""
+    """Return whether `error` is a panic of a library written in Rust (tokenizers, safetensors), a BaseException that is
+    no Exception.
+    """
     return type(error).__module__ == "pyo3_runtime"
 
 

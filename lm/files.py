@@ -23,7 +23,9 @@ ABANDONED_FILE_SECONDS = 86_400.0  # age at which an unfinished file of another 
 
 
 def expand_home(path: str | os.PathLike) -> Path:
-    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: there is no such user."""
+    """Return `path` with a leading `~` or `~USER` replaced by the home folder. Raises RunError: there is no such
+    user.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -32,8 +34,10 @@ def expand_home(path: str | os.PathLike) -> Path:
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A context that yields an empty file in the folder of `path`, open for writing, and the file's path. The file is deleted at the end,
-    unless the caller renamed it. Unfinished files left in the folder by processes that have ended are deleted, too."""
+    """A context that yields an empty file in the folder of `path`, open for writing, and the file's path. The file is
+    deleted at the end, unless the caller renamed it. Unfinished files left in the folder by processes that have ended
+    are deleted, too.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=unfinished(path))
     try:
@@ -45,17 +49,20 @@ def temporary_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def unfinished(path: Path) -> str:
-    """Return a prefix for names of temporary files and folders that will be renamed to `path`; it identifies this machine and process."""
+    """Return a prefix for names of temporary files and folders that will be renamed to `path`; it identifies this
+    machine and process.
+    """
     name = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems limit the bytes of a name
     return f".{name}-{UNFINISHED}-{_machine_hash()}-{os.getpid()}-{process_start(os.getpid())}-"
 
 
 def _delete_abandoned(new_path: Path) -> None:
-    """Delete unfinished files and folders left by processes that have ended. Only the folder of `new_path` is searched; `new_path` is a
-    file or folder that this process has just made.
+    """Delete unfinished files and folders left by processes that have ended. Only the folder of `new_path` is searched;
+    `new_path` is a file or folder that this process has just made.
 
-    Files of other machines are deleted if they are `ABANDONED_FILE_SECONDS` older than `new_path`. For files of this machine the process id
-    and start time in the name tell whether the process has ended, since file locks would not work on all file systems.
+    Files of other machines are deleted if they are `ABANDONED_FILE_SECONDS` older than `new_path`. For files of this
+    machine the process id and start time in the name tell whether the process has ended, since file locks would not
+    work on all file systems.
     """
     pattern = re.compile(rf"\..+-{UNFINISHED}-([0-9a-f]{{8}})-(\d+)-(\w+)-\w{{8}}")
     for leftover in new_path.parent.glob(f".*-{UNFINISHED}-*"):
@@ -78,7 +85,8 @@ def _machine_hash() -> str:
 def replacing(path: Path, noun: str = "the file") -> Iterator[BinaryIO]:
     """A context that yields a temporary file, open for writing, that is synced and renamed to `path` at the end.
 
-    If an error occurs, `path` is unchanged and the temporary file is deleted. `noun` is what the error calls the file, e.g. "the report".
+    If an error occurs, `path` is unchanged and the temporary file is deleted. `noun` is what the error calls the file,
+    e.g. "the report".
 
     Raises RunError: the file can't be written (no permission, a full disk); the error names the path and the reason.
     """
@@ -102,10 +110,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Write a file unless it exists. If several processes call this, also on machines that share the folder, exactly one writes the file.
+    """Write a file unless it exists. If several processes call this, also on machines that share the folder, exactly
+    one writes the file.
 
-    The file appears whole: a temporary file is hard-linked to `path`, which succeeds for one process only. On a file system without hard
-    links, the file is opened for exclusive creation, and is empty for an instant.
+    The file appears whole: a temporary file is hard-linked to `path`, which succeeds for one process only. On a file
+    system without hard links, the file is opened for exclusive creation, and is empty for an instant.
 
     Returns:
         True if this call has written the file.
@@ -134,7 +143,9 @@ def write_new(path: Path, content: bytes) -> bool:
 
 
 def write_together(contents: Mapping[Path, bytes], noun: str = "the file") -> None:
-    """Write files {path: content} that belong together: none is replaced before all are written. Raises RunError as `replacing` does."""
+    """Write files {path: content} that belong together: none is replaced before all are written. Raises RunError as
+    `replacing` does.
+    """
     with ExitStack() as stack:
         for path, content in contents.items():
             file = stack.enter_context(replacing(path, noun))
@@ -153,8 +164,8 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error occurs. Unfinished
-    folders left beside `path` by processes that have ended are deleted, too.
+    """A context that yields an empty temporary folder, which is renamed to `path` at the end, or deleted if an error
+    occurs. Unfinished folders left beside `path` by processes that have ended are deleted, too.
 
     Raises RunError: `path` exists and is not empty, or can't be made.
     """
@@ -182,12 +193,13 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
     with the process at the latest.
 
     Args:
-        on_conflict: called if another process has the lock; unless the call raises, this process then waits for the lock.
+        on_conflict: called if another process has the lock; unless the call raises, this process then waits for the
+            lock.
         flags: the flags of `os.open` that open the file.
 
     Yields:
-        An empty string, or, if the file system has no locks and nothing is locked, a clause that says so; callers add the consequence
-        and the remedy.
+        An empty string, or, if the file system has no locks and nothing is locked, a clause that says so; callers add
+        the consequence and the remedy.
     """
     descriptors, lock_problem = [os.open(path, flags, 0o666)], ""
 
@@ -212,7 +224,9 @@ def locked(path: Path, on_conflict: Callable[[], object], flags: int = os.O_RDWR
 
 
 def locked_folder(folder: Path, refusal: str) -> AbstractContextManager[str]:
-    """Return a context that locks a folder as `locked` does; if another process has the lock, entering raises RunError with `refusal`."""
+    """Return a context that locks a folder as `locked` does; if another process has the lock, entering raises RunError
+    with `refusal`.
+    """
 
     def refuse() -> NoReturn:
         raise RunError(f"{folder}: {refusal}") from None
@@ -257,7 +271,9 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 
 def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
-    """Return `content`, converted to JSON and back, with one key added: `sha256`, the hash of all other keys and values."""
+    """Return `content`, converted to JSON and back, with one key added: `sha256`, the hash of all other keys and
+    values.
+    """
     content = json.loads(
         json.dumps(content, allow_nan=False)
     )  # JSON turns keys into texts: the hash is of keys as read back
@@ -265,7 +281,9 @@ def sealed(content: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def unsealed(content: dict[str, Plain], path: Path) -> dict[str, Plain]:
-    """Check the `sha256` in `content`, read from `path`, and return the rest. Raises RunError: the hash is missing or differs."""
+    """Check the `sha256` in `content`, read from `path`, and return the rest. Raises RunError: the hash is missing or
+    differs.
+    """
     body = {name: value for name, value in content.items() if name != "sha256"}
     if "sha256" not in content:
         raise RunError(f"{path}: holds no sha256 of itself: it is of an older version, and must be made again")
@@ -280,7 +298,9 @@ def write_sealed(path: Path, content: dict[str, Plain]) -> Path:
 
 
 def read_sealed(path: Path) -> dict[str, Plain]:
-    """Return the content that `write_sealed` wrote to `path`. Raises RunError if the file is missing, damaged or altered."""
+    """Return the content that `write_sealed` wrote to `path`. Raises RunError if the file is missing, damaged or
+    altered.
+    """
     return unsealed(read_json(path), path)
 
 
@@ -309,7 +329,9 @@ def _file_state(path: Path) -> list[int]:
 
 
 class FileHashes:
-    """Computes sha256 of files and caches them in a file in the folder `root`; a file whose size, times or inode change is hashed again."""
+    """Computes sha256 of files and caches them in a file in the folder `root`; a file whose size, times or inode change
+    is hashed again.
+    """
 
     def __init__(self, root: Path):
         self.path = root / HASHES_FILE
@@ -349,12 +371,13 @@ class FileHashes:
 
 
 def sources_sha256(paths: Iterable[str | Path]) -> str:
-    """Return 16 hex digits of a sha256 over the relative paths and contents of files. These are the files that `paths` names and all .py
-    and .cpp files in the folders that `paths` names."""
+    """Return 16 hex digits of a sha256 over the relative paths and contents of files. These are the files that `paths`
+    names and all .py and .cpp files in the folders that `paths` names."""
     digest = hashlib.sha256()
     for source in map(Path, paths):
         for path in sorted([*source.rglob("*.py"), *source.rglob("*.cpp")]) if source.is_dir() else [source]:
             digest.update(
-                f"{path.relative_to(source.parent).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+                f"{path.relative_to(source.parent).as_posix()} "
+                f"{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
             )
     return digest.hexdigest()[:16]

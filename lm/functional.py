@@ -1,15 +1,18 @@
-"""Attention normalizers as functions, for models and trainers outside lm; forward and backward passes use lm's implementations.
+"""Attention normalizers as functions, for models and trainers outside lm; forward and backward passes use lm's
+implementations.
 
     import lm.functional as L
 
     first = L.parameters("ssmax", n_head=12, head_size=64, train_length=1024)   # {"s": (12,)}: learn it
-    out = L.attention("ssmax", q, k, v, first)                                  # in place of scaled_dot_product_attention
+    out = L.attention("ssmax", q, k, v, first)                                  # in place of
+                                                                                scaled_dot_product_attention
     q, k = L.scaled("ssmax", q, k, first, positions=positions)                  # or before a kernel of your own
 
-A normalizer is named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}` (docs/normalizers.md).
-n comes from positions in documents, never from a tensor's width.
+A normalizer is named as in a configuration, `"ssmax"` or `{"name": "ssmax", "bias": True, "n": "fixed:1024"}`
+(docs/normalizers.md). n comes from positions in documents, never from a tensor's width.
 
-Shapes: B sequences, T queries, S keys, H heads of queries, K heads of keys and values (H is a multiple of K), D head size, C width.
+Shapes: B sequences, T queries, S keys, H heads of queries, K heads of keys and values (H is a multiple of K), D head
+size, C width.
 """
 
 import json
@@ -49,24 +52,26 @@ def attention(
     train_length: int | None = None,
     x: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of attention (the weighted sums of values), (B, H, T, D) in the dtype of v. It is differentiable in q, k, v, x and
-    the parameters.
+    """Return the output of attention (the weighted sums of values), (B, H, T, D) in the dtype of v. It is
+    differentiable in q, k, v, x and the parameters.
 
     Args:
         q: (B, H, T, D), after RoPE and norms.
-        k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document; in decoding S > T.
+        k: (B, K, S, D). Without positions and cu_seqlens the queries are the last T of S tokens of one document; in
+            decoding S > T.
         v: (B, K, S, D).
         parameters: the normalizer's parameters in this layer, by the names that the function `parameters` gives.
-        positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and each sequence must begin with 0.
-            Or an `AttentionLayout` of `make_layout`, made once for all layers.
-        cu_seqlens: (N + 1,), the index at which each of N documents begins among the B * T tokens of all sequences, then B * T.
+        positions: (T,) or (B, T) int64, 0-based in each document: a document begins at each 0, and each sequence must
+            begin with 0. Or an `AttentionLayout` of `make_layout`, made once for all layers.
+        cu_seqlens: (N + 1,), the index at which each of N documents begins among the B * T tokens of all sequences,
+            then B * T.
         train_length: the training length m, for normalizers whose formula or parameters depend on m.
         x: the attention layer's input (B, T, C), which the normalizers asentmax and forget read.
 
     Raises:
         ConfigError: no such normalizer or option, or an argument that the normalizer needs was not given.
-        ValueError: parameters with other names or shapes than the function `parameters` gives them, or tensors, positions or lengths
-            that don't match.
+        ValueError: parameters with other names or shapes than the function `parameters` gives them, or tensors,
+            positions or lengths that don't match.
     """
     return _call_normalizer(_attend, normalizer, q, k, parameters, positions, cu_seqlens, train_length, x, v)
 
@@ -81,17 +86,18 @@ def scaled(
     cu_seqlens: Tensor | None = None,
     train_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return scaled queries and keys with which any softmax kernel (scores q.k / sqrt(D)) computes the normalizer's weights.
+    """Return scaled queries and keys with which any softmax kernel (scores q.k / sqrt(D)) computes the normalizer's
+    weights.
 
-    Scaling is in fp32; the results have the dtypes of q and k. Arguments and errors are those of `attention`; ConfigError is also raised
-    for a normalizer that is no softmax of scaled queries.
+    Scaling is in fp32; the results have the dtypes of q and k. Arguments and errors are those of `attention`;
+    ConfigError is also raised for a normalizer that is no softmax of scaled queries.
     """
     return _call_normalizer(_scale, normalizer, q, k, parameters, positions, cu_seqlens, train_length, None)
 
 
 def parameters(normalizer: Named, n_head: int, head_size: int, train_length: int, width: int = 1) -> dict[str, Tensor]:
-    """Return the normalizer's initial parameters for one layer, {name: fp32 tensor on the CPU}. If the normalizer has MLPs, the
-    weights of their first layers are drawn from torch's random generator.
+    """Return the normalizer's initial parameters for one layer, {name: fp32 tensor on the CPU}. If the normalizer has
+    MLPs, the weights of their first layers are drawn from torch's random generator.
 
     Args:
         train_length: number of tokens in a training sequence.
@@ -130,12 +136,14 @@ def _scale(normalizer: Normalizer, layout: AttentionLayout, x: None, q: Tensor, 
 
 def _call_normalizer(
     function: Callable[..., Result], normalizer: Named, q: Tensor, k: Tensor, parameters: Mapping[str, Tensor],
-    positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None, *values: Tensor,
+    positions: Tensor | AttentionLayout | None, cu_seqlens: Tensor | None, train_length: int | None, x: Tensor | None,
+    *values: Tensor,
 ) -> Result:  # fmt: skip
     _check_sequences(q, k, values, x)
     if not isinstance(parameters, Mapping):
         raise ValueError(
-            f"parameters must map names to tensors, as lm.functional.parameters does, not be {type(parameters).__name__}"
+            "parameters must map names to tensors, as lm.functional.parameters does, not be "
+            f"{type(parameters).__name__}"
         )
     normalizer_data = dict(normalizer) if isinstance(normalizer, Mapping) else normalizer
     normalizer_json = json.dumps(
@@ -167,7 +175,8 @@ def _call_normalizer(
     _check_parameters(normalizer_name, parameters, shapes)
     if has_key_features and q.size(2) != k.size(2):
         raise ValueError(
-            f"{normalizer_name} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} keys"
+            f"{normalizer_name} reads the layer's input at each key: {q.size(2)} queries can't go on from {k.size(2)} "
+            "keys"
         )
     layout = make_layout(q, k, positions, cu_seqlens)
     _check_layout(layout, q, k)
@@ -175,7 +184,8 @@ def _call_normalizer(
     return torch.func.functional_call(module, tensors, (function, layout, x, q, k, *values))
 
 
-# ---------------------------------------------------------------- checks of arguments: ConfigError for sizes, ValueError for tensors
+# ---------------------------------------------------------------- checks of arguments: ConfigError for sizes,
+# ValueError for tensors
 
 
 def _layer_spec(n_head: int, head_size: int, width: int, train_length: int) -> LayerSpec:
@@ -207,7 +217,8 @@ def _check_sequences(q: Tensor, k: Tensor, values: tuple[Tensor, ...], x: Tensor
             raise ValueError(f"v {tuple(v.shape)} must have the sequences, heads and tokens of k {tuple(k.shape)}")
     if x is not None and x.shape[:2] != (n_sequences, n_queries):
         raise ValueError(
-            f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {n_queries} queries of {n_sequences} sequences"
+            f"x {tuple(x.shape)} must be (B, T, C), the layer's input at the {n_queries} queries of {n_sequences} "
+            "sequences"
         )
 
 
@@ -225,7 +236,9 @@ def _check_axes(name: str, tensor: Tensor, axes: str) -> None:
 def _check_parameters(
     normalizer: str, parameters: Mapping[str, Tensor], expected: Mapping[str, tuple[int | str, ...]]
 ) -> None:
-    """Raise ValueError unless `parameters` have the names and shapes of `expected`, in which a word in place of a size allows any size."""
+    """Raise ValueError unless `parameters` have the names and shapes of `expected`, in which a word in place of a size
+    allows any size.
+    """
     if set(expected) != set(parameters):
         reason = f"has the parameters {sorted(expected)}, given are {sorted(parameters)}"
         raise ValueError(f"{normalizer} {reason}; lm.functional.parameters makes them")
@@ -253,13 +266,16 @@ def _check_layout(layout: AttentionLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _checked_whole_numbers(name: str, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return `tensor` as int64. Raises ValueError: no tensor, no integer dtype, no entries, or a number of axes that is not in `axes`."""
+    """Return `tensor` as int64. Raises ValueError: no tensor, no integer dtype, no entries, or a number of axes that is
+    not in `axes`.
+    """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor of whole numbers, not {type(tensor).__name__}")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.dim() not in axes or not tensor.numel():
         dtype_name = str(tensor.dtype).removeprefix("torch.")
         raise ValueError(
-            f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {dtype_name} {tuple(tensor.shape)}"
+            f"{name} must be whole numbers of {' or '.join(map(str, axes))} axes; it is {dtype_name} "
+            f"{tuple(tensor.shape)}"
         )
     return tensor.long()
 
@@ -273,14 +289,18 @@ def _read_options(normalizer: Named) -> Options:
 
 @lru_cache(maxsize=256)
 def _cached_module(normalizer_json: str, layer: LayerSpec, device: str) -> AsModule:
-    """Return the cached module of a normalizer for `torch.func.functional_call`, which replaces its parameters at each call."""
+    """Return the cached module of a normalizer for `torch.func.functional_call`, which replaces its parameters at each
+    call.
+    """
     with torch.random.fork_rng([]):  # the caller's random state stays as it is
         return AsModule(make_normalizer(_read_options(json.loads(normalizer_json)), layer)).to(device)
 
 
 @lru_cache(maxsize=256)
 def _parameter_shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) -> dict[str, tuple[int | str, ...]]:
-    """Return {name: shape} of the parameters; with `any_length`, the word `train_length` replaces sizes that depend on this length."""
+    """Return {name: shape} of the parameters; with `any_length`, the word `train_length` replaces sizes that depend on
+    this length.
+    """
     shapes, longer_shapes = (
         {
             name: tuple(value.shape)
@@ -300,9 +320,11 @@ def _parameter_shapes(normalizer_json: str, layer: LayerSpec, any_length: bool) 
 def make_layout(
     q: Tensor, k: Tensor, positions: Tensor | AttentionLayout | None = None, cu_seqlens: Tensor | None = None
 ) -> AttentionLayout:
-    """Return the `AttentionLayout` of queries q (B, H, T, D) and keys k (B, K, S, D) for all layers of a step; arguments as in `attention`.
+    """Return the `AttentionLayout` of queries q (B, H, T, D) and keys k (B, K, S, D) for all layers of a step;
+    arguments as in `attention`.
 
-    Raises ValueError: `positions` and `cu_seqlens` are both given, do not fit the tokens, skip positions, or start inside a document.
+    Raises ValueError: `positions` and `cu_seqlens` are both given, do not fit the tokens, skip positions, or start
+    inside a document.
     """
     queries, keys = q.size(2), k.size(2)
     if positions is not None and cu_seqlens is not None:
@@ -332,7 +354,8 @@ def make_layout(
     if positions.size(1) != queries or queries != keys or (positions[:, 0] != 0).any():
         name = "positions" if cu_seqlens is None else "positions by cu_seqlens"
         raise ValueError(
-            f"{name} {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a document"
+            f"{name} {tuple(positions.shape)} are not those of {queries} queries and {keys} keys that begin with a "
+            "document"
         )
     if ((positions[:, 1:] != 0) & (positions.diff() != 1)).any():
         raise ValueError(

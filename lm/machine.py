@@ -1,4 +1,6 @@
-"""Resources of this machine (cores, compiler, memory) for this process; identifiers of the machine and of its live processes."""
+"""Resources of this machine (cores, compiler, memory) for this process; identifiers of the machine and of its live
+processes.
+"""
 
 import ctypes
 import gc
@@ -24,7 +26,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on (taskset, a job's cpuset), at most SLURM_CPUS_PER_TASK if this is set."""
+    """Return the number of cores that this process may run on (taskset, a job's cpuset), at most SLURM_CPUS_PER_TASK if
+    this is set.
+    """
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(KeyError, ValueError):
         n_cores = min(n_cores, max(1, int(os.environ["SLURM_CPUS_PER_TASK"])))
@@ -32,7 +36,9 @@ def usable_cores() -> int:
 
 
 def threads_per_process(processes: int) -> int:
-    """Return the number of torch threads for each of `processes` processes: an equal part of the cores, at most OMP_NUM_THREADS if set."""
+    """Return the number of torch threads for each of `processes` processes: an equal part of the cores, at most
+    OMP_NUM_THREADS if set.
+    """
     n_threads = max(1, usable_cores() // processes)
     with suppress(KeyError, ValueError):
         n_threads = min(n_threads, max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0])))
@@ -49,19 +55,24 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_flags() -> list[str]:
-    """Return the names of this CPU's instruction sets, e.g. avx2, as /proc/cpuinfo lists them; [] if they are unknown."""
+    """Return the names of this CPU's instruction sets, e.g. avx2, as /proc/cpuinfo lists them; [] if they are
+    unknown.
+    """
     return (_cpuinfo().get("flags") or _cpuinfo().get("Features", "")).split()
 
 
 def cpp_compiler() -> str | None:
-    """Return the path of the C++ compiler: the one that $CXX names (default g++), or else clang++; None if neither is found."""
+    """Return the path of the C++ compiler: the one that $CXX names (default g++), or else clang++; None if neither is
+    found.
+    """
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def compiled_code_folder() -> Path | None:
     """Return the cache folder for code compiled for this CPU, which later processes reuse; None if it is not writable.
 
-    The folder is `lm/compiled-HASH` in XDG_CACHE_HOME or `~/.cache`; HASH identifies the CPU, as machines may share a home folder.
+    The folder is `lm/compiled-HASH` in XDG_CACHE_HOME or `~/.cache`; HASH identifies the CPU, as machines may share a
+    home folder.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
         cpu = [
@@ -91,8 +102,8 @@ def peak_process_bytes() -> int:
 def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep freed memory of tensors in this process, for the tensors of the next step.
 
-    By default glibc returns blocks of some MiB to the system, and getting new pages takes up to a quarter of a small step's time. With
-    another C library, or if the user has set malloc's options, nothing changes.
+    By default glibc returns blocks of some MiB to the system, and getting new pages takes up to a quarter of a small
+    step's time. With another C library, or if the user has set malloc's options, nothing changes.
     """
     if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"}:
         return
@@ -104,8 +115,8 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A context that turns Python's garbage collector off, then restores its state. It makes imports of large packages faster: the
-    collector would scan their objects many times and free nothing."""
+    """A context that turns Python's garbage collector off, then restores its state. It makes imports of large packages
+    faster: the collector would scan their objects many times and free nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -116,7 +127,9 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def this_machine() -> str:
-    """Identify this machine: return the host name, and on Linux also the boot id and the PID namespace (each container has its own)."""
+    """Identify this machine: return the host name, and on Linux also the boot id and the PID namespace (each container
+    has its own).
+    """
     identifiers = [socket.gethostname()]
     with suppress(OSError):
         identifiers += [
@@ -127,8 +140,8 @@ def this_machine() -> str:
 
 
 def process_start(pid: int) -> str:
-    """Return the start time of process `pid`, which tells it from a later process with the same id; empty if the process has ended. On
-    systems without /proc, return `alive` for a live process."""
+    """Return the start time of process `pid`, which tells it from a later process with the same id; empty if the
+    process has ended. On systems without /proc, return `alive` for a live process."""
     try:
         state, *fields = (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -149,9 +162,11 @@ def process_start(pid: int) -> str:
 
 
 def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the environment variables for an `lm` child process; on Linux they make the child stop when this process ends in any way.
+    """Return the environment variables for an `lm` child process; on Linux they make the child stop when this process
+    ends in any way.
 
-    gpus: the GPUs that the child sees, as CUDA_VISIBLE_DEVICES names them; with None it sees all GPUs that this process sees.
+    gpus: the GPUs that the child sees, as CUDA_VISIBLE_DEVICES names them; with None it sees all GPUs that this process
+    sees.
     """
     gpu_variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return {**os.environ, **gpu_variables, _PARENT_VARIABLE: str(os.getpid())}
@@ -160,8 +175,8 @@ def child_environment(gpus: Sequence[str] | None = None) -> dict[str, str]:
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
     """Make Linux send this process the signal `number` when the parent that started it with `child_environment` ends.
 
-    If the parent has ended already, exit. The child requests the signal itself, since code between fork and exec (`preexec_fn`) may wait
-    forever for a lock that another thread held.
+    If the parent has ended already, exit. The child requests the signal itself, since code between fork and exec
+    (`preexec_fn`) may wait forever for a lock that another thread held.
     """
     parent = os.environ.pop(_PARENT_VARIABLE, "")
     if parent and sys.platform == "linux":

@@ -1,10 +1,13 @@
-"""Plugins: third-party classes ("code from outside" in messages), named as `package.module:Class` or by an installed entry point.
+"""Plugins: third-party classes ("code from outside" in messages), named as `package.module:Class` or by an installed
+entry point.
 
-Modules of lm declare the kinds of plugins, each a `Kind`: normalizers, optimizers, sources of text, synthetic tasks, evaluations.
+Modules of lm declare the kinds of plugins, each a `Kind`: normalizers, optimizers, sources of text, synthetic tasks,
+evaluations.
 
-A plugin is imported only if the user named it, in a configuration or on the command line of this process (`Plugins.trusted`), or
-allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run folder or export names is imported only if its package is
-allowed. docs/normalizers-own.md and docs/extending.md describe the requirements on a plugin.
+A plugin is imported only if the user named it, in a configuration or on the command line of this process
+(`Plugins.trusted`), or allowed its package (`Plugins.allow`). A plugin that only a checkpoint, run folder or export
+names is imported only if its package is allowed. docs/normalizers-own.md and docs/extending.md describe the
+requirements on a plugin.
 """
 
 import importlib
@@ -24,7 +27,9 @@ from lm.schema import Unavailable
 
 @dataclass(frozen=True)
 class Kind:
-    """Describes one kind of plugins, such as optimizers: how they are declared and named, what they must define, and how to check them."""
+    """Describes one kind of plugins, such as optimizers: how they are declared and named, what they must define, and
+    how to check them.
+    """
 
     group: str  # the entry-point group in which packages declare such plugins
     noun: str  # what error texts call a plugin of this kind, e.g. `optimizer`
@@ -34,11 +39,15 @@ class Kind:
     check: str = "check-extension"  # the command of `lm` that checks a plugin
 
     def command(self, name: str) -> str:
-        """Return the command line that checks the plugin `name` of this kind, such as `lm check-extension optimizer NAME`."""
+        """Return the command line that checks the plugin `name` of this kind, such as `lm check-extension optimizer
+        NAME`.
+        """
         return f"lm {self.check} {name}" if self.check != "check-extension" else f"lm {self.check} {self.noun} {name}"
 
     def options(self, plugin_class: type) -> type:
-        """Return the dataclass of a plugin's options, often the class itself. Raises Unavailable: the class is no plugin of this kind."""
+        """Return the dataclass of a plugin's options, often the class itself. Raises Unavailable: the class is no
+        plugin of this kind.
+        """
         if not (isinstance(plugin_class, type) and issubclass(plugin_class, self.base) and is_dataclass(plugin_class)):
             base_name = f"{self.base.__module__}.{self.base.__name__}"
             raise Unavailable(f"is no {self.noun}: no dataclass that is a subclass of {base_name}", f"see {self.page}")
@@ -59,7 +68,9 @@ class Plugin(NamedTuple):
 
 
 class Plugins:
-    """Imports plugins. An instance holds the packages that `allow` permits and, by `package.module:Class`, the imported plugins."""
+    """Imports plugins. An instance holds the packages that `allow` permits and, by `package.module:Class`, the imported
+    plugins.
+    """
 
     def __init__(self) -> None:
         self._allowed_packages: set[str] = set()
@@ -70,7 +81,9 @@ class Plugins:
         )  # (entry-point group, built-in name) that `note_hidden` has looked up
 
     def allow(self, packages: Iterable[str]) -> None:
-        """Permit that plugins in these packages (or modules) are imported if a checkpoint, run folder or export names them."""
+        """Permit that plugins in these packages (or modules) are imported if a checkpoint, run folder or export names
+        them.
+        """
         self._allowed_packages.update(packages)
 
     @contextmanager
@@ -83,7 +96,8 @@ class Plugins:
             self._is_trusting = was_trusting
 
     def options(self, name: str, kind: Kind) -> type:
-        """Return the options class of the plugin `name`, importing it if needed; the class's attribute `name` is `package.module:Class`.
+        """Return the options class of the plugin `name`, importing it if needed; the class's attribute `name` is
+        `package.module:Class`.
 
         Raises:
             KeyError: `name` is no `package.module:Class` and no entry point.
@@ -106,7 +120,9 @@ class Plugins:
         return self._plugins[reference].options
 
     def note_hidden(self, name: str, kind: Kind) -> None:
-        """Print once on stderr that the user's `name` selects a class of lm, if an installed entry point has this name, too."""
+        """Print once on stderr that the user's `name` selects a class of lm, if an installed entry point has this name,
+        too.
+        """
         if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
         self._noted_names.add((kind.group, name))
@@ -122,11 +138,14 @@ class Plugins:
         return {name: self._plugins[name].version for name in names if name in self._plugins}
 
     def code(self, names: Iterable[str]) -> dict[str, str]:
-        """Return {name: digest of the package's source code (`Plugin.code_digest`)} of the imported plugins among `names`."""
+        """Return {name: digest of the package's source code (`Plugin.code_digest`)} of the imported plugins among
+        `names`.
+        """
         return {name: self._plugins[name].code_digest for name in names if name in self._plugins}
 
     def failure(self, error: BaseException) -> tuple[str, str]:
-        """Return two texts: the plugin, function, file and line that raised `error`, and the command that checks this plugin.
+        """Return two texts: the plugin, function, file and line that raised `error`, and the command that checks this
+        plugin.
 
         Both texts are empty if no plugin's code is in the error's traceback.
         """
@@ -148,7 +167,9 @@ PLUGINS = Plugins()  # one for the whole process, as imports are
 
 
 class Registry(dict[str, type]):
-    """A registry {name: options class} of lm's classes and plugins of one kind. A lookup imports a plugin; iteration leaves plugins out."""
+    """A registry {name: options class} of lm's classes and plugins of one kind. A lookup imports a plugin; iteration
+    leaves plugins out.
+    """
 
     def __init__(self, kind: Kind, options: Mapping[str, type]):
         super().__init__(options)
@@ -207,7 +228,8 @@ def _version_of(reference: str, plugin_class: type) -> str:
 def _distribution_of(package: str) -> str:
     """Return the name and version of the distribution that installed a package; empty if no distribution did.
 
-    `importlib.metadata.packages_distributions` would take ten times as long, as it parses the file lists of all distributions.
+    `importlib.metadata.packages_distributions` would take ten times as long, as it parses the file lists of all
+    distributions.
     """
     for distribution in metadata.distributions():
         packages = (distribution.read_text("top_level.txt") or "").split()

@@ -14,7 +14,8 @@ LINES_PER_RUN = 20  # approximate number of progress lines in a training run
 class Progress:
     """Shows messages and progress on stderr.
 
-    mode: `auto` shows bars on a terminal and lines elsewhere; `bar` shows bars everywhere, `lines` shows lines, `none` shows nothing.
+    mode: `auto` shows bars on a terminal and lines elsewhere; `bar` shows bars everywhere, `lines` shows lines, `none`
+    shows nothing.
     """
 
     def __init__(self, mode: str = "auto"):
@@ -29,8 +30,9 @@ class Progress:
     def bar(
         self, name: str, total: int | None, n_done: int = 0, *columns: progress.ProgressColumn
     ) -> Iterator[Callable[..., None]]:
-        """A context that shows a progress bar, unless `mode` asks for lines or silence. Yields a function f(units, text=...) that adds
-        newly done units, e.g. bytes, and sets `text`, a field of the bar that one of `columns` may show.
+        """A context that shows a progress bar, unless `mode` asks for lines or silence. Yields a function f(units,
+        text=...) that adds newly done units, e.g. bytes, and sets `text`, a field of the bar that one of `columns` may
+        show.
 
         Args:
             total, n_done: number of units in all (None if unknown), and number of units that were done before.
@@ -50,8 +52,8 @@ class Progress:
 
     @contextmanager
     def bytes(self, name: str, total: int | None, n_done: int = 0) -> Iterator[Callable[[int], None]]:
-        """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before. Yields a function
-        f(n_bytes) that adds newly done bytes."""
+        """A context that shows progress over `total` bytes (None if unknown), of which `n_done` were done before.
+        Yields a function f(n_bytes) that adds newly done bytes."""
         if self.prints_lines:
             self.say(
                 f"{name}: {total:,} bytes" + (f", {n_done:,} of them done before" if n_done else "") if total else name
@@ -86,8 +88,8 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Shows the progress of a training run in steps, with loss, speed and remaining time. Lines, where they replace the bar, are printed at
-    each twentieth of the run."""
+    """Shows the progress of a training run in steps, with loss, speed and remaining time. Lines, where they replace the
+    bar, are printed at each twentieth of the run."""
 
     def __init__(self, mode: str, max_steps: int):
         super().__init__(mode)
@@ -110,7 +112,8 @@ class StepProgress(Progress):
             self.next_line = (step // self.steps_per_line + 1) * self.steps_per_line
             seconds = (time.perf_counter() - self.start_time) / (step - self.first_step) * (self.max_steps - step)
             remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-            # The first step includes warm-up work: a remaining time estimated from it alone would be many times too long.
+            # The first step includes warm-up work: a remaining time estimated from it alone would be many times too
+            # long.
             self.say(
                 f"step {step}/{self.max_steps}  {text['text']}" + (step > self.first_step + 1) * f"  ETA {remaining}"
             )

@@ -1,10 +1,11 @@
-"""Dataclasses as configuration schemas: built with strict checks from plain data (values, lists and maps, as in YAML), and documented.
+"""Dataclasses as configuration schemas: built with strict checks from plain data (values, lists and maps, as in YAML),
+and documented.
 
-A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested dataclass), `optional`
-(a nested dataclass or null) or `sections` (a list of nested dataclasses). A field made by `variant` holds a block (a map of keys) whose
-`name` picks one of several dataclasses. A field made by `variants` holds a list or a map of such blocks. A field's metadata describe
-its content: values within `limits`, blocks of one `schema`, or blocks of a `table` {name: schema}. `many` is list or dict if the field
-holds several blocks.
+A schema is a dataclass whose fields are made with functions of this module: `key` (a value), `section` (a nested
+dataclass), `optional` (a nested dataclass or null) or `sections` (a list of nested dataclasses). A field made by
+`variant` holds a block (a map of keys) whose `name` picks one of several dataclasses. A field made by `variants` holds
+a list or a map of such blocks. A field's metadata describe its content: values within `limits`, blocks of one `schema`,
+or blocks of a `table` {name: schema}. `many` is list or dict if the field holds several blocks.
 `build` checks plain data against a schema and collects every problem instead of stopping at the first.
 """
 
@@ -26,7 +27,9 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 @functools.cache  # each configuration needs the fields of a class many times
 def fields(schema: type) -> tuple[dataclasses.Field, ...]:
-    """Return a dataclass's fields, whose `type` is a type, not text, even under `from __future__ import annotations`."""
+    """Return a dataclass's fields, whose `type` is a type, not text, even under `from __future__ import
+    annotations`.
+    """
     specs = dataclasses.fields(schema)
     if any(isinstance(spec.type, str) for spec in specs):
         hints = typing.get_type_hints(schema)
@@ -37,7 +40,9 @@ def fields(schema: type) -> tuple[dataclasses.Field, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number or of each number in a list or map; None means no bound."""
+    """Inclusive (`ge`, `le`) and exclusive (`gt`, `lt`) bounds of a number or of each number in a list or map; None
+    means no bound.
+    """
 
     gt: float | None = None
     ge: float | None = None
@@ -60,14 +65,16 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 
 @dataclass(frozen=True)
 class Effect:
-    """Describes a configuration key: what it affects, whether a resumed run may change it, and the commands in which it acts."""
+    """Describes a configuration key: what it affects, whether a resumed run may change it, and the commands in which it
+    acts.
+    """
 
-    # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random numbers of training;
-    # `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is measured; `label`: how a run is named,
-    # stored and displayed
+    # `model`: the function that trained weights define; `training`: the weights that are learned; `seed`: the random
+    # numbers of training; `numerics`: results up to rounding; `execution`: where and how fast; `evaluation`: what is
+    # measured; `label`: how a run is named, stored and displayed
     affects: str = "training"
-    # whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come; `branch`: no, but a
-    # new run that branches from it (`branch_from`) may
+    # whether a resumed run may have another value: `same`: no; `free`: yes; `ahead`: for steps that are still to come;
+    # `branch`: no, but a new run that branches from it (`branch_from`) may
     on_resume: str = "same"
     acts_in: tuple[str, ...] = (
         "train",
@@ -75,7 +82,9 @@ class Effect:
 
 
 class DeclaredEffect(typing.TypedDict, total=False):
-    """The entries of an `Effect` that a field declares; a field inherits the other entries from the block that contains it."""
+    """The entries of an `Effect` that a field declares; a field inherits the other entries from the block that contains
+    it.
+    """
 
     affects: typing.Literal["model", "training", "seed", "numerics", "execution", "evaluation", "label"]
     on_resume: typing.Literal["same", "free", "ahead", "branch"]
@@ -83,10 +92,11 @@ class DeclaredEffect(typing.TypedDict, total=False):
 
 
 def key(default, help: str, effect: DeclaredEffect | None = None, *, omit_default: bool = False, **limits: float):
-    """Make a dataclass field for a configuration key with a default, a one-line description, an effect and bounds (`gt ge lt le`).
+    """Make a dataclass field for a configuration key with a default, a one-line description, an effect and bounds (`gt
+    ge lt le`).
 
-    omit_default: `to_plain` leaves the key out while it has its default value. Use this for a new key in an existing block: the hashes
-    of existing runs' configurations and arms then stay the same.
+    omit_default: `to_plain` leaves the key out while it has its default value. Use this for a new key in an existing
+    block: the hashes of existing runs' configurations and arms then stay the same.
     """
     metadata = {"help": help, "effect": effect, "limits": Limits(**limits), "omit_default": omit_default}
     if isinstance(default, list | dict):
@@ -131,8 +141,8 @@ def variant(
 
 
 def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_default: bool = False):
-    """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block}; empty by default.
-    `omit_default` means what it means in `key`."""
+    """Make a field for a list of blocks as in `variant`, or, if `many` is dict, for {name chosen by the user: block};
+    empty by default. `omit_default` means what it means in `key`."""
     metadata = {"help": help, "effect": None, "table": table, "many": many, "omit_default": omit_default}
     return field(default_factory=many, metadata=metadata)
 
@@ -140,8 +150,9 @@ def variants(table: Mapping[str, type], help: str, *, many: type = list, omit_de
 def effect(schema: type, path: str) -> Effect | None:
     """Return the effect of the key at the dotted `path`, e.g. `a.b` or `a[0].b`; None if `schema` has no such key.
 
-    A path that continues into a key's plain data gives the key's effect. A plugin's option, unknown to `schema`, has its block's effect.
-    If a field declares `affects` without `on_resume`, then `on_resume` is `same` for model, training and seed, else `free`.
+    A path that continues into a key's plain data gives the key's effect. A plugin's option, unknown to `schema`, has
+    its block's effect. If a field declares `affects` without `on_resume`, then `on_resume` is `same` for model,
+    training and seed, else `free`.
     """
     specs, declared = _fields_at(schema, path), {}
     for spec in specs:
@@ -153,8 +164,8 @@ def effect(schema: type, path: str) -> Effect | None:
 
 
 def _fields_at(schema: type, path: str) -> list[dataclasses.Field]:
-    """Return the fields along a dotted path, the outermost first. They end at a field of plain data, or at a block of a table (`variant`)
-    if no dataclass in the table has the path's next name. Returns [] if `schema` has no such key.
+    """Return the fields along a dotted path, the outermost first. They end at a field of plain data, or at a block of a
+    table (`variant`) if no dataclass in the table has the path's next name. Returns [] if `schema` has no such key.
     """
     specs, blocks, has_table = [], [schema], False
     for name in path.split("."):
@@ -181,19 +192,23 @@ def block_of(spec: dataclasses.Field) -> type | None:
 
 
 def key_field(schema: type, path: str) -> dataclasses.Field | None:
-    """Return the dataclass field that declares the key at the dotted `path`. None if there is no such key, or if `path` leads into a
-    key's plain data."""
+    """Return the dataclass field that declares the key at the dotted `path`. None if there is no such key, or if `path`
+    leads into a key's plain data."""
     specs = _fields_at(schema, path)
     return specs[-1] if len(specs) == path.count(".") + 1 else None
 
 
 def _field_named(schema: type, name: str) -> dataclasses.Field | None:
-    """Return the field called `name`, without a list index at its end (`phases[1]` gives `phases`); None if there is no such field."""
+    """Return the field called `name`, without a list index at its end (`phases[1]` gives `phases`); None if there is no
+    such field.
+    """
     return next((spec for spec in fields(schema) if spec.name == name.partition("[")[0]), None)
 
 
 class Unavailable(KeyError):
-    """Raised if a block's `name` refers to a plugin that may not be imported, can't be imported or is invalid; holds reason and remedy."""
+    """Raised if a block's `name` refers to a plugin that may not be imported, can't be imported or is invalid; holds
+    reason and remedy.
+    """
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(reason)
@@ -201,8 +216,10 @@ class Unavailable(KeyError):
 
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
-    """Return advice on an unknown `word`, for an error message: the most similar of `names`, or else all of them, or, if there are none,
-    how to name a plugin. If `names` is a `Registry` of lm.plugins, the installed plugins are among them."""
+    """Return advice on an unknown `word`, for an error message: the most similar of `names`, or else all of them, or,
+    if there are none, how to name a plugin. If `names` is a `Registry` of lm.plugins, the installed plugins are among
+    them.
+    """
     names = [*names, *getattr(names, "installed", tuple)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:
@@ -211,10 +228,11 @@ def suggest(word: str, names: typing.Iterable[str]) -> str:
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
-    """Return an instance of `schema` made from plain `data`; append the problems found in `data`, such as unknown keys, to `problems`.
+    """Return an instance of `schema` made from plain `data`; append the problems found in `data`, such as unknown keys,
+    to `problems`.
 
-    table: the {name: dataclass} from which a block's `name` selected `schema`; if others of these dataclasses have an unknown key, the
-    remedy names them.
+    table: the {name: dataclass} from which a block's `name` selected `schema`; if others of these dataclasses have an
+    unknown key, the remedy names them.
     """
     if not isinstance(data, Mapping):
         problems.append(
@@ -307,7 +325,9 @@ def map_values(value: Plain, change: Callable[[Plain], Plain]) -> Plain:
 
 
 def is_block(value: Plain) -> bool:
-    """Return whether `value` may be a block: a map with texts as keys. A map whose keys are data, such as numbers, is no block."""
+    """Return whether `value` may be a block: a map with texts as keys. A map whose keys are data, such as numbers, is
+    no block.
+    """
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -334,12 +354,13 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
 
 
 def build_named(table: Mapping[str, type], value: Plain, path: str, default: str | None = None):
-    """Return the dataclass instance that `value`, a name or a block with a `name`, selects from `table`. `path` is the path of `value` in
-    errors.
+    """Return the dataclass instance that `value`, a name or a block with a `name`, selects from `table`. `path` is the
+    path of `value` in errors.
 
     default: the name for a block without a name; if None, each block must have a name.
 
-    Raises ConfigError: all problems of single keys in one message; if there are none, all problems that the block reports itself.
+    Raises ConfigError: all problems of single keys in one message; if there are none, all problems that the block
+    reports itself.
     """
     problems: list[Problem] = []
     block = _build_variant(table, default, value, path, problems)
@@ -349,7 +370,9 @@ def build_named(table: Mapping[str, type], value: Plain, path: str, default: str
 
 
 def convert(hint: type, value: Plain):
-    """Return `value` as type `hint` (only int becomes float); MISSING if types differ, an int exceeds 64 bits, or a float isn't finite."""
+    """Return `value` as type `hint` (only int becomes float); MISSING if types differ, an int exceeds 64 bits, or a
+    float isn't finite.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return next((v for v in (convert(arg, value) for arg in args) if v is not MISSING), MISSING)
@@ -396,7 +419,9 @@ def type_name(hint: type) -> str:
 
 
 def _type_remedy(hint: type, value: Plain, meaning: str) -> str:
-    """Return the remedy for a value of the wrong type; for true or false in place of a text, return `meaning`, the key's description."""
+    """Return the remedy for a value of the wrong type; for true or false in place of a text, return `meaning`, the
+    key's description.
+    """
     literals = _literals(hint)
     unknown_texts = [
         item
@@ -434,7 +459,8 @@ def _literals(hint: type) -> tuple:
 def cross_key_problems(block, path: str = "") -> list[Problem]:
     """Return the problems that the `problems` methods of `block` and of all blocks in it report, with full key paths.
 
-    A block with rules that concern several keys has a method `problems() -> list[Problem]`; its key paths are relative to the block.
+    A block with rules that concern several keys has a method `problems() -> list[Problem]`; its key paths are relative
+    to the block.
     """
     problems = [
         dataclasses.replace(problem, path=_join_path(path, problem.path))
@@ -459,8 +485,10 @@ def cross_key_problems(block, path: str = "") -> list[Problem]:
 
 
 def to_plain(config, whole: bool = False) -> dict[str, Plain]:
-    """Return `config` as nested plain data for `build`. A block of a dataclass with a `name` that selects it has this `name` as a key. Keys
-    made with `omit_default` are left out while they have their default, unless `whole` is true."""
+    """Return `config` as nested plain data for `build`. A block of a dataclass with a `name` that selects it has this
+    `name` as a key. Keys made with `omit_default` are left out while they have their default, unless `whole` is
+    true.
+    """
     specs = fields(type(config))
     plain = {"name": config.name} if hasattr(config, "name") and all(spec.name != "name" for spec in specs) else {}
     values = {spec.name: getattr(config, spec.name) for spec in specs}
@@ -502,7 +530,9 @@ def flatten(plain: Plain, path: str = "") -> dict[str, Plain]:
 def reference(
     schema: type, path: str = "", described_options: set[type] | None = None
 ) -> list[tuple[str, str, str, str]]:
-    """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass of a table is described once."""
+    """Return rows (key path, type, default, description) of the keys of `schema`, in order; each dataclass of a table
+    is described once.
+    """
     rows = []
     described_options = set() if described_options is None else described_options
     for spec in fields(schema):

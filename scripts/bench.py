@@ -3,14 +3,20 @@
 python scripts/bench.py normalizers             step time of every normalizer over softmax's
 python scripts/bench.py optimizers              step time of every optimizer over AdamW's, each as a run builds it
 python scripts/bench.py compile                 fp32 and bf16, eager and compiled
-python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense definition over SDPA
+python scripts/bench.py kernels                 attention alone, forward and backward: each kernel and its dense
+                                                definition over SDPA
 python scripts/bench.py memory                  peak memory of the same at 16,384 tokens, each in a process of its own
-python scripts/bench.py documents               step time where documents of one size or of many don't see each other, over packed
-python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory beyond the model's
-python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the models'
+python scripts/bench.py documents               step time where documents of one size or of many don't see each other,
+                                                over packed
+python scripts/bench.py long                    loss by position of one sequence of 131,072 tokens: seconds, and memory
+                                                beyond the model's
+python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the
+                                                models'
 python scripts/bench.py dynamics                what log.dynamics logs at a logged step, over a training step
-python scripts/bench.py overhead                a step of lm train over that of a bare loop; of which run: bench_overhead.py
-python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its own options: --help
+python scripts/bench.py overhead                a step of lm train over that of a bare loop; of which run:
+                                                bench_overhead.py
+python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its
+                                                own options: --help
 """
 
 import argparse
@@ -130,7 +136,9 @@ def normalizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> 
 
 
 def optimizer_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """A step with every optimizer's defaults, with AdamW twice: the second shows the noise; and what each takes for the update alone."""
+    """A step with every optimizer's defaults, with AdamW twice: the second shows the noise; and what each takes for the
+    update alone.
+    """
     options = {
         "adamw": AdamW(),
         "adamw again": AdamW(),
@@ -241,7 +249,9 @@ def memory_of(arguments: argparse.Namespace) -> None:
 
 
 def document_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """Sequences packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same tokens."""
+    """Sequences packed, and cut into documents, of one size or of sizes from 16 on, that don't see each other; the same
+    tokens.
+    """
     decoder, tokens = fresh(arguments), sequences[:, :-1].numel()
 
     def side(positions: torch.Tensor | None) -> Step:
@@ -282,13 +292,17 @@ def measure_long(arguments: argparse.Namespace) -> None:
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_process_bytes()
     print(
-        f"{arguments.normalizer}, {arguments.seq_len:,} tokens, {sum(p.numel() for p in decoder.parameters()) / 1e6:.1f} M parameters, "
-        f"{device.precision}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
+        f"{arguments.normalizer}, {arguments.seq_len:,} tokens, "
+        f"{sum(p.numel() for p in decoder.parameters()) / 1e6:.1f} M parameters, "
+        f"{device.precision}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak memory "
+        f"+{(peak - before) / 2**20:,.0f} MiB"
     )
 
 
 def dynamics_sides(arguments: argparse.Namespace, sequences: torch.Tensor) -> tuple[dict[str, Step], str]:
-    """A training step, and beside it what each of `log.dynamics` adds to a logged one; largest scores of two sequences."""
+    """A training step, and beside it what each of `log.dynamics` adds to a logged one; largest scores of two
+    sequences.
+    """
     decoder, step = fresh(arguments, normalizer=SSMax()), made(arguments, sequences, normalizer=SSMax())
     batch, device = Batch.of(sequences), Device(sequences.device, arguments.bf16)
     with device.autocast():
@@ -313,7 +327,9 @@ LENGTHS = {"kernels": 2048, "memory": 16384, "memory-of": 16384, "long": 131072,
 
 
 def measure_diagnostics(arguments: argparse.Namespace) -> None:
-    """Seconds, and peak memory beyond the models, of all statistics of attention, with the untrained model's and of shuffled scores."""
+    """Seconds, and peak memory beyond the models, of all statistics of attention, with the untrained model's and of
+    shuffled scores.
+    """
     device = Device(torch.device(arguments.device), bf16=False)
     config = DiagnosticsConfig(sequences=arguments.sequences, statistics=arguments.statistics)
     options = shape(arguments, normalizer=catalogue.SINGLE[arguments.normalizer]())
@@ -324,7 +340,8 @@ def measure_diagnostics(arguments: argparse.Namespace) -> None:
     statistics_of(*models, HeldOut(tokens, np.ones(arguments.vocab_size, np.float32)), config, device)
     seconds, peak = time.perf_counter() - start, peak_process_bytes()
     print(
-        f"{', '.join(config.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of {arguments.seq_len:,} tokens, "
+        f"{', '.join(config.statistics)}: {arguments.normalizer}, {arguments.sequences} sequences of "
+        f"{arguments.seq_len:,} tokens, "
         f"{config.queries} queries each, {sum(p.numel() for p in models[0].parameters()) / 1e6:.1f} M parameters, "
         f"{torch.get_num_threads()} threads: {seconds:.1f} s, peak memory +{(peak - before) / 2**20:,.0f} MiB"
     )

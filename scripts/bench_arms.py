@@ -1,8 +1,10 @@
-"""What a training step of each arm of an experiment takes: python scripts/bench_arms.py FILE [--rounds 15] [--threads 1]
+"""What a training step of each arm of an experiment takes: python scripts/bench_arms.py FILE [--rounds 15] [--threads
+1]
 
-Steps are a run's own, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms' steps are interleaved,
-and the baseline's are timed twice: the second side shows the noise. results/NAME/costs.csv gets the seconds of every step, and the bytes
-of all tensors at its peak, which are counted without numbers, as the banner of a run does.
+Steps are a run's own, with its model, micro-batches, clipping and optimizer, in fp32, over random tokens. The arms'
+steps are interleaved, and the baseline's are timed twice: the second side shows the noise. results/NAME/costs.csv gets
+the seconds of every step, and the bytes of all tensors at its peak, which are counted without numbers, as the banner of
+a run does.
 """
 
 import argparse

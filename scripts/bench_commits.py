@@ -1,9 +1,12 @@
-"""A training step of two commits, interleaved in one run: each commit in a process of its own, from a checkout of its own.
+"""A training step of two commits, interleaved in one run: each commit in a process of its own, from a checkout of its
+own.
 
 python scripts/bench_commits.py OLD [NEW]                              1.2 M parameters, softmax, one thread; NEW: HEAD
 python scripts/bench_commits.py OLD --normalizer ssmax --recipe modern the recipe of configs/recipes/modern.yaml
-python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --nanogpt PATH/model.py   GPT-2's choices, nanoGPT beside them
-python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --llama   transformers' Llama of equal shape under its Trainer beside them
+python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --nanogpt PATH/model.py   GPT-2's choices, nanoGPT beside
+                                                                                        them
+python scripts/bench_commits.py OLD --shape 13.9M --threads 2 --llama   transformers' Llama of equal shape under its
+                                                                        Trainer beside them
 """
 
 import argparse
@@ -39,8 +42,10 @@ except ImportError:
     pass
 if side.get("llama"):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-    sizes = dict(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width, intermediate_size=-(-8 * width // 192) * 64)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=256, attn_implementation="sdpa", **sizes))
+    sizes = dict(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=width,
+            intermediate_size=-(-8 * width // 192) * 64)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=256,
+            attn_implementation="sdpa", **sizes))
     class Timed(TrainerCallback):
         # A step for each line; the first three are not asked for.
         def on_step_begin(self, arguments, state, control, **_):
@@ -54,7 +59,8 @@ if side.get("llama"):
                 print(time.perf_counter() - self.started, flush=True)
     rows = [{"input_ids": row[:-1], "labels": row[:-1]} for row in given] * 10000
     arguments = TrainingArguments(
-        output_dir="trainer", use_cpu=True, bf16=True, max_steps=10000, per_device_train_batch_size=sequences, optim="adamw_torch_fused",
+        output_dir="trainer", use_cpu=True, bf16=True, max_steps=10000, per_device_train_batch_size=sequences,
+        optim="adamw_torch_fused",
         learning_rate=1e-4, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )
     Trainer(model, arguments, train_dataset=rows, callbacks=[Timed()]).train()
@@ -77,12 +83,14 @@ else:
     recipes = {
         "plain": {},
         "gpt2": dict(mlp="gelu", norm="layer", position=Learned(), bias=True, tied=True),
-        "modern": dict(mlp="relu2", qk_norm=True, out_init="zero", embedding_norm="rms", value_residual="first_layer", logit_softcap=15),
+        "modern": dict(mlp="relu2", qk_norm=True, out_init="zero", embedding_norm="rms", value_residual="first_layer",
+        logit_softcap=15),
     }
     normalizer = catalogue.SINGLE[side["normalizer"]]()
     config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, normalizer=normalizer, **recipes[side["recipe"]])
     model = Decoder(config, vocabulary, 256)
-    optimizer = make_optimizer(model, OptimConfig(optimizer=OPTIMIZERS["muon" if side["recipe"] == "modern" else "adamw"]()))
+    optimizer = make_optimizer(model,
+        OptimConfig(optimizer=OPTIMIZERS["muon" if side["recipe"] == "modern" else "adamw"]()))
     loss = lambda: model.loss(Batch.of(given)) / given[:, 1:].numel()
 
 def step():

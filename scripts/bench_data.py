@@ -43,7 +43,8 @@ while time.perf_counter() - first < 5:
 seconds = time.perf_counter() - first
 print(json.dumps({
     "open, s": opened - begin, "first batch, s": first - opened,
-    "memory after imports, MB": imported, "memory after the first batch, MB": after, "memory at the end, MB": memory("RssAnon"),
+    "memory after imports, MB": imported, "memory after the first batch, MB": after,
+    "memory at the end, MB": memory("RssAnon"),
     "peak RSS of start-up, MB": peak, "pages of the store mapped at the end, MB": memory("RssFile"),
     "sequences of 1,024 a second": steps * 64 / seconds, "tokens a second": steps * 65536 / seconds,
 }))
@@ -82,7 +83,9 @@ def made_up_folder(folder: Path, megabytes: int) -> None:
 
 
 def sparse_store(folder: Path, n_tokens: int) -> Path:
-    """A store of so many training tokens, all zero, in documents of 1,000: a real one whose shards are made larger by holes."""
+    """A store of so many training tokens, all zero, in documents of 1,000: a real one whose shards are made larger by
+    holes.
+    """
     texts = folder / "texts"
     texts.mkdir()
     for number in range(20):

@@ -1,8 +1,9 @@
 """What a run takes beyond its arithmetic: python scripts/bench.py overhead [FILE.yaml ... KEY=VALUE ...]
 
-A run as `lm train` makes it, with Lightning, data, the log of metrics and progress, and after each of its steps the same step in a bare
-loop over the same batch: forward, backward, clipping, update. Evaluations and checkpoints are left out. Arguments are configuration files
-and keys, by default 105 steps of the 14 M preset on the State of the Union messages with 4,096 tokens a step.
+A run as `lm train` makes it, with Lightning, data, the log of metrics and progress, and after each of its steps the
+same step in a bare loop over the same batch: forward, backward, clipping, update. Evaluations and checkpoints are left
+out. Arguments are configuration files and keys, by default 105 steps of the 14 M preset on the State of the Union
+messages with 4,096 tokens a step.
 """
 
 import copy
@@ -84,8 +85,8 @@ class Beside(L.Callback):
 
 
 def measured(arguments: list[str]) -> tuple[dict[str, list[float]], str, int]:
-    """Seconds a step of the bare loop and of the run, each the mean of `log.every` steps in a row, one of which is logged; the name of the
-    first; tokens a step."""
+    """Seconds a step of the bare loop and of the run, each the mean of `log.every` steps in a row, one of which is
+    logged; the name of the first; tokens a step."""
     callback, make_trainer = Beside(), fit.make_trainer
 
     def with_callback(*arguments: object) -> L.Trainer:

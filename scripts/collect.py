@@ -1,8 +1,8 @@
 """Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME [--add]
 
-A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand by position and
-by tokens seen, too, and of models that recall pairs what the head that answers gives at the training length. `--add` keeps the lines of
-other runs, such as seeds that another machine has trained.
+A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand
+by position and by tokens seen, too, and of models that recall pairs what the head that answers gives at the training
+length. `--add` keeps the lines of other runs, such as seeds that another machine has trained.
 """
 
 import argparse
@@ -18,7 +18,9 @@ KEYS = ["arm", "rate", "stage", "seed", "metric", "setting", "x"]
 
 
 def collect(folder: Path, name: str, add: bool = False) -> Path:
-    """Write results/NAME/seeds.csv from the runs below a folder; `add`: and keep its other runs. Raises LMError: there are none."""
+    """Write results/NAME/seeds.csv from the runs below a folder; `add`: and keep its other runs. Raises LMError: there
+    are none.
+    """
     lines = lm.results(folder, history=True)
     for run_folder, state in lines[lines.state != "finished"].groupby("folder").state.first().items():
         print(f"note: {run_folder}: {state}, left out", file=sys.stderr)
@@ -54,7 +56,8 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
         run, lines = keys[: keys.index("metric")], pd.read_csv(path, dtype={"value": str})
         if ("size" in keys) != ("size" in lines):
             raise SystemExit(
-                f"error: {path}: {'has no sizes' if 'size' in keys else 'has sizes'}, other than the runs below {folder}"
+                f"error: {path}: {'has no sizes' if 'size' in keys else 'has sizes'}, other than the runs below "
+                f"{folder}"
             )
         others = ~pd.MultiIndex.from_frame(lines[run]).isin(pd.MultiIndex.from_frame(sums[run]))
         sums = pd.concat([lines[others], sums])
@@ -63,7 +66,9 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
 
 
 def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """What the head that answers gives at the training length (docs/half-length.md): each number of each run that recalls pairs."""
+    """What the head that answers gives at the training length (docs/half-length.md): each number of each run that
+    recalls pairs.
+    """
     lines = lines[lines.metric == "mqar accuracy"]
     runs, length = lines.drop_duplicates("folder"), lines.x.min()
     if runs.empty:

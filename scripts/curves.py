@@ -1,8 +1,12 @@
-"""Training curves that a change of the code must keep: 20 steps of tiny models, of each kind of block, data and training.
+"""Training curves that a change of the code must keep: 20 steps of tiny models, of each kind of block, data and
+training.
 
-python scripts/curves.py                   compare with tests/curves.json, to a tolerance: other machines round otherwise
-python scripts/curves.py --write           write tests/curves.json; the commit says why they had to change, and what proves them right
-python scripts/curves.py --commits A [B]   both commits (B: HEAD) on this machine, each by its own copy of this script: equal to the bit
+python scripts/curves.py                   compare with tests/curves.json, to a tolerance: other machines round
+                                           otherwise
+python scripts/curves.py --write           write tests/curves.json; the commit says why they had to change, and what
+                                           proves them right
+python scripts/curves.py --commits A [B]   both commits (B: HEAD) on this machine, each by its own copy of this script:
+                                           equal to the bit
 
 Losses, gradient norms and validation losses are compared, as metrics.jsonl has them.
 """
@@ -31,12 +35,14 @@ LOOSER = {
 SYMBOLS = ["data.seq_len=64", "eval.recall.length_factors=[]"]
 CASES = {
     "softmax": [],
-    "ssmax with bias, no positions, QK-norm": ["model.normalizer={name: ssmax, bias: true}", "model.position=none", "model.qk_norm=true"],
+    "ssmax with bias, no positions, QK-norm": ["model.normalizer={name: ssmax, bias: true}", "model.position=none",
+        "model.qk_norm=true"],
     "GPT-2's choices": [
         "model.position=learned", "model.norm=layer", "model.mlp=gelu", "model.bias=true", "model.tied=true",
     ],
     "gated attention units, relu2": ["model.block=gau", "model.n_head=1", "model.normalizer=relu2"],
-    "gated attention units, relu2 over its sum": ["model.block=gau", "model.n_head=1", "model.normalizer={name: relu2, n: sum}"],
+    "gated attention units, relu2 over its sum": ["model.block=gau", "model.n_head=1",
+        "model.normalizer={name: relu2, n: sum}"],
     "layers": ["model.normalizer=[{name: window, size: 8}, forget, entmax15]", "model.n_layer=3"],
     "learned scales": ["model.normalizer=[qassmax, asentmax, sink, sigmoid]", "model.n_layer=4"],
     "bf16": ["model.normalizer=[ssmax, relu2, entmax15]", "model.n_layer=3", "trainer.precision=bf16-mixed"],
@@ -44,11 +50,14 @@ CASES = {
         "data.source={name: mixture, of: [{weight: 0.7, source: {name: files, paths: [CORPUS/a]}}, "
         "{weight: 0.3, source: {name: files, paths: [CORPUS/b]}}]}",
     ],
-    "isolated documents of several lengths": ["data.documents=isolate", "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"],
+    "isolated documents of several lengths": ["data.documents=isolate",
+        "data.lengths={name: mixed, weights: {8: 0.5, 32: 0.5}}"],
     "documents' lengths": ["data.lengths=documents"],
     "task": ["data.tasks=[{weight: 1, task: {name: mqar, keys: 16, values: 16, pairs: 4, queries: 4}}]", *SYMBOLS],
-    "micro-batches, dropout, WSD": ["trainer.micro_batch=2", "model.dropout=0.1", "optim.schedule={name: wsd, decay_fraction: 0.5}"],
-    "swap": ["phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: {name: ssmax, bias: true}, warmup_steps: 4}]"],
+    "micro-batches, dropout, WSD": ["trainer.micro_batch=2", "model.dropout=0.1",
+        "optim.schedule={name: wsd, decay_fraction: 0.5}"],
+    "swap": ["phases=[{until: 0.5, normalizer: softmax}, "
+        "{until: 1, normalizer: {name: ssmax, bias: true}, warmup_steps: 4}]"],
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""The experiment that SSMax was derived from (arXiv 2501.19399, sec. 2.1, Fig. 2): what a learned factor p_n on the logits is of n.
+"""The experiment that SSMax was derived from (arXiv 2501.19399, sec. 2.1, Fig. 2): what a learned factor p_n on the
+logits is of n.
 
-python scripts/fit_p_n.py runs/p_n [FOLDER]     # a run with model.normalizer=p_n; writes p_n.csv, p_n.json and p_n.png (docs/ssmax.md)
+python scripts/fit_p_n.py runs/p_n [FOLDER]     # a run with model.normalizer=p_n; writes p_n.csv, p_n.json and p_n.png
+                                                (docs/ssmax.md)
 """
 
 import json
@@ -42,8 +44,8 @@ class Fit:
 def fits(p: np.ndarray) -> dict[str, Fit]:
     """A constant, a line in ln n, and a power of n, of p_n (training length,) from n = 1 on.
 
-    The power is written (n^k - 1) / k, which is ln n at k = 0 and a line in n at k = 1: k says which of them p_n is nearest to.
-    All three stay as good if p_n is multiplied, or something is added to it.
+    The power is written (n^k - 1) / k, which is ln n at k = 0 and a line in n at k = 1: k says which of them p_n is
+    nearest to. All three stay as good if p_n is multiplied, or something is added to it.
     """
     n, p = np.arange(FIRST, len(p) + 1, dtype=float), p[FIRST - 1 :].astype(float)
 
@@ -82,7 +84,8 @@ def _fit(formula: str, parameters: dict[str, float], values: np.ndarray, p: np.n
 
 
 def by_head(s: np.ndarray, b: np.ndarray, line: Fit) -> list[dict[str, float]]:
-    """The factor s p_n + b of each layer and head as SSMax with a bias would have it, slope x ln n + intercept; s, b: (layers, heads).
+    """The factor s p_n + b of each layer and head as SSMax with a bias would have it, slope x ln n + intercept; s, b:
+    (layers, heads).
 
     These are determined, which a and b of p_n alone are not: a factor of p_n can stand in s, and a term in b.
     """
@@ -163,11 +166,13 @@ def main(arguments: list[str]) -> None:
     for fit in fits_by_name.values():
         values = ", ".join(f"{name} = {value:.4f}" for name, value in fit.parameters.items())
         print(
-            f"p_n / mean = {fit.formula}: {values}; R^2 = {fit.r2:.4f}, residuals {fit.rms:.3f} standard deviations of p_n"
+            f"p_n / mean = {fit.formula}: {values}; R^2 = {fit.r2:.4f}, residuals {fit.rms:.3f} standard deviations of "
+            "p_n"
         )
     slopes = np.array([head["slope"] for head in heads])
     print(
-        f"factor on the logits, {len(heads)} heads: slope in ln n {slopes.mean():.4f} on average, {slopes.min():.4f} to {slopes.max():.4f}"
+        f"factor on the logits, {len(heads)} heads: slope in ln n {slopes.mean():.4f} on average, {slopes.min():.4f} "
+        f"to {slopes.max():.4f}"
     )
     print(*contents, sep="\n")
 

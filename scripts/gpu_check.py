@@ -1,8 +1,10 @@
-"""What a GPU does with all of this: tests, kernels, speed, memory. One table, one JSON; exit status 1 if anything failed.
+"""What a GPU does with all of this: tests, kernels, speed, memory. One table, one JSON; exit status 1 if anything
+failed.
 
 bash scripts/gpu_check.sh [--out runs/gpu_check] [--only tests kernels ...]
 
-Four minutes on an H200 with 16 cores. Without a GPU every part runs at a tiny size on the CPU, to check the script itself.
+Four minutes on an H200 with 16 cores. Without a GPU every part runs at a tiny size on the CPU, to check the script
+itself.
 """
 
 import argparse
@@ -133,7 +135,9 @@ def tests(out: Path) -> list[Line]:
 
 
 def backends(out: Path) -> list[Line]:
-    """Which of SDPA's kernels each query-scale entry runs on, forward and backward, by the names that the profiler saw."""
+    """Which of SDPA's kernels each query-scale entry runs on, forward and backward, by the names that the profiler
+    saw.
+    """
     lines = []
     heads, length = (12, 1024) if ON_GPU else (2, 64)
     for name, option in catalogue.SINGLE.items():
@@ -207,7 +211,9 @@ def model(normalizer: str) -> ModelConfig:
 
 
 def train_steps(normalizer: str, length: int, compiled: bool) -> tuple[int, int, float, int]:
-    """Tokens of a step, FLOPs of a token, median seconds of a step (forward, backward, AdamW, bf16), peak memory in bytes."""
+    """Tokens of a step, FLOPs of a token, median seconds of a step (forward, backward, AdamW, bf16), peak memory in
+    bytes.
+    """
     step_tokens, vocab, rounds = (65536, 50304, 10) if ON_GPU else (64, 100, 1)
     decoder = Decoder(model(normalizer), vocab, length).to(DEVICE)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)

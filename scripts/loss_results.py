@@ -28,23 +28,28 @@ class Losses:
     Attributes:
         name: folder of results/.
         page: of docs/, that holds its tables.
-        labels: words for the lines of the table, by the beginning of the names of their arms, and after a comma what a setting changes of
-            the normalizer, such as `ssmax, n=fixed:753`.
+        labels: words for the lines of the table, by the beginning of the names of their arms, and after a comma what a
+            setting changes of the normalizer, such as `ssmax, n=fixed:753`.
         pairs: the lines that are compared, each with its baseline.
-        columns: words for the settings, each with the end of the names of its arms (if there is such an arm), the metric, the inference
-            setting and x.
+        columns: words for the settings, each with the end of the names of its arms (if there is such an arm), the
+            metric, the inference setting and x.
         deciding: the settings that are compared; all verdicts are one family.
-        tuned_on: the setting whose loss chose the rates. A verdict in another must hold at every rate that final seeds were trained at.
+        tuned_on: the setting whose loss chose the rates. A verdict in another must hold at every rate that final seeds
+            were trained at.
         matters: smallest difference of interest, in nats.
         size: whose runs they are; empty if there is one.
-        rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each setting.
-        length: training length, in tokens.
-        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed, in each deciding
+        rows: rows of the picture, by their titles: pairs whose difference is drawn by position, a panel for each
             setting.
-        counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss of any run.
+        length: training length, in tokens.
+        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each
+            seed, in each deciding setting.
+        counts_tokens: whether a table has the tokens that each arm, trained at one rate, took to the highest final loss
+            of any run.
         suffix: end of the name of its tables, where the experiment's accuracies have tables, too.
-        accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better; `matters` is a fraction.
-        ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture, too.
+        accuracy: whether the metric is an accuracy, shown in per cent, of which higher values are better; `matters` is
+            a fraction.
+        ranked: whether lines stand in the order of their losses in the setting that rates were tuned on, in a picture,
+            too.
         beside: columns of another experiment, by their headings: words for a line.
     """
 
@@ -92,7 +97,9 @@ class Losses:
         return sorted(self.labels, key=best.__getitem__) if best else [*self.labels]
 
     def by_rate(self, line: str, column: str) -> dict[float, np.ndarray]:
-        """The losses (seeds,) of a line in a setting by rate, first the rate that is best in the setting that rates were tuned on."""
+        """The losses (seeds,) of a line in a setting by rate, first the rate that is best in the setting that rates
+        were tuned on.
+        """
         tuned = self._runs(line, self.tuned_on)
         runs = self._runs(line, column)
         return {rate: runs[rate] for rate in sorted(runs, key=lambda rate: tuned[rate].mean())}
@@ -137,7 +144,9 @@ class Losses:
         return verdict_words(verdict, *self._scale)
 
     def tables(self) -> dict[str, str]:
-        """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are counted."""
+        """The tables of the page, by their places; verdicts only if something is decided, tokens only if they are
+        counted.
+        """
         tables = {self.place: self.table()} | (
             {f"{self.place} verdicts": self.verdict_table()} if self.deciding else {}
         )
@@ -145,7 +154,9 @@ class Losses:
         return tables | ({f"{self.place} tokens": self.token_table()} if self.counts_tokens else {})
 
     def table(self) -> str:
-        """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard deviation of seeds."""
+        """The table in Markdown: the mean loss of each line in each setting, at its best rate, with the standard
+        deviation of seeds.
+        """
         lines = [["", "learning rate", *self.columns, *self.beside, *self.costs]]
         for line in self.lines:
             cells = [next(iter(self.by_rate(line, column).values()), None) for column in self.columns]
@@ -161,9 +172,11 @@ class Losses:
 
     @cached_property
     def costs(self) -> dict[str, dict[str, str]]:
-        """Words for the costs of a training step, by their headings and by line; {} if scripts/bench_arms.py has not measured them.
+        """Words for the costs of a training step, by their headings and by line; {} if scripts/bench_arms.py has not
+        measured them.
 
-        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds; the baseline's is of its second side.
+        Steps are paired by round. Ratios are geometric means with a 95 % interval over rounds; the baseline's is of its
+        second side.
         """
         path, (baseline, *_) = RESULTS / self.name / "costs.csv", self.labels
         if not path.exists():
@@ -194,7 +207,9 @@ class Losses:
         return markdown(lines)
 
     def trend_table(self) -> str:
-        """The losses in the deciding settings by part of training, and their change (`committed_results.trend_table`), in Markdown."""
+        """The losses in the deciding settings by part of training, and their change (`committed_results.trend_table`),
+        in Markdown.
+        """
         by_part = {
             f"{name}, {column}": {part: next(iter(self.by_rate(arm, column).values())) for arm, part in arms.items()}
             for name, arms in self.trends.items()
@@ -203,8 +218,8 @@ class Losses:
         return trend_table(by_part, self.matters, False, lambda losses: f"{losses.mean():.3f}", 1, 3)
 
     def token_table(self) -> str:
-        """The tokens that each line took to the highest final loss of any run, and their factor with its 95 % interval over seeds, in
-        Markdown. Means are geometric."""
+        """The tokens that each line took to the highest final loss of any run, and their factor with its 95 % interval
+        over seeds, in Markdown. Means are geometric."""
         curves = self.data[self.data.metric == "val loss by tokens"].pivot(
             index=["arm", "seed"], columns="x", values="value"
         )
@@ -225,7 +240,8 @@ class Losses:
         return markdown(lines)
 
     def drawn(self) -> bytes | None:
-        """The picture, docs/PLACE.svg: the losses of ranked lines, or the differences of pairs by position; None without rows.
+        """The picture, docs/PLACE.svg: the losses of ranked lines, or the differences of pairs by position; None
+        without rows.
 
         Lines are means over seeds, bands their 95 % intervals at each position alone.
         """
@@ -282,7 +298,8 @@ class Losses:
             return saved(figure)
 
     def _overview(self) -> bytes:
-        """A row for each line, with its loss in each setting: dots are seeds, rings means, and broken lines the first label's means.
+        """A row for each line, with its loss in each setting: dots are seeds, rings means, and broken lines the first
+        label's means.
 
         A ring is filled where a verdict says that the difference is larger than `matters`.
         """
@@ -319,7 +336,9 @@ class Losses:
             return saved(figure)
 
     def _curves(self, line: str, column: str) -> pd.DataFrame:
-        """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the training length on."""
+        """The losses by position (positions, seeds) of a line in a setting at its best rate, from an eighth of the
+        training length on.
+        """
         _, metric, setting, _ = self.columns[column]
         (arm, setting), data = _place(line, setting), self.data[self.data.x >= self.length // 8]
         data = data[(data.metric == metric.removeprefix("mean ")) & (data.setting == setting)]
@@ -328,6 +347,8 @@ class Losses:
 
 
 def _place(line: str, setting: str) -> tuple[str, str]:
-    """The arm of a line of the table, and an inference setting together with what the line changes of the normalizer."""
+    """The arm of a line of the table, and an inference setting together with what the line changes of the
+    normalizer.
+    """
     arm, comma, change = line.partition(", ")
     return arm, setting + comma + change

@@ -1,4 +1,6 @@
-"""Needles by length and depth in docs/: accuracy under two settings of RoPE, heads' attention to the number, and the verdicts."""
+"""Needles by length and depth in docs/: accuracy under two settings of RoPE, heads' attention to the number, and the
+verdicts.
+"""
 
 import textwrap
 from dataclasses import dataclass
@@ -75,7 +77,9 @@ class NeedleDepths:
         return runs.groupby("seed").value.max().to_numpy()
 
     def tables(self) -> dict[str, str]:
-        """The table in Markdown: accuracy at the first depth, in per cent, heads' attention to the number, and the verdicts."""
+        """The table in Markdown: accuracy at the first depth, in per cent, heads' attention to the number, and the
+        verdicts.
+        """
         length = f"{self.lengths[-1]:,}"
         lines = [
             [

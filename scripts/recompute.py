@@ -1,8 +1,8 @@
 """Tables and pictures of docs/ from the committed results of every run: python scripts/recompute.py [--check]
 
-Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length; nothing is trained and
-torch is not needed. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of NAME -->`.
-`--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
+Everything comes from results/NAME/seeds.csv, which holds each run's mean by metric, inference setting and length;
+nothing is trained and torch is not needed. A table stands in its page between `<!-- results: NAME -->` and `<!-- end of
+NAME -->`. `--check` changes nothing, and exits with status 1 where a page or a picture is another than its data say.
 That file is written by scripts/collect.py.
 """
 
@@ -318,7 +318,8 @@ SHOWN = (
 )
 
 FIXED, (_, THETA) = "ssmax_fixed", EXTENDED
-HEADLINES = (  # rows of the table at the top of docs/results.md: what was measured, its page, the result's place, the verdict's key
+# rows of the table at the top of docs/results.md: what was measured, its page, the result's place, the verdict's key
+HEADLINES = (
     (
         "recall at 256 times, exploratory",
         "retrieval.md#the-control-at-tuned-rates",
@@ -426,7 +427,9 @@ def files() -> dict[Path, bytes]:
 
 
 def same(committed: bytes, content: bytes) -> bool:
-    """Whether a file is what its data say; of a picture that another release of matplotlib drew, its words are compared alone."""
+    """Whether a file is what its data say; of a picture that another release of matplotlib drew, its words are compared
+    alone.
+    """
     releases, words = (
         [re.findall(part, file) for file in (committed, content)]
         for part in (rb">(Matplotlib v.*?),", rb"<!-- (.*?) -->")

@@ -1,4 +1,6 @@
-"""The head of a run that answers recall of pairs: its numbers at the training length, and where the run's accuracy falls below one half."""
+"""The head of a run that answers recall of pairs: its numbers at the training length, and where the run's accuracy
+falls below one half.
+"""
 
 from bisect import bisect
 from pathlib import Path
@@ -26,8 +28,8 @@ LONGER = 8192, 16384  # such lengths, tokens
 
 
 def numbers(folder: Path) -> dict[str, float]:
-    """What the head that gives the needle most weight has at the training length, a mean over questions of margins and slopes the median;
-    and the lengths at which the run is predicted and observed to fall (docs/half-length.md).
+    """What the head that gives the needle most weight has at the training length, a mean over questions of margins and
+    slopes the median; and the lengths at which the run is predicted and observed to fall (docs/half-length.md).
 
     Raises RunError: the run was not trained on recall of pairs, or no layer sees all keys before the query.
     """
@@ -55,8 +57,8 @@ def numbers(folder: Path) -> dict[str, float]:
 
 
 def accuracies(folder: Path, decoder: Decoder) -> tuple[list[int], list[float]]:
-    """Lengths and the accuracy of a run at each: those of its recall evaluation, lengths an octave apart where it falls below one half
-    between two of them, and longer ones if it is neither clear nor lost by then.
+    """Lengths and the accuracy of a run at each: those of its recall evaluation, lengths an octave apart where it falls
+    below one half between two of them, and longer ones if it is neither clear nor lost by then.
 
     Raises RunError: it has no recall evaluation.
     """
@@ -83,7 +85,9 @@ def accuracies(folder: Path, decoder: Decoder) -> tuple[list[int], list[float]]:
 
 
 def between(lengths: list[int], accuracy: list[float]) -> list[int]:
-    """The lengths, doubled each time, that lie between the two where accuracy first falls below one half; [] if it never does."""
+    """The lengths, doubled each time, that lie between the two where accuracy first falls below one half; [] if it
+    never does.
+    """
     last = next((index for index, right in enumerate(accuracy) if right < HALF), 0)
     doubled = [lengths[last - 1] * 2**power for power in range(1, OCTAVES)] if last else []
     return [length for length in doubled if length < lengths[last]]

@@ -1,16 +1,20 @@
-"""The procedure of docs/statistics.md simulated: how often its intervals cover the truth, and how often its verdicts are false.
+"""The procedure of docs/statistics.md simulated: how often its intervals cover the truth, and how often its verdicts
+are false.
 
 python scripts/simulate_verdicts.py [--trials 4000] [--jobs 2]
-python scripts/simulate_verdicts.py --learned           of metrics that a run has learned or not: the chance of each verdict
-python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile bootstrap
+python scripts/simulate_verdicts.py --learned           of metrics that a run has learned or not: the chance of each
+                                                        verdict
+python scripts/simulate_verdicts.py --intervals         intervals over documents, beside those of the percentile
+                                                        bootstrap
 
-Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two seeds, the grid grown
-where the best is at an edge, then trained with further seeds, at the rates of `crossed_rates`, and judged by `verdicts`. A final loss is:
-the arm's curve over log2(rate), plus effects of the seed (shared by arms, as seeds share the order of data), of arm x rate x seed, of the
-document, of arm x document and of arm x seed x document. What is drawn can have heavy tails (Student t with 4 degrees of freedom) and
-differ in variance between arms; from 4e-3 on runs can be unlucky, each with a chance of its own: an exponential amount is added to their
-loss. Other experiments are not tuned, take their rates from a table, have several sizes, judge another metric than the one that chooses
-rates, or an accuracy in steps of 1/128 with a ceiling, lose runs, or take a second look.
+Each trial is an experiment as `lm.statistics` judges it: every arm tuned on a grid of four learning rates with two
+seeds, the grid grown where the best is at an edge, then trained with further seeds, at the rates of `crossed_rates`,
+and judged by `verdicts`. A final loss is: the arm's curve over log2(rate), plus effects of the seed (shared by arms, as
+seeds share the order of data), of arm x rate x seed, of the document, of arm x document and of arm x seed x document.
+What is drawn can have heavy tails (Student t with 4 degrees of freedom) and differ in variance between arms; from 4e-3
+on runs can be unlucky, each with a chance of its own: an exponential amount is added to their loss. Other experiments
+are not tuned, take their rates from a table, have several sizes, judge another metric than the one that chooses rates,
+or an accuracy in steps of 1/128 with a ceiling, lose runs, or take a second look.
 """
 
 import argparse
@@ -78,9 +82,10 @@ def simulated(world: World, trial: int) -> tuple[list[Verdict], list[float], lis
     """One experiment.
 
     Returns:
-        Each comparison's verdict; what is true of it, NaN where it was not tuned; of each tuned one, whether its intervals alone hold the
-        truth, over seeds, and over seeds and documents (NaN without), whether tuning chose different rates, and whether the interval that
-        the verdict follows from holds the truth; seeds that were trained.
+        Each comparison's verdict; what is true of it, NaN where it was not tuned; of each tuned one, whether its
+        intervals alone hold the truth, over seeds, and over seeds and documents (NaN without), whether tuning chose
+        different rates, and whether the interval that the verdict follows from holds the truth; seeds that were
+        trained.
     """
     random = np.random.default_rng((*world.name.encode(), world.seeds, trial))
     sizes = [_Size(world, random) for _ in range(world.sizes)]
@@ -147,7 +152,9 @@ class _Size:
         return noise
 
     def _tune(self) -> None:
-        """The rates of the arms: by the mean over the selection text, whose documents are the same at every rate and seed."""
+        """The rates of the arms: by the mean over the selection text, whose documents are the same at every rate and
+        seed.
+        """
         world, arms = self.world, self.arms
         shared, self.shift = (
             self.draw(world.seed, 2),
@@ -167,7 +174,9 @@ class _Size:
         )
 
     def _train(self, seeds: int) -> None:
-        """The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which selects the mean."""
+        """The final seeds, at each rate that an arm is trained at: on the text that reports by document, on that which
+        selects the mean.
+        """
         world = self.world
         weights = self.random.lognormal(0, 0.6, world.documents) if world.unequal else np.ones(world.documents)
         self.weights = weights / weights.sum()
@@ -232,8 +241,8 @@ class _Size:
         return np.broadcast_to(wrong, losses.shape)
 
     def truth(self, arm: str) -> tuple[float, float]:
-        """The difference of the arms at the best of their rates: on this text, and over texts; NaN without a rate. Of another metric than
-        the one that chooses, at the rates that are judged."""
+        """The difference of the arms at the best of their rates: on this text, and over texts; NaN without a rate. Of
+        another metric than the one that chooses, at the rates that are judged."""
         if not {arm, "base"} <= self.true.keys():
             return math.nan, math.nan
         rates = [
@@ -265,8 +274,10 @@ def false(kind: VerdictKind, truth: float) -> bool:
 
 
 def many(world: World, trials: range) -> tuple[Counter, np.ndarray]:
-    """Of many trials: how many had each verdict on any comparison, and `false` any false word; `together`, in how many all
-    intervals that verdicts follow from hold, and the `seeds` that were trained; and what `simulated` says of intervals, (intervals, 4)."""
+    """Of many trials: how many had each verdict on any comparison, and `false` any false word; `together`, in how many
+    all intervals that verdicts follow from hold, and the `seeds` that were trained; and what `simulated` says of
+    intervals, (intervals, 4).
+    """
     counts, coverage = Counter(), []
     for trial in trials:
         found_verdicts, truths, intervals, seeds = simulated(world, trial)
@@ -305,7 +316,9 @@ def report(worlds: list[World], trials: int, jobs: int) -> None:
 
 
 def all_worlds() -> list[World]:
-    """Equal arms with plain and with awkward noise, arms that differ by what matters, and experiments of other kinds."""
+    """Equal arms with plain and with awkward noise, arms that differ by what matters, and experiments of other
+    kinds.
+    """
     worlds = []
     for seeds in (3, 5, 10):
         plain = World("4 equal arms", seeds, (0.0,) * 4, equal_on_text=True)
@@ -378,8 +391,10 @@ def all_worlds() -> list[World]:
 
 
 def report_intervals(trials: int) -> None:
-    """Print how often intervals hold the truth. Over documents: `over_documents`, and the percentile bootstrap with 1,000 resamples. Of
-    fractions over sequences that ask several questions: Wilson's of `effective_trials`, and of all questions as if independent."""
+    """Print how often intervals hold the truth. Over documents: `over_documents`, and the percentile bootstrap with
+    1,000 resamples. Of fractions over sequences that ask several questions: Wilson's of `effective_trials`, and of all
+    questions as if independent.
+    """
     random = np.random.default_rng(0)
     print("| documents | their lengths | coverage, % | percentile bootstrap, % |\n|---:|---|---:|---:|")
     for documents, spread in ((4, 0.0), (4, 0.6), (8, 0.0), (8, 0.6), (20, 0.0), (20, 0.6)):
@@ -423,7 +438,9 @@ def report_intervals(trials: int) -> None:
 
 
 def report_learned() -> None:
-    """Print the chances of `better` and `worse` of one arm, in % and exact: the numbers of both arms' runs that learn are binomial."""
+    """Print the chances of `better` and `worse` of one arm, in % and exact: the numbers of both arms' runs that learn
+    are binomial.
+    """
     chances = [(0.5, 0.5), (0.9, 0.9), (0.5, 0.9), (0.2, 0.9), (0.0, 0.9), (0.0, 1.0)]
     print("| seeds | " + " | ".join(f"{base:g} and {arm:g}" for base, arm in chances) + " |")
     print("|---:|" + "---:|" * len(chances))

@@ -1,4 +1,6 @@
-"""The hook of mkdocs.yml: navigation from docs/README.md; README, CHANGELOG and files of the clone that pages link to are in the site."""
+"""The hook of mkdocs.yml: navigation from docs/README.md; README, CHANGELOG and files of the clone that pages link to
+are in the site.
+"""
 
 import re
 from pathlib import Path
@@ -52,7 +54,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _within_docs(text: str) -> str:
-    """A page of the top folder as one of docs/: links and pictures that begin with `docs/` lose it, others lead out of it."""
+    """A page of the top folder as one of docs/: links and pictures that begin with `docs/` lose it, others lead out of
+    it.
+    """
     text = re.sub(r"\]\((?!https?:|#|docs/)([^)]+)\)", r"](../\1)", text)
     return text.replace("](docs/", "](")
 

@@ -2,9 +2,9 @@
 
     python scripts/theory.py --text runs/quickstart-text
 
-Reads folders that `lm compare configs/experiments/quickstart-text.yaml` makes, or those of several experiments. Of each arm the run of the
-lowest seed is described (`lm diagnose`, kept in its evaluations/), at the learning rate that the arm was judged at. Writes the page, its
-picture and a table of all values.
+Reads folders that `lm compare configs/experiments/quickstart-text.yaml` makes, or those of several experiments. Of each
+arm the run of the lowest seed is described (`lm diagnose`, kept in its evaluations/), at the learning rate that the arm
+was judged at. Writes the page, its picture and a table of all values.
 """
 
 import argparse
@@ -39,8 +39,10 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float | str | None]:
-    """The learning rate that each arm of an experiment was judged at, by size and arm as runs name them; {} of runs that are of none, or
-    that has no verdicts yet. `experiment`: its folder, or that of one of its sizes, whose verdicts lie in the folder above."""
+    """The learning rate that each arm of an experiment was judged at, by size and arm as runs name them; {} of runs
+    that are of none, or that has no verdicts yet. `experiment`: its folder, or that of one of its sizes, whose verdicts
+    lie in the folder above.
+    """
     files = (folder / f"{VERDICTS}.json" for folder in (experiment, experiment.resolve().parent))
     verdicts = next((file for file in files if file.is_file()), None)
     return (
@@ -49,8 +51,8 @@ def judged_rates(experiment: Path) -> dict[tuple[str | None, str | None], float 
 
 
 def first_runs(experiment: Path) -> dict[str, Path]:
-    """The run of the lowest seed of each arm (and size) in a folder, at the learning rate that the arm was judged at, softmax first; by the
-    label of the normalizer, with size and arm where several share it.
+    """The run of the lowest seed of each arm (and size) in a folder, at the learning rate that the arm was judged at,
+    softmax first; by the label of the normalizer, with size and arm where several share it.
 
     Raises RunError: there are no such runs.
     """

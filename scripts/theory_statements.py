@@ -201,7 +201,8 @@ def _covered(model: Described) -> Result | None:
         return None
     difference = float(np.nanmax(np.abs(shares - formula)))
     return (
-        f"{np.nanmin(shares):.2f} to {np.nanmax(shares):.2f}, formula {np.nanmin(formula):.2f} to {np.nanmax(formula):.2f}",
+        f"{np.nanmin(shares):.2f} to {np.nanmax(shares):.2f}, formula {np.nanmin(formula):.2f} to "
+        f"{np.nanmax(formula):.2f}",
         difference < 0.05,
     )
 
@@ -238,8 +239,8 @@ def _closed_form(exp: bool) -> Compared:
 
 
 def _explained(place: str, applies: Callable[[Options], bool]) -> Compared:
-    """The fraction of the weights' variance that `key position` or `distance` alone explains, beside what any function of both does; the
-    statement is about the normalizers that `applies` accepts."""
+    """The fraction of the weights' variance that `key position` or `distance` alone explains, beside what any function
+    of both does; the statement is about the normalizers that `applies` accepts."""
 
     def of(model: Described) -> Result | None:
         explained, before = (
@@ -361,14 +362,16 @@ STATEMENTS: tuple[tuple[str, str, str, str, Compared], ...] = (
         "Su, 9889",
         "linear attention mostly expresses absolute position",
         QUOTED,
-        "fraction of the weights' variance that key position explains (untrained); above .5 of linear attention without a decay counts",
+        "fraction of the weights' variance that key position explains (untrained); above .5 of linear attention "
+        "without a decay counts",
         _explained("key position", lambda normalizer: isinstance(normalizer, Linear) and not normalizer.decay),
     ),
     (
         "Su, 9889",
         "a decay can't adapt",
         QUOTED,
-        "fraction of the weights' variance that distance explains (untrained); above .5 of linear attention with a decay counts",
+        "fraction of the weights' variance that distance explains (untrained); above .5 of linear attention with a "
+        "decay counts",
         _explained("distance", lambda normalizer: isinstance(normalizer, Linear) and normalizer.decay),
     ),
     ("Su, 8823", "softmax's entropy grows with ln n", READ, "slope of H on ln n; above .5 counts", _entropy),

@@ -43,8 +43,9 @@ gc.disable()  # until all is imported, which no collection frees
 def pytest_collection_finish() -> None:
     """Leave what was imported out of later collections, half a million objects that each would go through.
 
-    At the start of a run the size of its optimizer's state and of its activations isn't estimated, and the commit is asked for once:
-    together they take longer than all steps of a tiny run. test_before_training, test_cost and test_banner have them.
+    At the start of a run the size of its optimizer's state and of its activations isn't estimated, and the commit is
+    asked for once: together they take longer than all steps of a tiny run. test_before_training, test_cost and
+    test_banner have them.
     """
     gc.freeze()
     gc.enable()
@@ -104,7 +105,9 @@ def tiny(arguments: list[str]):
 
 @pytest.fixture(scope="session")
 def tiny_below(corpus: Path, store_root: Path):
-    """A function: folder, overrides -> the tiny configuration of runs in that folder, for runs that several tests share."""
+    """A function: folder, overrides -> the tiny configuration of runs in that folder, for runs that several tests
+    share.
+    """
 
     def make(runs: Path, *overrides: str) -> Config:
         return load_config(
@@ -174,7 +177,8 @@ def base(corpus: Path, store_root: Path, tmp_path: Path) -> Path:
     """A configuration of the corpus, for models that have no run behind them."""
     file = tmp_path / "corpus.yaml"
     file.write_text(
-        f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: [{corpus}]}}}}\n"
+        f"base: {ROOT / 'tests' / 'tiny.yaml'}\ndata: {{root: {store_root}, source: {{name: files, paths: "
+        f"[{corpus}]}}}}\n"
     )
     return file
 
@@ -188,7 +192,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lm(*arguments: str, process: bool = False, **environment: str) -> subprocess.CompletedProcess:
-    """`lm ARGUMENTS` in this process, where it takes no start-up; `process`, or with an environment: in one of its own."""
+    """`lm ARGUMENTS` in this process, where it takes no start-up; `process`, or with an environment: in one of its
+    own.
+    """
     if process or environment:
         command, env = [sys.executable, "-m", "lm", *arguments], {**os.environ, **environment}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT, timeout=300)
@@ -238,7 +244,9 @@ FILE = Picture.file
 
 
 def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.BytesIO, **options: object) -> None:
-    """In place of PAINTING, which takes longer than all else, where nobody looks at the picture: an empty SVG, or a PNG of a pixel."""
+    """In place of PAINTING, which takes longer than all else, where nobody looks at the picture: an empty SVG, or a PNG
+    of a pixel.
+    """
     if isinstance(file, str | Path):
         Path(file).write_bytes(PIXEL)
     else:
@@ -247,7 +255,9 @@ def unpainted(canvas: FigureCanvasBase, file: str | Path | io.StringIO | io.Byte
 
 @pytest.fixture(autouse=True)
 def paint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are painted where a test looks at one: it uses `painted`. A PNG, beside an SVG of the same panels, isn't even drawn."""
+    """Pictures are painted where a test looks at one: it uses `painted`. A PNG, beside an SVG of the same panels, isn't
+    even drawn.
+    """
     if "painted" not in request.fixturenames:
         monkeypatch.setattr(FigureCanvasBase, "print_figure", unpainted)
         monkeypatch.setattr(

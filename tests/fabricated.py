@@ -25,8 +25,8 @@ FINGERPRINT = "fingerprint"
 
 
 def finish(run: Run, loss: float, *curves: Series, unigram: float = 9.0, asked: dict[str, Plain] | None = None) -> None:
-    """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation was `asked` for with
-    these keys of `eval`; others have the series that are in `more`."""
+    """Leave of a run what training leaves: a checkpoint and the evaluations of its last step, of which the validation
+    was `asked` for with these keys of `eval`; others have the series that are in `more`."""
     step = run.outcome.last_step
     save(run.config.run_folder, step)
     validate(run, step, loss, unigram, asked)
@@ -58,7 +58,9 @@ def keep(folder: Path, evaluation: Evaluation) -> Path:
 
 
 def save(folder: Path, step: int, config: str = "") -> None:
-    """A checkpoint without tensors: its metadata say that up to it the weights' digest was the folder's name, and seal the log."""
+    """A checkpoint without tensors: its metadata say that up to it the weights' digest was the folder's name, and seal
+    the log.
+    """
     weights = {str(before): [folder.name] for before in range(step + 1)}
     facts = {
         "format": CHECKPOINT_FORMAT,
@@ -94,7 +96,9 @@ def launching(procedure: Procedure, launch: Callable[[Run], int], slots: Slots |
 
 
 def finish_all(procedure: Procedure, loss: Callable[[Run], float]) -> Procedure:
-    """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the procedure."""
+    """Finish all runs that the experiment comes to need, each with the loss that is given for it; returns the
+    procedure.
+    """
     while unfinished := [run for run in procedure.known_runs() if not run.outcome.ended]:
         for run in unfinished:
             finish(run, loss(run))

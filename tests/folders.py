@@ -25,7 +25,9 @@ EVERY_STEP = [
 
 
 class Sent:
-    """A wandb run that keeps what it is given: the arguments of its starts, its axes, and the lines with their steps."""
+    """A wandb run that keeps what it is given: the arguments of its starts, its axes, and the lines with their
+    steps.
+    """
 
     def __init__(self):
         self.starts: list[dict[str, object]] = []
@@ -88,7 +90,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def kill_after(folder: Path, step: int) -> None:
-    """Leave a run folder as a kill some time after checkpoint `step` would: its metrics and evaluations go beyond it."""
+    """Leave a run folder as a kill some time after checkpoint `step` would: its metrics and evaluations go beyond
+    it.
+    """
     checkpoints = folder / "checkpoints"
     for path in step_paths(checkpoints):
         if step_of(path) > step:
@@ -104,7 +108,9 @@ def rewritten(path: Path, change: Callable[[dict], object]) -> None:
 
 
 def members(path: Path, change: Callable[[dict[str, bytes]], object], compression: int = zipfile.ZIP_STORED) -> None:
-    """A checkpoint written again with other members, by their names without the archive's own, such as `data/0`: all CRCs hold."""
+    """A checkpoint written again with other members, by their names without the archive's own, such as `data/0`: all
+    CRCs hold.
+    """
     with zipfile.ZipFile(path) as archive:
         root = archive.namelist()[0].partition("/")[0]
         content = {member.filename.partition("/")[2]: archive.read(member) for member in archive.infolist()}

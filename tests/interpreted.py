@@ -1,4 +1,5 @@
-"""The Triton kernel under Triton's interpreter, which wants TRITON_INTERPRET=1 from the start: test_triton.py runs this file.
+"""The Triton kernel under Triton's interpreter, which wants TRITON_INTERPRET=1 from the start: test_triton.py runs this
+file.
 
 What it compares with serves test_gpu.py, too.
 """
@@ -37,7 +38,8 @@ def dense(f: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor, over_sum: bool
 def inputs(length: int, size: int, width: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
     """q, k, v in `dtype`, shift (2, 1) in fp32 as for two heads, the output's gradient.
 
-    Products of q and k come out exact in fp32, in any order of summation: no rounding decides on which side of relu's kink a score lies.
+    Products of q and k come out exact in fp32, in any order of summation: no rounding decides on which side of relu's
+    kink a score lies.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(batch, 2, length, n, generator=generator) for n in (size, size, width, width))

@@ -3,8 +3,8 @@
 python tests/inventory.py           compare with tests/inventory.yaml
 python tests/inventory.py --write   write it again; the commit says why what a user sees had to change
 
-Numbers are left out, and what they are numbers of is kept: paths, keys, headings, and the types of values. An inventory is a
-tree whose leaves are one line each, so that a difference is named by its path.
+Numbers are left out, and what they are numbers of is kept: paths, keys, headings, and the types of values. An inventory
+is a tree whose leaves are one line each, so that a difference is named by its path.
 """
 
 import argparse
@@ -280,7 +280,8 @@ def _documents(folder: Path) -> Tree:
 def typed(values: list[object], path: str = "", is_missing: bool = False) -> dict[str, str]:
     """{key path: types of its values} of values that stand in one place of several documents.
 
-    Items of a list are `[]`; keys that are data (paths, parameters, lengths: whatever is not a lower-case word) are `*`.
+    Items of a list are `[]`; keys that are data (paths, parameters, lengths: whatever is not a lower-case word) are
+    `*`.
     """
     maps = [_data_as_star(value) for value in values if isinstance(value, dict)]
     items = [item for value in values if isinstance(value, list) for item in value]

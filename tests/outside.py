@@ -15,8 +15,8 @@ from lm.plugins import PLUGINS
 def outside_package(
     name: str, modules: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """The folder of a package with the code of these modules, which can be imported and has not been; an import of one writes the file
-    `imported` in `folder`."""
+    """The folder of a package with the code of these modules, which can be imported and has not been; an import of one
+    writes the file `imported` in `folder`."""
     package = folder / "site" / name
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

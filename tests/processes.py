@@ -1,4 +1,6 @@
-"""Processes of tests, forked from one that has imported what training takes: starting one costs no seconds of imports."""
+"""Processes of tests, forked from one that has imported what training takes: starting one costs no seconds of
+imports.
+"""
 
 import multiprocessing
 import os
@@ -50,7 +52,9 @@ def within(limit: int, *arguments: str) -> None:
 
 
 def ranks(count: int, function: Callable[..., object], *arguments: object) -> None:
-    """`function(*arguments)` in so many processes that torchrun starts. Raises ChildFailedError if one of them fails."""
+    """`function(*arguments)` in so many processes that torchrun starts. Raises ChildFailedError if one of them
+    fails.
+    """
     rendezvous = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     config = LaunchConfig(1, 1, count, **rendezvous, max_restarts=0, monitor_interval=0.1, start_method="forkserver")
     before = {

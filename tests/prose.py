@@ -1,7 +1,8 @@
 """How long README.md, the pages of docs/ and CHANGELOG.md are, and their sentences: python tests/prose.py [PAGE ...]
 
-A word is what stands between spaces and has a letter or a digit, in code and tables too, but for tables that scripts/recompute.py writes.
-Sentences are those of paragraphs, list items and cells of tables; code is no prose, and counts as one word within a line.
+A word is what stands between spaces and has a letter or a digit, in code and tables too, but for tables that
+scripts/recompute.py writes. Sentences are those of paragraphs, list items and cells of tables; code is no prose, and
+counts as one word within a line.
 """
 
 import re
@@ -23,7 +24,9 @@ def words(text: str) -> int:
 
 
 def passages(text: str) -> tuple[list[str], list[str]]:
-    """The paragraphs and list items of a page, and the cells of its tables; without headings, comments, code and addresses of links."""
+    """The paragraphs and list items of a page, and the cells of its tables; without headings, comments, code and
+    addresses of links.
+    """
     paragraphs: list[list[str]] = [[]]
     cells = []
     for line in FENCED.sub("\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)).splitlines():
@@ -67,7 +70,8 @@ def main(paths: list[Path]) -> None:
             print(*(f"  {words(sentence)}: {sentence}" for sentence in long), sep="\n")
     if not paths:
         print(
-            f"{sum(words(path.read_text(encoding='utf-8')) for path in PAGES):6,} words in docs/, without {' and '.join(GENERATED)}"
+            f"{sum(words(path.read_text(encoding='utf-8')) for path in PAGES):6,} words in docs/, without "
+            f"{' and '.join(GENERATED)}"
         )
 
 

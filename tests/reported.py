@@ -58,7 +58,9 @@ def build_run(
     asked: dict[int, float] | None = None,
     **overrides,
 ) -> Path:
-    """A run folder as the trainer writes it: `better` lowers the loss, `rise` is the loss per doubling beyond the training length."""
+    """A run folder as the trainer writes it: `better` lowers the loss, `rise` is the loss per doubling beyond the
+    training length.
+    """
     rng = np.random.default_rng([seed, *name.encode()])
     sequence_rng = np.random.default_rng([*tokens.encode()])  # how hard each sequence is: the same for every run
     folder = root / name
@@ -74,8 +76,10 @@ def build_run(
     (folder / "config.yaml").write_text(configuration.to_yaml(tree))
     n_normalizer = 0 if normalizer == "softmax" else 48
     environment = {
-        "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"}, "device": "cpu",
-        "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml", "data_fingerprint": fingerprint,
+        "git_commit": "0123456789abcdef", "git_dirty": False, "versions": {"torch": "2.13.0", "lm": "0.1.0"},
+        "device": "cpu",
+        "precision": "32", "compile": False, "command": f"lm train configs/{name}.yaml",
+        "data_fingerprint": fingerprint,
         "parameters": {"total": 10_823_424 + n_normalizer, "non_embedding": 8_000_000, "normalizer": n_normalizer},
         "tokens_total": steps * 8192, "unigram_cross_entropy": {"train": 6.3, "val": 6.31},
         "data": {"train_tokens": 1_900_000, "documents": 200},
@@ -141,8 +145,10 @@ def build_run(
             axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
             series.append(
                 Series(
-                    "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis, interval="documents",
-                    samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),), curve=by_sequence.mean(0), shown=labels,
+                    "long_context", "loss", "nats per token", "lower", seq_len, buckets.mean(0), axis=axis,
+                    interval="documents",
+                    samples=(Sample(tokens, buckets, np.ones(count), np.arange(count) // 2),),
+                    curve=by_sequence.mean(0), shown=labels,
                     setting="as trained" if factor == 1 else "theta x 50", data_fingerprint=fingerprint,
                 )
             )  # fmt: skip
@@ -204,10 +210,13 @@ def answers(
     ]
     levels = "chance, picking among the answers shown and not yet given"
     return Series(
-        metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]), samples=tuple(samples),
-        axis=Axis("sequence length", "tokens", "in sequences of", tuple(values)), references=chance or {}, interval="wilson",
+        metric=ANSWERS, unit="fraction", better="higher", means=np.array([row.mean() for row in values.values()]),
+        samples=tuple(samples),
+        axis=Axis("sequence length", "tokens", "in sequences of", tuple(values)), references=chance or {},
+        interval="wilson",
         setting="as trained, roll-out" if rolled else "as trained",
-        shown=Shown("Accuracy by sequence length", "sequences with questions", "some", "answers by length", levels=levels), **fields,
+        shown=Shown("Accuracy by sequence length", "sequences with questions", "some", "answers by length",
+            levels=levels), **fields,
     )  # fmt: skip
 
 

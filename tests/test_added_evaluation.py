@@ -1,4 +1,6 @@
-"""A kind of evaluation is added in two files: a module that measures it, and its options in the table of `eval`. Nothing else knows it."""
+"""A kind of evaluation is added in two files: a module that measures it, and its options in the table of `eval`.
+Nothing else knows it.
+"""
 
 import csv
 import json
@@ -48,8 +50,10 @@ class Spread(Measurement):
         shown = Shown("Spread of logits", "validation sequences", f"{len(values)} of {held_out.length} tokens", caption)
         return [
             Series(
-                self.kind, "spread", "nats", "higher", held_out.length, values.mean(0), axis=Axis("position", "tokens", "at position",
-                tuple(positions)), samples=(Sample(held_out.sha256, values, np.ones(len(values)), held_out.document_labels),),
+                self.kind, "spread", "nats", "higher", held_out.length, values.mean(0),
+                axis=Axis("position", "tokens", "at position",
+                tuple(positions)), samples=(Sample(held_out.sha256, values, np.ones(len(values)), held_out.
+                    document_labels),),
                 interval="documents", logged=tuple(f"spread/{position}" for position in positions), shown=shown,
                 data_fingerprint=self.store.fingerprint,
             )
@@ -66,7 +70,8 @@ class SpreadConfig(EvaluationConfig):
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> list[Problem]:
         late = max(self.positions) >= data.seq_len
-        return [Problem("positions", self.positions, f"go beyond data.seq_len = {data.seq_len}", "leave those out")] if late else []
+        return [Problem("positions", self.positions, f"go beyond data.seq_len = {data.seq_len}",
+            "leave those out")] if late else []
 
 
 @dataclass
@@ -94,8 +99,8 @@ print(json.dumps(results))
 
 @pytest.fixture
 def lm(tmp_path: Path):
-    """A function: `lm` with each of several lists of arguments, of a copy of the package to which the evaluation was added; `delete`
-    deletes files."""
+    """A function: `lm` with each of several lists of arguments, of a copy of the package to which the evaluation was
+    added; `delete` deletes files."""
     shutil.copytree(ROOT / "lm", tmp_path / "code" / "lm")  # what is compiled with it
     (tmp_path / "code" / "lm" / "evaluation" / "spread.py").write_text(MODULE)
     table = tmp_path / "code" / "lm" / "config" / "eval_config.py"

@@ -84,7 +84,9 @@ def test_gpt_2():
 def llama(
     w: Weights, tokens: Tensor, n_head: int, n_kv_head: int, size: int, theta: float, eps: float, qk_norm: bool = False
 ) -> Tensor:
-    """Logits of Llama's blocks (SmolLM2's too), with Qwen2's biases where there are some and Qwen3's norms of queries and keys."""
+    """Logits of Llama's blocks (SmolLM2's too), with Qwen2's biases where there are some and Qwen3's norms of queries
+    and keys.
+    """
     x, group = w["embedding.weight"][tokens], n_head // n_kv_head
     for name in ("blocks.0", "blocks.1"):
         qkv = rms(x, w[f"{name}.attention_norm.weight"], eps) @ w[f"{name}.attention.qkv.weight"].t() + w.get(

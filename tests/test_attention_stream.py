@@ -1,4 +1,6 @@
-"""The stream of attention: every layer's scores and weights are the dense definition's, and never T x T of them are held."""
+"""The stream of attention: every layer's scores and weights are the dense definition's, and never T x T of them are
+held.
+"""
 
 import math
 import weakref
@@ -48,7 +50,9 @@ def batch(length: int = LENGTH, documents: bool = False) -> Batch:
 
 
 def dense(decoder: Decoder, sample: Batch) -> list[tuple[Tensor, Tensor]]:
-    """Scores and weights of each layer, (B, H, T, T), of the heads that a layer's attention gets; documents one by one."""
+    """Scores and weights of each layer, (B, H, T, T), of the heads that a layer's attention gets; documents one by
+    one.
+    """
     layers = []
     for block in attention_blocks(decoder, sample, [0], with_inputs=True):
         inputs, normalizer = block.inputs, decoder.normalizers()[block.layer]

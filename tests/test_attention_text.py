@@ -1,4 +1,6 @@
-"""Attention to look at: maps of single heads' weights on a text, their table and pictures, and what can not be drawn."""
+"""Attention to look at: maps of single heads' weights on a text, their table and pictures, and what can not be
+drawn.
+"""
 
 import csv
 import json

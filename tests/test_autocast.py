@@ -30,8 +30,9 @@ LARGER = {
         "logits are 3.3 times softmax's, and so is what the rounding of q and k does to them",
     ),
 }
-# Entries compared at q and k as RoPE leaves them and the kernel takes them, in bf16: their derivative jumps, or grows without bound, where
-# a score is 0, so that in the first rows one score whose sign that rounding changes decides the error of all gradients, by chance.
+# Entries compared at q and k as RoPE leaves them and the kernel takes them, in bf16: their derivative jumps, or grows
+# without bound, where a score is 0, so that in the first rows one score whose sign that rounding changes decides the
+# error of all gradients, by chance.
 AT_ROUNDED = ("relu", "relu2, sum")
 
 
@@ -47,7 +48,9 @@ def rounded(x: Tensor) -> Tensor:
 def results(
     options: object, length: int, rope: bool, exact: bool, device: str = "cpu", size: int = SIZE
 ) -> dict[str, Tensor]:
-    """The heads' outputs and all gradients, of inputs rounded to bf16; `exact`: in fp64 on the CPU, else under autocast."""
+    """The heads' outputs and all gradients, of inputs rounded to bf16; `exact`: in fp64 on the CPU, else under
+    autocast.
+    """
     device = "cpu" if exact else device
     position = Rope() if rope else NoPosition()
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * size, position=position, normalizer=options)
@@ -133,7 +136,9 @@ def test_errors_under_autocast_are_at_most_twice_softmaxs(name: str, length: int
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
 def test_errors_do_not_grow_with_the_number_of_blocks_and_tiles(name: str, monkeypatch: pytest.MonkeyPatch):
-    """A key's gradient is a sum over blocks of queries: in bf16 it would lose what is small beside what is summed already."""
+    """A key's gradient is a sum over blocks of queries: in bf16 it would lose what is small beside what is summed
+    already.
+    """
     exact = results(CASES[name], 512, rope=False, exact=True, size=48)
     monkeypatch.setattr("lm.attention.routes.BLOCK_WEIGHTS", HEADS * 512 * 4)
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
@@ -143,7 +148,9 @@ def test_errors_do_not_grow_with_the_number_of_blocks_and_tiles(name: str, monke
 
 @pytest.mark.parametrize("options", [opt.Forget(), opt.ASEntmax()], ids=lambda options: options.name)
 def test_features_reach_the_normalizer_unrounded(options: object):
-    """Without RoPE queries and keys are in bf16; a sum of gates that were rounded with them is off by tenths after 2,048 tokens."""
+    """Without RoPE queries and keys are in bf16; a sum of gates that were rounded with them is off by tenths after
+    2,048 tokens.
+    """
     config = ModelConfig(n_layer=1, n_head=HEADS, n_embd=HEADS * SIZE, position=NoPosition(), normalizer=options)
     attention, seen = Attention(config, TRAIN_LENGTH, 0), []
     with torch.no_grad():
@@ -191,7 +198,9 @@ def test_norms_of_queries_and_keys_take_bf16_without_a_warning_and_give_fp32(rec
 
 @pytest.mark.parametrize("route", ["blocks", "tiles"])
 def test_the_backward_pass_recomputes_the_function_of_the_forward_pass(route: str, monkeypatch: pytest.MonkeyPatch):
-    """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes alone."""
+    """Forward under autocast and backward without it, or the other way round, is the gradient of what either computes
+    alone.
+    """
     monkeypatch.setattr("lm.attention.elementwise_sums.TILE", 16)
     entmax = make_normalizer(opt.Entmax15(), LayerSpec(HEADS, SIZE, HEADS * SIZE, TRAIN_LENGTH))
     tensors = [torch.randn(1, HEADS, 40, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

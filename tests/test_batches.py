@@ -398,7 +398,8 @@ def test_a_fixed_length_cuts_all_slots(store):
         ("{name: documents, length: 4}", r"^data\.lengths\.length = 4: unknown key"),
         (
             "32",
-            r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, curriculum, documents$",
+            r"^data\.lengths = 32: must be a name or a block with a 'name'; choose from: full, fixed, mixed, "
+            r"curriculum, documents$",
         ),
         (
             "{8: 0.5, 32: 0.5}",

@@ -18,11 +18,13 @@ REFUSED = {
     ),
     "Muon without a matrix to train": (
         ["model.normalizer=ssmax", "train_only=normalizer", "optim.optimizer={name: muon, momentum: 0.5}"],
-        r"optim\.optimizer = 'muon': is for the parameters of the group matrices, and none of them is trained; set it to adamw",
+        r"optim\.optimizer = 'muon': is for the parameters of the group matrices, and none of them is trained; set it "
+        r"to adamw",
     ),
     "a model beyond all memory": (
         ["model.n_embd=524288", "model.n_layer=32"],
-        r"model = '[\d,]+ parameters': need [\d,]+ GiB for weights, gradients and optimizer state, this machine has [\d,]+ GiB; lower",
+        r"model = '[\d,]+ parameters': need [\d,]+ GiB for weights, gradients and optimizer state, this machine has "
+        r"[\d,]+ GiB; lower",
     ),
 }
 

@@ -1,4 +1,6 @@
-"""A run that branches from a step of another one: exact where nothing changes, refused where more than length and schedule does."""
+"""A run that branches from a step of another one: exact where nothing changes, refused where more than length and
+schedule does.
+"""
 
 import shutil
 from pathlib import Path

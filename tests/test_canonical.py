@@ -1,4 +1,6 @@
-"""One model written in several ways is one model: for arms, for a resumed run, for starting weights, for the cache of evaluations."""
+"""One model written in several ways is one model: for arms, for a resumed run, for starting weights, for the cache of
+evaluations.
+"""
 
 import pytest
 

@@ -172,7 +172,8 @@ def test_arms_that_have_seen_other_numbers_of_tokens_are_named(tmp_path, overrid
     (note,) = started(tmp_path, overrides, base=base, arms=arms).notes()
     assert (
         note
-        == "arms have seen different numbers of tokens, those of their sources included: softmax, ssmax: 512; longer: 768"
+        == "arms have seen different numbers of tokens, those of their sources included: softmax, ssmax: 512; longer: "
+        "768"
     )
 
 

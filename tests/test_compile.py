@@ -159,7 +159,8 @@ from lm.training.train import train
 assert train(load_config(sys.argv[1:])) == 0
 from torch._dynamo.utils import counters
 print(json.dumps({name: counters[of][name] for of, names in {
-    "inductor": ["fxgraph_cache_hit", "fxgraph_cache_miss"], "aot_autograd": ["autograd_cache_hit", "autograd_cache_miss"]
+    "inductor": ["fxgraph_cache_hit", "fxgraph_cache_miss"],
+    "aot_autograd": ["autograd_cache_hit", "autograd_cache_miss"]
 }.items() for name in names}))
 """
 
@@ -217,7 +218,8 @@ from lm.attention.layout import AttentionLayout
 from lm.config.load import load_config
 from lm.model.decoder import Decoder
 for name in ("ssmax", "entmax15", "sigmoid"):
-    model = load_config(["name=x", f"model.normalizer={name}", "model.n_layer=1", "model.n_embd=32", "model.n_head=2"]).model
+    model = load_config(["name=x", f"model.normalizer={name}", "model.n_layer=1", "model.n_embd=32",
+        "model.n_head=2"]).model
     for device in ("meta", "cpu"):
         with torch.device(device):
             decoder = Decoder(model, 300, 64, seed=None if device == "meta" else 0)

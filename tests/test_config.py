@@ -554,12 +554,14 @@ def test_configuration_help_and_errors_import_neither_torch_nor_lightning():
 
 AFTER_TRAINING = {
     "imports Lightning alone": (
-        "print([m for m in ('torchmetrics', 'scipy.special', 'transformers', 'matplotlib', 'pandas', 'datasets') if m in sys.modules])",
+        "print([m for m in ('torchmetrics', 'scipy.special', 'transformers', 'matplotlib', 'pandas', 'datasets') if m "
+        "in sys.modules])",
         "[]",
     ),
     "leaves torchmetrics to others": (
         "import torchmetrics; from lm.training.module import L;"
-        "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), L.Trainer.__name__)",
+        "print(torchmetrics.Metric.__module__, issubclass(torchmetrics.MeanMetric, torchmetrics.Metric), "
+        "L.Trainer.__name__)",
         "torchmetrics.metric True Trainer",
     ),
 }

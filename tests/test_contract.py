@@ -1,4 +1,6 @@
-"""The contract notices: of normalizers that each break one promise, the check of that promise says so, and `lm check-normalizer` fails."""
+"""The contract notices: of normalizers that each break one promise, the check of that promise says so, and `lm
+check-normalizer` fails.
+"""
 
 import re
 from dataclasses import dataclass
@@ -198,13 +200,14 @@ def test_check_normalizer_says_what_is_broken_and_fails(tmp_path: Path, monkeypa
         "from lm.attention.options import Options\n"
         "@dataclass\n"
         "class Nothing(Options):\n    full_formula = 'softmax(z) over all keys'\n"
-        "class Acausal(Normalizer):\n    schema = Nothing\n    def normalize(self, scores, layout):\n        return scores.softmax(-1)\n"
+        "class Acausal(Normalizer):\n    schema = Nothing\n    def normalize(self, scores, layout):\n        return "
+        "scores.softmax(-1)\n"
     )
     result = lm("check-normalizer", "broken:Acausal")
     assert result.returncode == 1
     assert (
-        "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: other tokens from 25 on change an earlier output"
-        in result.stdout
+        "broken:Acausal: BROKEN: a later token changes nothing earlier, to the bit: other tokens from 25 on change an "
+        "earlier output" in result.stdout
     )
     assert "broken:Acausal: kept: it gives an output, and initial values are the same each time" in result.stdout
 

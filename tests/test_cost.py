@@ -115,7 +115,9 @@ def test_the_estimate_is_of_all_phases_that_are_still_to_come(tiny):
 
 
 def test_frozen_layers_that_read_long_sequences_are_counted_without_numbers(tiny):
-    """Their attention needs no gradient, and a kernel outside of PyTorch would read memory that fake tensors don't have."""
+    """Their attention needs no gradient, and a kernel outside of PyTorch would read memory that fake tensors don't
+    have.
+    """
     config = tiny(
         "data.seq_len=1024", "optim.batch_tokens=1024", "model.normalizer=[softmax, ssmax]", "train_only=normalizer"
     )
@@ -154,7 +156,9 @@ def test_blocks_of_the_definition_are_counted_as_large_as_the_device_holds_them(
 
 @pytest.mark.slow
 def test_short_sequences_are_counted_by_the_route_of_the_device(tiny):
-    """A CPU keeps the weights of short sequences, (B, H, T, T), for the backward pass; the fused kernel of a GPU recomputes them."""
+    """A CPU keeps the weights of short sequences, (B, H, T, T), for the backward pass; the fused kernel of a GPU
+    recomputes them.
+    """
     config = tiny(*LARGER, "model.n_head=16")
     on_cpu, on_gpu = (estimated_memory(config, 0, 400, False, device) for device in ("cpu", "gpu"))
     weights = 4 * config.model.n_layer * config.micro_batch * config.model.n_head * config.data.seq_len**2 // 2
@@ -193,7 +197,9 @@ def test_the_estimate_is_printed_and_a_model_without_one_is_trained(
 
 @pytest.mark.slow
 def test_the_estimate_is_that_of_a_large_step_and_the_process_grows_by_half_as_much_again_at_most():
-    """Beyond what libraries take at their first use; freed memory that the allocator keeps is what makes the difference."""
+    """Beyond what libraries take at their first use; freed memory that the allocator keeps is what makes the
+    difference.
+    """
     code = f"""
 import sys
 from functools import partial
@@ -210,7 +216,9 @@ grown()
 
 
 def grown() -> None:
-    """Print the estimate for a step, what its tensors took and what the process grew by, in MiB, after a small step, for libraries."""
+    """Print the estimate for a step, what its tensors took and what the process grew by, in MiB, after a small step,
+    for libraries.
+    """
     shape = [str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[x]", "model.n_embd=256", "data.seq_len=256"]
     small, large = (load_config([*shape, f"optim.batch_tokens={tokens}"]) for tokens in (512, 8192))
     measured(small)

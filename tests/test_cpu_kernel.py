@@ -1,4 +1,6 @@
-"""The kernel of long sequences on a CPU with AVX-512 BF16: as near to fp64 as PyTorch's, and PyTorch's where it does not work."""
+"""The kernel of long sequences on a CPU with AVX-512 BF16: as near to fp64 as PyTorch's, and PyTorch's where it does
+not work.
+"""
 
 import math
 import subprocess

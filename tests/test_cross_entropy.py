@@ -122,7 +122,9 @@ def test_the_faster_cap_on_bf16_logits_is_as_near_to_fp64_as_tanh(monkeypatch: p
 
 
 def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch):
-    """The largest tensor made while computing the loss of 4,096 tokens and 1,000 words stays far below 4,096 x 1,000."""
+    """The largest tensor made while computing the loss of 4,096 tokens and 1,000 words stays far below 4,096 x
+    1,000.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
@@ -152,7 +154,9 @@ def test_loss_and_evaluation_never_hold_tokens_times_vocabulary(monkeypatch: pyt
     "call", ["token_nll(x, head, targets)", "token_kl(x, head, x, head)", "training_loss(x, head, targets)"]
 )
 def test_memory_does_not_grow_with_the_chunks(call: str):
-    """Where small results lie between the chunks, glibc does not use the memory of one for the next: in some processes, not in others."""
+    """Where small results lie between the chunks, glibc does not use the memory of one for the next: in some processes,
+    not in others.
+    """
     code = f"""
 import torch
 from lm.machine import peak_process_bytes

@@ -1,4 +1,6 @@
-"""Training curves of tiny models, pinned: a change that must move them says so and writes them again (scripts/curves.py)."""
+"""Training curves of tiny models, pinned: a change that must move them says so and writes them again
+(scripts/curves.py).
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Every file of a run folder, damaged, and every command that reads it: an error of one line and nothing written, or a result."""
+"""Every file of a run folder, damaged, and every command that reads it: an error of one line and nothing written, or a
+result.
+"""
 
 import itertools
 import shutil
@@ -17,7 +19,8 @@ from lm.runs.loading import load, save_model
 from lm.training.train import train
 
 SHORT = ["trainer.max_steps=4", "eval.sequences=64", "eval.long_context.length_factor=0"]
-WHOLE = {  # the commands on a run folder; {out}: a folder that is not there, {configured}: configuration and overrides of the runs
+# the commands on a run folder; {out}: a folder that is not there, {configured}: configuration and overrides of the runs
+WHOLE = {
     "report": "report {run} -o {out}",
     "compare": "compare {file} {overrides} --report-only",
     "eval": "eval {run} eval.sequences=4",
@@ -33,7 +36,9 @@ DAMAGE = {"empty": lambda content: b"", "half": lambda content: content[: len(co
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, store_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The file of an experiment whose two runs have ended, and its overrides without `runs`; they lie in `runs` beside the file."""
+    """The file of an experiment whose two runs have ended, and its overrides without `runs`; they lie in `runs` beside
+    the file.
+    """
     folder = tmp_path_factory.mktemp("trained")
     file, overrides = (
         written(folder, tune=None, seeds=[1]),
@@ -70,7 +75,9 @@ def arguments(command: str, words: dict[str, list[str]]) -> list[str]:
 
 
 def check(folder: Path, *command: str, words: str = "") -> str:
-    """Run a command: it ends well, or with an error of one line that has `words` in it, and below `folder` all is as it was. The line."""
+    """Run a command: it ends well, or with an error of one line that has `words` in it, and below `folder` all is as it
+    was. The line.
+    """
     before = contents(folder)
     result = lm(*command)
     assert "Traceback" not in result.stderr, result.stderr

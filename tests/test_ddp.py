@@ -78,7 +78,9 @@ def test_two_ranks_train_as_one_with_and_without_a_swap(arguments: list[str], tm
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
 def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp_path: Path, optimizer: str):
-    """Less closely: bfloat16 in Muon decides about directions in which a gradient is near 0. Measured: 1.5e-4 nats, 1.6 % of a matrix."""
+    """Less closely: bfloat16 in Muon decides about directions in which a gradient is near 0. Measured: 1.5e-4 nats, 1.6
+    % of a matrix.
+    """
     for name, devices in (("one", 1), ("two", 2)):
         options = [
             f"optim.optimizer={optimizer}",
@@ -100,7 +102,9 @@ def test_two_ranks_train_as_one_with_another_optimizer(arguments: list[str], tmp
 
 @pytest.mark.slow
 def test_two_compiled_ranks_train_as_an_eager_one(arguments: list[str], tmp_path: Path):
-    """Less closely: compiled kernels round otherwise, and Adam divides by gradients near 0. Measured: 4e-5 of a weight."""
+    """Less closely: compiled kernels round otherwise, and Adam divides by gradients near 0. Measured: 4e-5 of a
+    weight.
+    """
     assert lm("train", *arguments, "model.normalizer=ssmax", "name=one", "trainer.compile=false").returncode == 0
     ranks(
         2,
@@ -172,7 +176,9 @@ def test_a_failure_of_the_first_rank_alone_ends_all_in_one_line(arguments: list[
 def test_a_checkpoint_that_the_first_rank_can_not_save_ends_the_others_too(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without a launcher that ends them: they are told, and don't find out by a connection that is lost (NCCL waits for minutes)."""
+    """Without a launcher that ends them: they are told, and don't find out by a connection that is lost (NCCL waits for
+    minutes).
+    """
     assert lm("prepare", *arguments).returncode == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,5 @@
-"""Every entry and each of its options at two values, against definitions written anew: plain Python, one weight at a time.
+"""Every entry and each of its options at two values, against definitions written anew: plain Python, one weight at a
+time.
 
 Nothing here uses lm/attention but to ask it for what is compared: dense weights, the fast path, and decoding.
 """

@@ -81,7 +81,9 @@ def measured(decoder: Decoder, sample: Batch, queries: list[int] = ALL, shuffle:
 
 
 def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums_to_one: bool) -> dict[str, float]:
-    """The statistics of one row, from their definitions: weights (S,) fp64 of the keys `visible`, of which `first` begins the document."""
+    """The statistics of one row, from their definitions: weights (S,) fp64 of the keys `visible`, of which `first`
+    begins the document.
+    """
 
     def described(a: np.ndarray, keys: np.ndarray, ending: str) -> dict[str, float]:
         a, n = np.abs(a), len(a)
@@ -117,7 +119,8 @@ def naive(weights: np.ndarray, visible: np.ndarray, first: int, query: int, sums
 
 
 UNNORMALIZED = {  # by map of scores, or name
-    "exp": np.exp, "relu": lambda z: z.clip(0), "relu2": lambda z: z.clip(0) ** 2, "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "exp": np.exp, "relu": lambda z: z.clip(0), "relu2": lambda z: z.clip(0) ** 2,
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
     "features": lambda z: z, "softpick": lambda z: np.abs(np.exp(z) - 1),
 }  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Each key declares what it affects; what distinguishes arms, and what resume and evaluation may change, follows from that."""
+"""Each key declares what it affects; what distinguishes arms, and what resume and evaluation may change, follows from
+that.
+"""
 
 import pytest
 
@@ -31,9 +33,12 @@ def test_a_key_of_another_version_distinguishes_arms_and_must_not_change_on_resu
 @pytest.mark.parametrize(
     ("path", "learned"),
     [
-        ("optim.lr", True), ("data.source.paths", True), ("phases[1].normalizer.name", True), ("trainer.precision", True),
-        ("trainer.max_steps", True), ("data.on_error", True), ("seed", False), ("name", False), ("trainer.micro_batch", False),
-        ("data.root", False), ("eval.needle.finetune.steps", False), ("log.every", False), ("resume", False), ("init_from", True),
+        ("optim.lr", True), ("data.source.paths", True), ("phases[1].normalizer.name", True),
+        ("trainer.precision", True),
+        ("trainer.max_steps", True), ("data.on_error", True), ("seed", False), ("name", False),
+        ("trainer.micro_batch", False),
+        ("data.root", False), ("eval.needle.finetune.steps", False), ("log.every", False), ("resume", False),
+        ("init_from", True),
     ],
 )  # fmt: skip
 def test_which_keys_distinguish_arms(path: str, learned: bool):

@@ -1,4 +1,6 @@
-"""docs/elsewhere.md: each block of code is executed, on stand-ins of the trainers, and gives lm's loss and gradients."""
+"""docs/elsewhere.md: each block of code is executed, on stand-ins of the trainers, and gives lm's loss and
+gradients.
+"""
 
 import importlib.util
 import os
@@ -102,7 +104,8 @@ class GPTConfig:
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        parts = {"wte": nn.Embedding(config.vocab_size, config.n_embd), "wpe": nn.Embedding(config.block_size, config.n_embd)}
+        parts = {"wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd)}
         self.transformer = nn.ModuleDict(parts | {"h": nn.ModuleList(Block(config) for _ in range(config.n_layer))})
         self.transformer["ln_f"] = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

@@ -153,7 +153,9 @@ for path in map(pathlib.Path, sys.argv[1:]):
 
 @pytest.fixture
 def pilots(tmp_path, monkeypatch) -> list[str]:
-    """The arms that are timed, by a program that says 60 s at once, and of arms called slow nothing but five steps of 2 s."""
+    """The arms that are timed, by a program that says 60 s at once, and of arms called slow nothing but five steps of 2
+    s.
+    """
     (tmp_path / "program.py").write_text(PILOT)
     monkeypatch.setattr("lm.experiments.plan.PILOT_COMMAND", [sys.executable, str(tmp_path / "program.py")])
     monkeypatch.setattr("lm.experiments.plan.open_prepared", lambda _: None)
@@ -222,7 +224,8 @@ def test_a_first_start_compiles_where_the_pilot_says_that_it_pays_and_later_ones
     output = capsys.readouterr().out
     assert output.count("trainer.compile of all runs: ") == 1
     assert re.search(
-        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a run and",
+        rf"trainer\.compile of all runs: {str(compiled).lower()} \(auto: \d+ s a run, \d+ runs; it pays from 200 s a "
+        r"run and",
         output,
     )
     assert (

@@ -188,7 +188,8 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
                 "primary": {"metric": "recall/mqar 64", "better": "higher", "matters": 0.1},
                 "arms": {"a": {}, "b": {"data.tasks": [{"task": {"name": "mqar", "keys": 32}}]}},
             },
-            "measures recall/mqar 64 on other tasks than the baseline; give all arms the same tasks, or name those of recall/... in",
+            "measures recall/mqar 64 on other tasks than the baseline; give all arms the same tasks, or name those of "
+            "recall/... in",
         ),
         ({"base": []}, r"base = \[\]: names no file; name one, or a list of files"),
         ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
@@ -215,7 +216,9 @@ def test_a_key_of_the_experiment_is_no_override(tmp_path, arguments):
 
 
 def test_an_arm_and_a_size_may_be_laid_on_files(tmp_path, arguments):
-    """Their own keys count more than the files', a later file more than an earlier one; the tuned rate of a file does not count."""
+    """Their own keys count more than the files', a later file more than an earlier one; the tuned rate of a file does
+    not count.
+    """
     for name, text in {
         "a": "optim: {lr: 1.0, grad_clip: 2.0}\nmodel: {n_mlp: 96, init_std: 0.1}",
         "b": "model: {n_mlp: 64}",

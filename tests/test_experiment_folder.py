@@ -1,4 +1,6 @@
-"""Opening an experiment whose folder has runs of another configuration: which these are, and the command that goes on with them."""
+"""Opening an experiment whose folder has runs of another configuration: which these are, and the command that goes on
+with them.
+"""
 
 import json
 import shlex

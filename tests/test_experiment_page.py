@@ -1,4 +1,6 @@
-"""The page of an experiment: what it says first, what its numbers are of, and that nothing is lost. Runs are made up, not trained."""
+"""The page of an experiment: what it says first, what its numbers are of, and that nothing is lost. Runs are made up,
+not trained.
+"""
 
 import csv
 import json
@@ -296,7 +298,9 @@ def test_sizes_have_sections_and_several_experiments_a_page_with_all_verdicts_at
 
 
 def sized(tmp_path: Path) -> Procedure:
-    """An experiment in three sizes of 1, 4 and 8 M parameters, in which the gain of other arms than softmax shrinks with size."""
+    """An experiment in three sizes of 1, 4 and 8 M parameters, in which the gain of other arms than softmax shrinks
+    with size.
+    """
     gains = {"a": 0.1, "b": 0.07, "c": 0.02}
     procedure = made(tmp_path, tune=None, sizes={name: {"model.n_embd": 16 * n} for n, name in enumerate(gains, 1)})
 
@@ -434,8 +438,8 @@ def test_of_what_runs_learn_or_do_not_the_page_counts_runs(tmp_path, undrawn):
     page = write_page([procedure], tmp_path / "out")
     words = text_of(page)
     assert (
-        "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at its end.)"
-        in words
+        "Do ssmax and log_n learn more or less often than softmax? (A run has learned if val/loss is 3.75 or less at "
+        "its end.)" in words
     )
     assert "3 of 3 have learned, 0 of 3 of the baseline" in words
     assert "Fisher's exact test of the numbers of runs" in words.replace("&#39;", "'")

@@ -1,4 +1,6 @@
-"""What the runs of an experiment are judged on: seeds planned and added, documents, other rates, runs that learned nothing."""
+"""What the runs of an experiment are judged on: seeds planned and added, documents, other rates, runs that learned
+nothing.
+"""
 
 import math
 from dataclasses import replace
@@ -240,7 +242,9 @@ ABOVE = "final loss above the unigram cross-entropy (6.2500 > 6.0000)"
 
 
 def unlike(folder: Path, *training_losses: float, final: float = 6.25) -> tuple[Procedure, dict]:
-    """SSMax's runs log these training losses and end above the unigram cross-entropy, softmax's end below it; and what is said of SSMax."""
+    """SSMax's runs log these training losses and end above the unigram cross-entropy, softmax's end below it; and what
+    is said of SSMax.
+    """
     procedure = experiment(folder)
     for run in procedure.known_runs():
         finish(run, 5.0 + 1e-3 * run.seed if run.arm == "softmax" else final, unigram=6.0)
@@ -350,7 +354,9 @@ def test_an_arm_is_trained_at_the_baselines_rate_and_the_baseline_at_all(tmp_pat
     arms = {arm: {"model.normalizer": arm} for arm in normalizers}
 
     def loss(run: Run) -> float:
-        """The baseline is best at log n's rate with the final seeds; SSMax at its own beats it at any other of its rates."""
+        """The baseline is best at log n's rate with the final seeds; SSMax at its own beats it at any other of its
+        rates.
+        """
         best = normalizers[run.arm]
         if run.stage == "tune":
             return 5 + abs(float(np.log2(run.rate / best)))
@@ -463,7 +469,8 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     (high,) = said(experiment(tmp_path, primary=primary | {"spread": 0.005}))
     assert (
         high
-        == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of 0.005 (primary.spread)"
+        == f"power: 3 seeds find a difference of 0.02 with probability {power(3, 0.005, 0.02):.2f}, by a spread of "
+        "0.005 (primary.spread)"
     )
     of_two_looks = said(experiment(tmp_path, primary=primary | {"spread": 0.01}, more_seeds=[4, 5]))
     assert (
@@ -472,7 +479,8 @@ def test_a_plan_says_the_power_for_its_own_margin_and_says_loudly_if_it_is_low(t
     )
     _, low = said(experiment(tmp_path, primary=primary | {"spread": 0.05}))
     assert low.startswith(
-        "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes 52 seeds"
+        "LOW POWER: the experiment will more likely than not leave such a difference undecided; probability 0.8 takes "
+        "52 seeds"
     )
     of_two = [*plan_lines(experiment(tmp_path, primary=primary | {"spread": 0.05}, seeds=[1, 2]), None, "unknown")]
     assert "NO VERDICT: there are 2 seeds, and a verdict takes 3: add seeds" in of_two

@@ -77,7 +77,8 @@ def test_two_arms_two_seeds_and_two_rates_end_in_a_verdict(tmp_path, overrides, 
     assert len(labels) == len(set(labels)) == len(runs)
     assert len({run.rate for run in runs if run.stage == "tune"}) > 2, "one of two rates is at an edge: the grid grows"
     assert sum(run.stage == "final" for run in runs) == 4
-    losses = {arm: {rate: [run.outcome.mean(SELECTION, selection=True) for run in runs] for rate, runs in by_rate.items()}
+    losses = {arm: {rate: [run.outcome.mean(SELECTION, selection=True) for run in runs] for rate,
+        runs in by_rate.items()}
               for arm, by_rate in procedure.choice("").runs.items()}  # fmt: skip
     assert procedure.choice("").rates == {
         arm: min(by_rate, key=lambda rate: sum(by_rate[rate])) for arm, by_rate in losses.items()
@@ -149,7 +150,10 @@ def test_a_run_whose_last_evaluation_failed_has_failed_and_the_others_go_on(tmp_
         long_context = replace(run.config.eval.long_context, max_seconds=late[run.arm])
         return train(replace(run.config, eval=replace(run.config.eval, long_context=long_context)))
 
-    wrong = r"1 runs failed \(softmax-\S+ primary.metric long/loss as trained was not .* \(long_context: took longer than .*\); lm eval "
+    wrong = (
+        r"1 runs failed \(softmax-\S+ primary.metric long/loss as trained was not .* \(long_context: took longer "
+        r"than .*\); lm eval "
+    )
     with pytest.raises(RunsFailed, match=wrong):
         launching(procedure, train_late).train_all()
     softmax, ssmax = procedure.known_runs()
@@ -286,7 +290,10 @@ def test_runs_measured_on_other_sequences_are_not_compared(tmp_path, overrides):
     folders = [run.config.run_folder for run in procedure.known_runs()]
     for folder in folders:  # one of the runs, then all alike
         assert lm("eval", str(folder), "eval.sequences=32").returncode == 0
-        message = rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: lm eval {folders[0]}$"
+        message = (
+            rf"{folders[0]}: val/loss was measured with other options than the run .* with; measure it again .*: "
+            rf"lm eval {folders[0]}$"
+        )
         with pytest.raises(RunError, match=message):
             summary_entries(Procedure(read_experiment(path, overrides)))
     for folder in folders:
@@ -434,7 +441,10 @@ def test_what_one_size_says_of_precision_is_its_own_and_the_plan_says_so(tmp_pat
         for size in experiment.sizes
     ]
     assert precisions == [32, 32, "bf16-mixed"], "b is as the first start settles it"
-    sentence = "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; threads 1"
+    sentence = (
+        "precision 32 (a softmax, a ssmax, b softmax, b ssmax), bf16-mixed (c softmax, c ssmax); compile False; "
+        "threads 1"
+    )
     assert list(plan_lines(procedure, None, "unknown"))[-1] == f"runs compute with {sentence}"
 
 

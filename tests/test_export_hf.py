@@ -1,4 +1,6 @@
-"""Models out: transformers loads them, with the code that they bring where it needs some, and computes the same; others are refused."""
+"""Models out: transformers loads them, with the code that they bring where it needs some, and computes the same; others
+are refused.
+"""
 
 import json
 import os
@@ -468,7 +470,9 @@ def test_eager_scores_are_in_fp32_under_autocast():
 
 
 def test_the_code_keeps_the_rules_of_backends_that_bring_their_own_attention(tmp_path: Path):
-    """What vLLM asks: a base model by `auto_map`, arguments passed down to the kernel of a registered name, and what it reads there."""
+    """What vLLM asks: a base model by `auto_map`, arguments passed down to the kernel of a registered name, and what it
+    reads there.
+    """
     decoder, folder = moved(shape(opt.SSMax()), 64, tmp_path)
     calls = []
 

@@ -1,4 +1,6 @@
-"""Optimizers, sources, tasks and evaluations from outside: the examples in docs/examples from their check to their report."""
+"""Optimizers, sources, tasks and evaluations from outside: the examples in docs/examples from their check to their
+report.
+"""
 
 import json
 import re
@@ -66,7 +68,8 @@ BROKEN = {
     "period": (
         "optimizer",
         "        for group in self.param_groups:",
-        "        self.count = getattr(self, 'count', 0) + 1\n        for group in self.param_groups[self.count % 5 == 0 :]:",
+        "        self.count = getattr(self, 'count', 0) + 1\n        for group in self.param_groups[self.count % 5 == "
+        "0 :]:",
         "goes on to the bit",
     ),
     "question": (
@@ -128,15 +131,21 @@ def test_a_broken_promise_is_named(mine: Path, case: str):
 
 # A change of the example, of its kind, that leaves nothing to be used, and the cause.
 USELESS = {
-    "signature": ("optimizer", "def make(self, groups, decoder):", "def make(self, groups):", "takes 2 positional arguments but 3"),
+    "signature": ("optimizer", "def make(self, groups, decoder):", "def make(self, groups):",
+        "takes 2 positional arguments but 3"),
     "no optimizer": ("optimizer", "return Signs(", "Signs(", "gives NoneType, not a torch.optim.Optimizer"),
-    "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ", "ValueError: no; optimizer mine.optimizer:SignMomentum failed"),
-    "no gradients": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None", "computes the gradients, 0 times"),
-    "documents": ("source", "def documents(self", "def documents(self, more", "missing 1 required positional argument: 'more'"),
-    "few tokens": ("task", "integers(self.symbols, length + 1)", "integers(self.symbols, length)", "gives tokens of shape (256,)"),
+    "raises": ("optimizer", "return Signs(", "raise ValueError('no')  # ",
+        "ValueError: no; optimizer mine.optimizer:SignMomentum failed"),
+    "no gradients": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None",
+        "computes the gradients, 0 times"),
+    "documents": ("source", "def documents(self", "def documents(self, more",
+        "missing 1 required positional argument: 'more'"),
+    "few tokens": ("task", "integers(self.symbols, length + 1)", "integers(self.symbols, length)",
+        "gives tokens of shape (256,)"),
     "no sequence": ("task", "return Example(", "Example(", "`make` gives NoneType, not an Example"),
     "no class": ("evaluation", "mine.evaluation:Measured", "mine.evaluation:Missing", "has no attribute 'Missing'"),
-    "no series": ("evaluation", "return [self.series(", "[self.series(", "`measure` gives NoneType, not a list of Series"),
+    "no series": ("evaluation", "return [self.series(", "[self.series(",
+        "`measure` gives NoneType, not a list of Series"),
 }  # fmt: skip
 
 
@@ -153,7 +162,8 @@ def test_a_run_of_all_but_the_task_is_trained_resumed_evaluated_and_reported(
     mine: Path, arguments: list[str], tmp_path: Path
 ):
     overrides = [
-        "data.source={name: 'mine.source:Sums', count: 80}", "optim.optimizer={name: 'mine.optimizer:SignMomentum', beta: 0.8}",
+        "data.source={name: 'mine.source:Sums', count: 80}",
+        "optim.optimizer={name: 'mine.optimizer:SignMomentum', beta: 0.8}",
         "data.tokenizer.vocab_size=300", "optim.lr=1e-3", "eval.others=[{name: 'mine.evaluation:Spread', position: 4}]",
         "eval.long_context.length_factor=0",
     ]  # fmt: skip
@@ -199,7 +209,10 @@ def test_a_suite_and_an_error_name_the_block_of_an_evaluation_from_outside(mine:
         mine / "evaluation.py",
         "from lm.config.inference_config import InferenceSetting\nfrom lm.schema import key, sections",
     )
-    keys = '    quick_suite = {"position": 3}\n    inference: list[InferenceSetting] = sections(InferenceSetting, "settings")\n'
+    keys = (
+        '    quick_suite = {"position": 3}\n    inference: list[InferenceSetting] = sections(InferenceSetting, '
+        '"settings")\n'
+    )
     code.write_text(
         code.read_text().replace("from lm.schema import key", imports).replace("    position:", f"{keys}    position:")
     )
@@ -334,9 +347,12 @@ def test_a_document_that_is_no_text_is_one_line(mine: Path, arguments: list[str]
 
 # A change of an example, of its kind, that only lm stumbles over, the key that names it, and the error.
 UNUSABLE = {
-    "no optimizer": ("optimizer", "return Signs(", "Signs(", "optim.optimizer=", "TypeError: `make` of mine.optimizer:SignMomentum gives"),
-    "closure": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None", "optim.optimizer=", "hasn't been executed"),
-    "file": ("source", "for number in", "open('/nowhere')\n        for number in", "data.source=", "failed in Sums.documents"),
+    "no optimizer": ("optimizer", "return Signs(", "Signs(", "optim.optimizer=",
+        "TypeError: `make` of mine.optimizer:SignMomentum gives"),
+    "closure": ("optimizer", "loss = torch.enable_grad()(closure)()", "loss = None", "optim.optimizer=",
+        "hasn't been executed"),
+    "file": ("source", "for number in", "open('/nowhere')\n        for number in", "data.source=",
+        "failed in Sums.documents"),
 }  # fmt: skip
 
 

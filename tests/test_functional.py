@@ -1,4 +1,6 @@
-"""`lm.functional`: every entry, forward and backward, is its definition in fp64, in whatever sequences; and what it refuses."""
+"""`lm.functional`: every entry, forward and backward, is its definition in fp64, in whatever sequences; and what it
+refuses.
+"""
 
 from collections.abc import Callable
 
@@ -19,8 +21,10 @@ from lm.schema import to_plain
 
 CASES = [
     *(entry() for entry in ENTRIES.values()),
-    opt.SSMax(bias=True), opt.SSMax(scale="none"), opt.SSMax(n="fixed:40"), opt.SSMax(n="sample"), opt.LogN(base=20.0, clip=True),
-    opt.Cosine(log_n=True), opt.Relu2(n="sum"), opt.Sigmoid(bias=True), opt.Window(size=5), opt.Softmax(temperature=0.5),
+    opt.SSMax(bias=True), opt.SSMax(scale="none"), opt.SSMax(n="fixed:40"), opt.SSMax(n="sample"),
+    opt.LogN(base=20.0, clip=True),
+    opt.Cosine(log_n=True), opt.Relu2(n="sum"), opt.Sigmoid(bias=True), opt.Window(size=5),
+    opt.Softmax(temperature=0.5),
 ]  # fmt: skip
 LENGTHS = [11, 1, 19, 9]  # of the documents in a sequence
 TOKENS = sum(LENGTHS)
@@ -222,16 +226,19 @@ JUMPS, FALLS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4]), torch.tensor([0, 1,
         ("train_length = 1: must be a whole number, 2 or more", "log_n", (Q, Q, Q), {"train_length": 1}),
         ("train_length = 0: must be", "log_n", (Q, Q, Q), {"train_length": 0}),
         ("train_length = -5: must be", "log_n", (Q, Q, Q), {"train_length": -5}),
-        ("cu_seqlens must begin at 0 and never fall", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 10, 40])}),
+        ("cu_seqlens must begin at 0 and never fall", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 10,
+            40])}),
         ("cu_seqlens must begin at 0", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([5, 40])}),
-        ("cu_seqlens must be whole numbers .* float32", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0.0, 40.0])}),
+        ("cu_seqlens must be whole numbers .* float32", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0.0,
+            40.0])}),
         ("cu_seqlens must be whole numbers of 1 axes", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([[0, 40]])}),
         ("cu_seqlens must be a tensor of whole numbers, not list", "softmax", (Q, Q, Q), {"cu_seqlens": [0, 40]}),
         ("positions jump", "softmax", (Q, Q, Q), {"positions": JUMPS}),
         ("positions jump", "softmax", (Q, Q, Q), {"positions": FALLS}),
         ("positions must be a tensor of whole numbers, not list", "softmax", (Q, Q, Q), {"positions": [*range(10)]}),
         ("positions must be whole numbers .* float32", "softmax", (Q, Q, Q), {"positions": torch.arange(10.0)}),
-        (r"positions \(3, 10\) are not those of 10 queries in 4", "softmax", (Q, Q, Q), {"positions": torch.arange(10).expand(3, 10)}),
+        (r"positions \(3, 10\) are not those of 10 queries in 4", "softmax", (Q, Q, Q),
+            {"positions": torch.arange(10).expand(3, 10)}),
         ("not those of 10 queries in 4", "softmax", (Q, Q, Q), {"positions": AttentionLayout.full(9)}),
         (r"k .* must have the sequences and the head size of q", "softmax", (Q, Q[..., :4], Q), {}),
         (r"k .* must have the sequences and the head size of q", "softmax", (Q, Q[:2], Q[:2]), {}),
@@ -239,9 +246,12 @@ JUMPS, FALLS = torch.tensor([0, 1, 2, 5, 6, 0, 1, 2, 3, 4]), torch.tensor([0, 1,
         (r"q must be floating numbers .* float64 \(4, 10, ", "softmax", (Q[0], Q, Q), {}),
         ("q must be floating numbers .*, no axis empty", "softmax", (Q[:, :, :0],) * 3, {}),
         ("v must be floating numbers .* int64", "softmax", (Q, Q, Q.long()), {}),
-        ("not both", "softmax", (Q, Q, Q), {"positions": AttentionLayout.full(10), "cu_seqlens": torch.tensor([0, 15, 40])}),
-        (r"positions by cu_seqlens \(4, 10\) are not those", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15, 40])}),
-        ("temperature = .*0.5.*: must be a number", {"name": "softmax", "temperature": torch.tensor(0.5)}, (Q, Q, Q), {}),
+        ("not both", "softmax", (Q, Q, Q), {"positions": AttentionLayout.full(10), "cu_seqlens": torch.tensor([0, 15,
+            40])}),
+        (r"positions by cu_seqlens \(4, 10\) are not those", "softmax", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 15,
+            40])}),
+        ("temperature = .*0.5.*: must be a number", {"name": "softmax", "temperature": torch.tensor(0.5)}, (Q, Q, Q),
+            {}),
         ("q must be a tensor", "softmax", ([1.0], Q, Q), {}),
     ],
 )  # fmt: skip

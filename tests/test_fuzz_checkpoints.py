@@ -1,7 +1,7 @@
 """Damaged checkpoints, exports and run folders: an error of one line or the same result, soon, and never a traceback.
 
-Checkpoints and exports carry digests: what is read of them is what was written, or refused. The other files of a run folder carry none:
-of them only the form of the outcome is checked.
+Checkpoints and exports carry digests: what is read of them is what was written, or refused. The other files of a run
+folder carry none: of them only the form of the outcome is checked.
 
 python -m pytest tests/test_fuzz_checkpoints.py -m "slow or not slow"       damages 300 files more
 """

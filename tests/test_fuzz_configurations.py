@@ -1,7 +1,9 @@
-"""Whatever stands in a configuration, the outcome is a valid one that its YAML gives back, or an error that names what is wrong.
+"""Whatever stands in a configuration, the outcome is a valid one that its YAML gives back, or an error that names what
+is wrong.
 
-Configurations are drawn from the schema itself, with hostile values among them, and texts of valid ones are mutilated. The suite
-draws the same few each time; `python -m pytest tests/test_fuzz_configurations.py -m slow` draws 2,000 new ones.
+Configurations are drawn from the schema itself, with hostile values among them, and texts of valid ones are mutilated.
+The suite draws the same few each time; `python -m pytest tests/test_fuzz_configurations.py -m slow` draws 2,000 new
+ones.
 """
 
 import datetime

@@ -28,7 +28,9 @@ ENTRIES = sorted(catalogue.ENTRIES)
 
 @pytest.fixture(autouse=True)
 def _no_error_is_left(request: pytest.FixtureRequest):
-    """After an illegal memory access no CUDA call of the process works: end it. pytest-xdist starts another one for the other tests."""
+    """After an illegal memory access no CUDA call of the process works: end it. pytest-xdist starts another one for the
+    other tests.
+    """
     yield
     try:
         torch.cuda.synchronize()

@@ -128,7 +128,10 @@ def test_of_steps_and_tokens_a_parameter_the_later_counts(tiny, tmp_path: Path):
 
 def test_steps_that_leave_no_room_are_refused_before_the_run_is_made(arguments: list[str], tmp_path: Path):
     result = lm("train", *arguments, "name=short", FEW, "optim.warmup_steps=12", "optim.schedule=wsd")
-    error = "optim.schedule.decay_fraction = 0.2: leaves less than optim.warmup_steps = 12 of 12 steps for the warm-up; lower one of them"
+    error = (
+        "optim.schedule.decay_fraction = 0.2: leaves less than optim.warmup_steps = 12 of 12 steps for the "
+        "warm-up; lower one of them"
+    )
     assert (result.returncode, result.stderr.splitlines()[-1]) == (2, f"error: {error}")
     assert not (tmp_path / "runs" / "short").exists()
 

@@ -1,6 +1,9 @@
-"""The structure of the package, derived from its source: imports point one way, and every module has its own name and its own subject."""
+"""The structure of the package, derived from its source: imports point one way, and every module has its own name and
+its own subject.
+"""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -10,11 +13,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from house_size import house_sizes
 
 from lm.runs.evaluations import MEASURING_PACKAGES as MEASURING
 
 ROOT = Path(__file__).resolve().parent.parent
-# A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files of runs ...
+# A room may import those before it: what a key is, the options of normalizers, the configuration, text, models, files
+# of runs ...
 ROOMS = (
     "errors",
     "machine",
@@ -38,7 +43,12 @@ ROOMS = (
     "commands",
     "cli",
 )
-LARGEST = 600  # lines of a module
+LARGEST = 700  # lines of a module; 600 once what is to leave has left
+
+
+# Code tokens of each room; comments, docstrings and line ends are free. A change that needs more in one room takes it
+# from another, and says so in its commit: `python tests/house_size.py --write`.
+RATCHET = json.loads((ROOT / "tests" / "house_size.json").read_text())
 
 
 def modules() -> dict[str, Path]:
@@ -64,7 +74,9 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of the package that a module imports, wherever in it: at the top, in functions, and for annotations."""
+    """The modules of the package that a module imports, wherever in it: at the top, in functions, and for
+    annotations.
+    """
     names = set()
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -90,27 +102,6 @@ def test_no_module_imports_itself_by_way_of_others():
         TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
-
-
-# Words that name nothing: pronouns, determiners, prepositions and participles.
-NAMELESS = {
-    "each", "one", "every", "same", "own", "ours", "theirs", "both", "some", "alone", "here", "within", "below", "above", "inside",
-    "apart", "twice", "across", "along", "over", "of", "how", "why", "which", "known", "asked", "given", "found", "made", "kept",
-    "seen", "shown", "wanted", "tried", "drawn", "taken",
-}  # fmt: skip
-
-
-def test_local_variables_are_named_by_nouns():
-    """Names of fields, options and keyword arguments are no local variables."""
-    nameless = [
-        f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}"
-        for path in MODULES.values()
-        for function in nodes(path)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMELESS
-    ]
-    assert not nameless, "name what they hold"
 
 
 def test_names_are_imported_from_modules_that_define_them():
@@ -173,32 +164,6 @@ def test_a_module_can_be_read_in_one_sitting(name: str):
     assert len(MODULES[name].read_text().splitlines()) <= LARGEST
 
 
-# Rooms whose names have been gone through.
-NAMED = {*ROOMS} - {"functional"}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_docstrings_begin_with_what_they_are_of(name: str):
-    documented = [
-        node for node in nodes(MODULES[name]) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-    ]
-    assert not [
-        text
-        for node in documented
-        if (text := ast.get_docstring(node) or "").split(" ")[0] in ("Of", "As", "That", "Those", "What")
-    ]
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in NAMED])
-def test_local_names_are_nouns(name: str):
-    assigned = {
-        node.id for node in nodes(MODULES[name]) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    assert not {"one", "found", "made", "left"} & (
-        assigned | {node.arg for node in nodes(MODULES[name]) if isinstance(node, ast.arg)}
-    )
-
-
 @pytest.mark.parametrize(
     ("what", "most"),
     [
@@ -213,9 +178,13 @@ def test_a_mechanism_stands_in_one_place(what: str, most: int):
 
 
 def test_files_are_read_and_written_in_one_encoding_whatever_the_locale():
-    texts = {name: path.read_text() for name, path in MODULES.items()}
+    calls = [(name, node) for name, path in MODULES.items() for node in nodes(path) if isinstance(node, ast.Call)]
     assert not [
-        name for name, text in texts.items() if re.search(r"\.read_text\(\)|\.write_text\((?!.*encoding=)", text)
+        f"{name}:{node.lineno}"
+        for name, node in calls
+        if isinstance(node.func, ast.Attribute)
+        and (node.func.attr == "write_text" or (node.func.attr == "read_text" and not node.args))  # of paths
+        and not any(keyword.arg == "encoding" for keyword in node.keywords)
     ]
 
 
@@ -238,12 +207,23 @@ def test_packages_pass_nothing_on(name: str):
 
 
 HEAVY = ("torch", "lightning", "wandb", "datasets", "transformers", "matplotlib.pyplot")
-LIGHT = ("lm", "lm.cli", "lm.config.load", "lm.config.tree", "lm.report.html", "lm.runs.record", "lm.experiments.experiment_folder",
+LIGHT = ("lm", "lm.cli", "lm.config.load", "lm.config.tree", "lm.report.html", "lm.runs.record",
+    "lm.experiments.experiment_folder",
          "lm.report.frame")  # fmt: skip
 
 
 def test_what_reads_configurations_and_reports_needs_no_torch():
-    code = f"import importlib, sys\nfor name in {LIGHT}: importlib.import_module(name); print(name, *{{*{HEAVY}}} & {{*sys.modules}})"
+    code = (
+        f"import importlib, sys\nfor name in {LIGHT}: importlib.import_module(name); print(name, *{{*{HEAVY}}} & "
+        f"{{*sys.modules}})"
+    )
     code += "\nsys.path.append('scripts'); import recompute; print('recompute', *{'torch'} & {*sys.modules})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.splitlines()) == (0, [*LIGHT, "recompute"]), result.stderr
+
+
+def test_the_house_only_shrinks():
+    sizes = house_sizes()
+    assert sizes.keys() == RATCHET.keys()
+    grown = {room: f"{sizes[room]} > {size}" for room, size in RATCHET.items() if sizes[room] > size}
+    assert not grown, "delete as much as was added, or take it from another room: tests/house_size.py --write"

@@ -1,4 +1,6 @@
-"""Pretrained models in: each architecture with every field at a value of its own computes what transformers computes."""
+"""Pretrained models in: each architecture with every field at a value of its own computes what transformers
+computes.
+"""
 
 import json
 import re
@@ -47,16 +49,20 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_fac
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, {
-        "vocab_size": V, "n_positions": 600, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80, "activation_function": "gelu",
-        "layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True,
+        "vocab_size": V, "n_positions": 600, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 80,
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-3, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
+        "reorder_and_upcast_attn": True,
         "tie_word_embeddings": False, "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3, "summary_type": "last",
-        "summary_use_proj": False, "summary_activation": "tanh", "summary_proj_to_labels": False, "summary_first_dropout": 0.3,
+        "summary_use_proj": False, "summary_activation": "tanh", "summary_proj_to_labels": False,
+        "summary_first_dropout": 0.3,
     }),
     "llama": (LlamaForCausalLM, LlamaConfig, LLAMA_SIZES | {
         "head_dim": 20, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "pretraining_tp": 2,
         "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 200},
     }),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_SIZES | WINDOWS | {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_SIZES | WINDOWS | {"tie_word_embeddings": True,
+        "rope_parameters": YARN}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA_SIZES | WINDOWS | {
         "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -66,9 +72,11 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict]] = 
 # Further shapes: fields at their defaults, and other ways to write them.
 OTHERS: dict[str, tuple[str, dict]] = {
     "gpt2 as released": ("gpt2", {"vocab_size": V, "n_positions": 600, "n_embd": 48, "n_layer": 2, "n_head": 4}),
-    "smollm2": ("llama", LLAMA_SIZES | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    "smollm2": ("llama", LLAMA_SIZES | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 1e5}}),
     "tinyllama": ("llama", LLAMA_SIZES | {"num_key_value_heads": None}),
-    "biases of attention alone": ("llama", LLAMA_SIZES | {"attention_bias": True, "rope_parameters": YARN | {"attention_factor": 1.2}}),
+    "biases of attention alone": ("llama", LLAMA_SIZES | {"attention_bias": True,
+        "rope_parameters": YARN | {"attention_factor": 1.2}}),
     "biases of the mlp alone": ("llama", LLAMA_SIZES | {"mlp_bias": True}),
     "qwen2.5": ("qwen2", LLAMA_SIZES),
     "qwen2.5, heads of its own": ("qwen2", LLAMA_SIZES | {"num_key_value_heads": None}),
@@ -124,7 +132,9 @@ def test_logits_and_cached_generation_are_those_of_transformers(case: str, tmp_p
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_field_is_read_fixed_or_known_to_be_irrelevant(kind: str, tmp_path: Path):
-    """Of those that the configuration class knows; and a case of `MODELS` has each that is read at a value other than its default."""
+    """Of those that the configuration class knows; and a case of `MODELS` has each that is read at a value other than
+    its default.
+    """
     _, config, values = MODELS[kind]
     default = config().to_dict()
     fields = Fields({**config(**COMMON | values).to_dict(), "architectures": None}, tmp_path)
@@ -243,7 +253,10 @@ def test_the_tokenizer_comes_along_and_documents_start_with_its_token(tokenizer:
     result = lm(
         "import", str(tmp_path / "hf"), "-o", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "other.json")
     )
-    expected = f"error: {tmp_path / 'other.json'}: the tokenizer has ids up to 319, the model's vocab_size is 300: of another model?\n"
+    expected = (
+        f"error: {tmp_path / 'other.json'}: the tokenizer has ids up to 319, the model's vocab_size is 300: of "
+        "another model?\n"
+    )
     assert (result.returncode, result.stderr) == (1, expected)
 
 
@@ -289,7 +302,10 @@ def test_older_files_of_a_tokenizer_are_converted_whole_or_not_at_all(tokenizer:
         json.dumps({"tokenizer_class": "LlamaTokenizer", **tokens})
     )  # makes a tokenizer of 3 tokens of them
     result = lm("import", str(tmp_path / "hf"), "-o", str(tmp_path / "out"))
-    reason = r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in tokenizer_config\.json the right one\?\n"
+    reason = (
+        r"transformers leaves out \d+ of the \d+ tokens of its vocab\.json; is tokenizer_class in "
+        r"tokenizer_config\.json the right one\?\n"
+    )
     assert result.returncode == 1
     assert re.fullmatch(rf"error: {tmp_path / 'hf'}: its tokenizer can't be converted: {reason}", result.stderr), (
         result.stderr
@@ -413,12 +429,17 @@ MALFORMED = {
     "cut short": (_cut, r"model\.safetensors: not a readable safetensors file: "),
     "lying size": (_lying, r"model\.safetensors: not a readable safetensors file: "),
     "pickle": (_pickled, r"pytorch_model\.bin: a pickle, which may run code when it is read; convert it"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no weights: neither model\.safetensors nor "),
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"not a model in the format of transformers: it has no config\.json"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(),
+        r"no weights: neither model\.safetensors nor "),
+    "no config": (lambda folder: (folder / "config.json").unlink(),
+        r"not a model in the format of transformers: it has no config\.json"),
     "damaged config": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not readable as JSON"),
-    "code": (_config(auto_map={"AutoModel": "code.Model"}), r"auto_map = .*: names code in the folder, which is never executed"),
-    "quantised": (_config(quantization_config={"bits": 4}), r"quantization_config = .*: quantised weights are not read"),
-    "another head": (_config(architectures=["LlamaForSequenceClassification"]), "architectures = .*: only LlamaForCausalLM"),
+    "code": (_config(auto_map={"AutoModel": "code.Model"}),
+        r"auto_map = .*: names code in the folder, which is never executed"),
+    "quantised": (_config(quantization_config={"bits": 4}),
+        r"quantization_config = .*: quantised weights are not read"),
+    "another head": (_config(architectures=["LlamaForSequenceClassification"]),
+        "architectures = .*: only LlamaForCausalLM"),
     "unknown model": (_config(model_type="mamba"), r"model_type = 'mamba': only gpt2, llama, qwen2, qwen3 are read"),
     "our code": (_config(model_type="lm_decoder"), r"code of its own: export the run without --format hf; only gpt2"),
     "unknown field": (_config(logit_scale=2.0), r"logit_scale = 2\.0: a field that is not known here: the model may"),
@@ -426,25 +447,37 @@ MALFORMED = {
     "dynamic rope": (_rope(rope_type="dynamic", factor=2.0), r"rope_type = 'dynamic': its frequencies depend on the"),
     "unknown rope": (_rope(rope_type="spiral"), r"rope_type = 'spiral': only default, linear, llama3, yarn are read"),
     "unknown rope field": (_rope(rope_type="linear", factor=2.0, power=3), r"power = 3: a field that is not known"),
-    "two thetas": (_config(rope_theta=2e5), r"rope_theta = 200000\.0: rope_parameters has rope_theta = 100000: one of them says what"),
-    "part of a head": (_config(partial_rotary_factor=0.5), r"partial_rotary_factor = 0\.5: all dimensions of a head rotate"),
+    "two thetas": (_config(rope_theta=2e5),
+        r"rope_theta = 200000\.0: rope_parameters has rope_theta = 100000: one of them says what"),
+    "part of a head": (_config(partial_rotary_factor=0.5),
+        r"partial_rotary_factor = 0\.5: all dimensions of a head rotate"),
     "text for a number": (_config(num_hidden_layers="3"), r"num_hidden_layers must be an integer, not '3'"),
     "no layers": (_config(num_hidden_layers=0), r"num_hidden_layers = 0: must be 1 or more"),
     "more layers": (_config(num_hidden_layers=10**9), r"num_hidden_layers = 1000000000: must be at most 10,000"),
-    "another layer": (_config(num_hidden_layers=4), r"there is no tensor model\.layers\.3\.\S+, which config\.json implies"),
-    "fewer layers": (_config(num_hidden_layers=2), r"model\.layers\.2\.\S+ is not a tensor of the model that config\.json describes"),
+    "another layer": (_config(num_hidden_layers=4),
+        r"there is no tensor model\.layers\.3\.\S+, which config\.json implies"),
+    "fewer layers": (_config(num_hidden_layers=2),
+        r"model\.layers\.2\.\S+ is not a tensor of the model that config\.json describes"),
     "another width": (_config(vocab_size=299), rf"{EMBEDDING} has shape \(300, 48\), config\.json implies \(299, 48\)"),
     "missing tensor": (_weights(lambda w: w.pop(Q)), rf"there is no tensor {Q}"),
-    "another shape": (_weights(lambda w: w.update({NORM: torch.ones(7)})), rf"{NORM} has shape \(7,\), config\.json implies \(48,\)"),
-    "another type": (_weights(lambda w: w.update({NORM: torch.ones(48, dtype=torch.int32)})), rf"{NORM} has type I32; only F32, F16, BF16"),
+    "another shape": (_weights(lambda w: w.update({NORM: torch.ones(7)})),
+        rf"{NORM} has shape \(7,\), config\.json " r"implies \(48,\)"),
+    "another type": (_weights(lambda w: w.update({NORM: torch.ones(48, dtype=torch.int32)})),
+        rf"{NORM} has type I32; " r"only F32, F16, BF16"),
     "not finite": (_weights(lambda w: w[NORM].fill_(float("nan"))), rf"{NORM} holds numbers that are not finite"),
-    "not finite, of several": (_weights(lambda w: w[K].fill_(float("inf"))), rf": {K} holds numbers that are not finite"),
-    "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})), "lm_head.weight differs from"),
-    "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999), r"config\.json: not readable as JSON: maximum rec"),
-    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json: its tokenizer is not a tok"),
-    "no special token": (_tokenizer_json([]), r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
+    "not finite, of several": (_weights(lambda w: w[K].fill_(float("inf"))),
+        rf": {K} holds numbers that are not finite"),
+    "another head matrix": (_weights(lambda w: w.update({"lm_head.weight": torch.ones(300, 48)})),
+        "lm_head.weight differs from"),
+    "deep config": (lambda folder: (folder / "config.json").write_text('{"a":' * 9999),
+        r"config\.json: not readable as JSON: maximum rec"),
+    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        r"tokenizer\.json: its tokenizer is not a tok"),
+    "no special token": (_tokenizer_json([]),
+        r"no token that starts a document is known \(it has no special tokens\); name one: --end"),
     "odd start": (_odd_start, r"no token that starts a document is known \(its special tokens: 5\); name one: --end"),
-    "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999), r"tokenizer\.json: its tokenizer is not a"),
+    "deep tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 9999),
+        r"tokenizer\.json: its tokenizer is not a"),
 }  # fmt: skip
 
 

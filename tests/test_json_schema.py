@@ -1,4 +1,6 @@
-"""The JSON Schema of the configuration: what it takes and refuses is what loading takes and refuses, contradictions between keys aside."""
+"""The JSON Schema of the configuration: what it takes and refuses is what loading takes and refuses, contradictions
+between keys aside.
+"""
 
 import json
 from pathlib import Path

@@ -78,7 +78,9 @@ UNITS = pd.concat([RUNS.assign(unit=unit, value=RUNS["value"] + 0.1 * unit) for 
 
 
 def grid(part: bool) -> pd.DataFrame:
-    """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those that report."""
+    """Runs at three rates, of which the middle one is the best for both arms; with `part` by other lines than those
+    that report.
+    """
     rates = [
         RUNS.assign(rate=rate, value=RUNS["value"] + worse) for rate, worse in ((1e-3, 0.2), (2e-3, 0.0), (4e-3, 0.3))
     ]
@@ -208,7 +210,8 @@ def test_units_are_averaged_and_paired_over():
         (
             RUNS.assign(value=RUNS["value"].where(RUNS["seed"] != 2)),
             {},
-            "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged in a column state",
+            "2 lines have no finite value, the first of arm a, seed 2; correct them, or write diverged in a column "
+            "state",
         ),
         (
             RUNS.assign(seed=RUNS["seed"].where(RUNS["seed"] != 2)),

@@ -84,7 +84,8 @@ def run(tmp_path: Path) -> Path:
     folder = build_run(tmp_path, "logged")
     lines = [
         {"step": step, "tokens": 1000 * step, "largest_score/layer0/head0": 1.0, "largest_score/layer0/head1": 2.0,
-         "largest_score/layer0/head2": 6.0, "train/grad_norm/layer1": 100.0 if step == 301 else None if step == 400 else 0.5}
+         "largest_score/layer0/head2": 6.0,
+         "train/grad_norm/layer1": 100.0 if step == 301 else None if step == 400 else 0.5}
         for step in range(1, 601)
     ]  # fmt: skip
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -110,7 +110,8 @@ def test_corollary_1_holds_in_2000_random_rows():
     assert bool((50 * a.amin(-1)).log().ge(-bound - 1e-6).all())
 
 
-# Of the default options and initial values: p_n and qassmax learn to depend on the length, llama4 does from 8,192 tokens on.
+# Of the default options and initial values: p_n and qassmax learn to depend on the length, llama4 does from 8,192
+# tokens on.
 APPLIES = {"softmax", "cosine", "window", "alibi", "scale_invariant", "forget", "softcap", "p_n", "qassmax", "llama4"}
 
 

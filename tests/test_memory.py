@@ -39,7 +39,10 @@ def test_training_says_what_to_lower_and_leaves_no_run_folder(
 ):
     run_out(monkeypatch, allocation)
     result = lm("train", *arguments, "name=big")
-    remedy = "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the model's size"
+    remedy = (
+        "lower trainer.micro_batch, set trainer.activation_checkpointing=true, or lower data.seq_len or the "
+        "model's size"
+    )
     expected = f"error: out of memory (asked for {ALLOCATIONS[allocation]}): {remedy}\n"
     assert (result.returncode, result.stderr[-len(expected) :]) == (1, expected)
     assert "Traceback" not in result.stderr

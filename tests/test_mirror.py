@@ -1,4 +1,6 @@
-"""wandb: when it is on, and what a run sends there, read from the file that it keeps offline. Nothing here needs a network."""
+"""wandb: when it is on, and what a run sends there, read from the file that it keeps offline. Nothing here needs a
+network.
+"""
 
 import csv
 import json
@@ -183,7 +185,10 @@ def test_a_log_that_fails_elsewhere_ends_no_run(
     monkeypatch.setattr(LightningMirror, moment, fail)
     config = tiny("name=failing", "log.to=[csv]", "trainer.max_steps=4")
     assert train(config) == 0
-    note = f"note: CSVLogger failed and gets nothing more (Connection lost); {config.run_folder / 'metrics.jsonl'} has all numbers\n"
+    note = (
+        f"note: CSVLogger failed and gets nothing more (Connection lost); {config.run_folder / 'metrics.jsonl'} has "
+        "all numbers\n"
+    )
     assert capsys.readouterr().out.count(note) == 1
     assert (config.run_folder / "checkpoints" / "step-000004.ckpt").exists()
 

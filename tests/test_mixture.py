@@ -141,7 +141,8 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
     [
         (
             [],
-            r"^data\.source\.of\[1\]\.weight = 0\.004: gives 0\.26 of the 64 sequences of the run.* train for more steps",
+            r"^data\.source\.of\[1\]\.weight = 0\.004: gives 0\.26 of the 64 sequences of the run.* train for more "
+            r"steps",
         ),
         (
             ["data.tasks=[{weight: 0.9, task: needle}]", "trainer.max_steps=300"],

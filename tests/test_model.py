@@ -258,7 +258,8 @@ def test_learned_positions_refuse_longer_sequences():
         Decoder(small(position=Learned()), 50, 16)(torch.zeros(1, 17, dtype=torch.int64))
 
 
-# ---------------------------------------------------------------- decoding and packed documents, for every normalizer and block
+# ---------------------------------------------------------------- decoding and packed documents, for every normalizer
+# and block
 
 BLOCKS = {
     "attention": {"n_head": 2},
@@ -331,7 +332,9 @@ def test_gradients_of_answers_need_no_queries_before_them(name: str, block: str)
 
 
 def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None:
-    """Compare states asked for from some token on with those of whole sequences: alone, of packed documents, and with a cache."""
+    """Compare states asked for from some token on with those of whole sequences: alone, of packed documents, and with a
+    cache.
+    """
     layout, cache = AttentionLayout.from_document_lengths([5, 1, 18]), DecodingCache(24)
     for states, last_states in (
         (model(tokens), model(tokens, first=20)),
@@ -346,7 +349,9 @@ def same_states_of_the_last_tokens(model: Decoder, tokens: torch.Tensor) -> None
 @torch.no_grad()
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
 def test_grouped_queries_are_heads_of_equal_keys_and_values(name: str):
-    """The same numbers as a model whose heads of keys and values are the shared ones, written out for each head of queries."""
+    """The same numbers as a model whose heads of keys and values are the shared ones, written out for each head of
+    queries.
+    """
     shared = make_decoder(name, "grouped")
     ungrouped = make_decoder(name, "grouped", n_kv_head=None)
     weights = shared.state_dict()
@@ -448,8 +453,8 @@ def test_gau_is_its_papers_formula():
 
 
 def test_a_gau_starts_as_its_reference_says():
-    """s = 128 and n = 512, LeCun's initial values (kexue.fm 8990): A is about (s nu^4 / n) I, nu^2 = E[silu^2] = .356, its diagonal 69
-    times what is beside it, so that the block changes its input little and needs no warm-up."""
+    """s = 128 and n = 512, LeCun's initial values (kexue.fm 8990): A is about (s nu^4 / n) I, nu^2 = E[silu^2] = .356,
+    its diagonal 69 times what is beside it, so that the block changes its input little and needs no warm-up."""
     shape = {"n_layer": 1, "n_embd": 768, "n_head": 1, "block": GAUBlock(key_size=128), "position": NoPosition()}
     model = Decoder(ModelConfig(**shape, normalizer=opt.Relu2(n="fixed:512")), 600, 512).eval()
     gau, generator = model.blocks[0].gau, torch.Generator().manual_seed(0)

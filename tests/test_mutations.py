@@ -1,4 +1,6 @@
-"""Whether the tests would notice: each mutation of the source, in a copy of it, must make one of the tests fail that it stands under."""
+"""Whether the tests would notice: each mutation of the source, in a copy of it, must make one of the tests fail that it
+stands under.
+"""
 
 import os
 import shutil
@@ -30,7 +32,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def failing(tree: Path, tests: str) -> tuple[bool, str]:
-    """Whether some of the tests (paths, `::` and the test's name behind them or not) fails, and its output. A named test may be slow."""
+    """Whether some of the tests (paths, `::` and the test's name behind them or not) fails, and its output. A named
+    test may be slow.
+    """
     marked = ["-m", "not gpu"] if "::" in tests else []
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *marked, *tests.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

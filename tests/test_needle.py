@@ -204,7 +204,9 @@ def test_fine_tuning_reads_training_sequences_whose_answers_alone_count_at_a_rat
 
 
 def test_fine_tuning_takes_a_transferred_rate(store: Store):
-    """AdamW's first step moves each entry by the learning rate: with m = 4 and l = 1, a hidden matrix by a fourth of the base model's."""
+    """AdamW's first step moves each entry by the learning rate: with m = 4 and l = 1, a hidden matrix by a fourth of
+    the base model's.
+    """
     config, changes = NeedleConfig(finetune=FinetuneConfig(steps=1, batch_sequences=1, lr=1e-3)), []
     for transfer in (None, Transfer(base_width=16)):
         decoder = Decoder(ModelConfig(n_layer=2, n_head=4, n_embd=64, transfer=transfer), store.vocab_size, LENGTH)
@@ -318,13 +320,16 @@ def test_lm_eval_asks_for_needles(tiny):
     assert needle.series[0].setting == "as trained, fine-tuned 2 steps"
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3,2]")
     assert result.returncode == 0
-    note = "note: eval.needle.length_factors: sequences of 38 are left out: the needles and their questions need sequences of at least"
+    note = (
+        "note: eval.needle.length_factors: sequences of 38 are left out: the needles and their questions need "
+        "sequences of at least"
+    )
     assert [line.startswith(note) for line in result.stderr.splitlines() if "left out" in line] == [True]
     assert "256 tokens" in result.stdout
     assert "38 tokens" not in result.stdout
     result = lm("eval", str(config.run_folder), "eval.needle.length_factors=[0.3]")
     assert result.returncode == 2
     assert (
-        "error: eval.needle.length_factors = [0.3]: needle in sequences of 38: the needles and their questions need sequences of at least"
-        in result.stderr
+        "error: eval.needle.length_factors = [0.3]: needle in sequences of 38: the needles and their questions need "
+        "sequences of at least" in result.stderr
     )

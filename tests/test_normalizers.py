@@ -198,7 +198,9 @@ def test_the_row_sum_of_sigmoid_does_not_depend_on_n():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("options", "p"), [(opt.Sparsemax(), 1), (opt.Entmax15(), 2)], ids=["sparsemax", "entmax15"])
 def test_thresholds_are_found_in_the_steps_they_are_given(size: int, dtype: torch.dtype, options: Options, p: int):
-    """By halving, of rows that are hard for Newton's method: equal, geometric, of few levels, drawn, and one large entry beside many."""
+    """By halving, of rows that are hard for Newton's method: equal, geometric, of few levels, drawn, and one large
+    entry beside many.
+    """
     ranks, samples = (
         torch.arange(size, dtype=torch.float64),
         torch.rand(4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64),

@@ -1,4 +1,6 @@
-"""Model folders without a training run: evaluated, diagnosed and swapped on the text of a configuration, with their own tokenizer."""
+"""Model folders without a training run: evaluated, diagnosed and swapped on the text of a configuration, with their own
+tokenizer.
+"""
 
 import json
 import re
@@ -26,7 +28,9 @@ from lm.training.starting import start_new_run
 
 @pytest.fixture(scope="module")
 def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer of its own, which knows fewer tokens than it, and a token of its own that ends documents."""
+    """A model with a tokenizer of its own, which knows fewer tokens than it, and a token of its own that ends
+    documents.
+    """
     folder = tmp_path_factory.mktemp("models")
     texts = [path.read_text() for path in sorted(corpus.iterdir())][:2]
     train_tokenizer(iter(texts), TrainedTokenizer(vocab_size=290)).save(str(folder / "tokenizer.json"))
@@ -126,7 +130,9 @@ def test_a_model_is_swapped_on_the_text_of_a_configuration_and_trained_from(save
 def test_a_resumed_run_from_a_model_with_room_for_more_tokens_is_as_long_as_it_was(
     saved: Path, base: Path, tmp_path: Path
 ):
-    """Its vocabulary counts, not the tokenizer's, of which the steps would be other ones (`trainer.tokens_per_parameter`)."""
+    """Its vocabulary counts, not the tokenizer's, of which the steps would be other ones
+    (`trainer.tokens_per_parameter`).
+    """
     arguments = [
         str(base),
         f"init_from={saved}",
@@ -250,7 +256,10 @@ def test_tasks_over_symbols_do_not_start_from_a_model_of_text(saved: Path, tmp_p
         f"data.root={tmp_path / 'data'}",
         "log.wandb=disabled",
     )
-    reason = f"data.tasks = 'mqar': makes sequences of symbols, and {saved} knows other tokens, of a text or of more or fewer symbols; "
+    reason = (
+        f"data.tasks = 'mqar': makes sequences of symbols, and {saved} knows other tokens, of a text or of more "
+        "or fewer symbols; "
+    )
     assert (result.returncode, result.stderr) == (2, f"error: {reason}name what it was trained on, or drop init_from\n")
     assert not (tmp_path / "data").exists()
 

@@ -1,4 +1,6 @@
-"""Normalizers from outside: the example of docs/normalizers-own.md from its check to its report, and what is never imported."""
+"""Normalizers from outside: the example of docs/normalizers-own.md from its check to its report, and what is never
+imported.
+"""
 
 import json
 import re
@@ -410,7 +412,10 @@ def test_a_definition_that_forward_does_not_compute_is_refused(powers: Path, arg
         match="has define_scores of its own, but `forward` of FusedSoftmax, which computes another function",
     ):
         load_config([*arguments, "model.normalizer={name: 'powers.capped:Mine'}"])
-    family = "    def forward(self, q, k, v, layout):\n        return self.normalize(self.define_scores(q, k, layout), layout) @ v\n"
+    family = (
+        "    def forward(self, q, k, v, layout):\n        return self.normalize(self.define_scores(q, k, layout), "
+        "layout) @ v\n"
+    )
     member = f"class Member(Mine):\n{scores}"
     (powers / "family.py").write_text(head + family + member)
     load_config([*arguments, "model.normalizer={name: 'powers.family:Member'}"])

@@ -1,4 +1,6 @@
-"""The fraction of the weights' variance that key position, or distance, explains, on weights made with a known answer."""
+"""The fraction of the weights' variance that key position, or distance, explains, on weights made with a known
+answer.
+"""
 
 import numpy as np
 import pytest

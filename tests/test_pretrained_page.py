@@ -39,7 +39,9 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_factor(results, best, shape: float) -> list[Series]:
-    """Loss by position of three documents, a parabola in ln c around a best factor that grows with position, for each factor."""
+    """Loss by position of three documents, a parabola in ln c around a best factor that grows with position, for each
+    factor.
+    """
     edges = np.array([0, 128, 256, 512, 1024])
     middles = np.log(np.sqrt(np.maximum(edges[:-1], 1) * edges[1:]))
     curves = []
@@ -151,7 +153,8 @@ def test_every_part_is_measured_once_and_the_page_written(script, model, base, t
     assert content.startswith("# Models\n\nAbove.\n\n# A pretrained model")
     assert not [word for word in ("old\n", "{{", "{%", "nan", "ot measured") if word in content]
     assert {path.name for path in tmp_path.glob("pretrained*")} == {
-        "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained-statements.csv", "pretrained.csv",
+        "pretrained-attention.svg", "pretrained-loss.svg", "pretrained-scale.svg", "pretrained-statements.csv",
+        "pretrained.csv",
     }  # fmt: skip
     stopped = [tmp_path / "out" / "results" / f"{part}.json" for part in ("swap_ssmax", "train_s")]
     before = [parts.Result.read(path) for path in stopped]

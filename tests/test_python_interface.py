@@ -102,7 +102,8 @@ def test_the_page_of_python_runs(experiment, tmp_path, monkeypatch, called):
     file, overrides = experiment
     (page,) = blocks((ROOT / "docs" / "python.md").read_text(), "python")
     small = {
-        '{"max_steps": 100}': '{"max_steps": 8}, "optim": {"warmup_steps": 2}, "eval": {"recall": {"sequences": 8, "length_factors": [1]}}',
+        '{"max_steps": 100}': '{"max_steps": 8}, "optim": {"warmup_steps": 2}, "eval": {"recall": {"sequences": 8, '
+        '"length_factors": [1]}}',
         '"quickstart-recall"': "file, *overrides, train=False",
         "'accuracy'": "'val loss'",
     }

@@ -80,7 +80,9 @@ def test_ranks_split_the_sequences(monkeypatch: pytest.MonkeyPatch):
 
 
 def greedy(decoder: Decoder, tokens: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """The answers' tokens (targets marked by `answers`) as plain greedy decoding writes them, one whole reading each."""
+    """The answers' tokens (targets marked by `answers`) as plain greedy decoding writes them, one whole reading
+    each.
+    """
     tokens = torch.from_numpy(tokens.copy())
     for position in np.flatnonzero(answers):
         tokens[position + 1] = decoder.logits(tokens[None, :-1])[0, position].argmax()
@@ -315,7 +317,8 @@ def test_what_recall_can_not_measure_is_refused(tiny):
     store = prepare(config.data)
     with pytest.raises(
         ConfigError,
-        match=r"eval.recall.length_factors = \[0.5\]: needle in sequences of 64: the needles and their questions need sequences of",
+        match=r"eval.recall.length_factors = \[0.5\]: needle in sequences of 64: the needles and their questions need "
+        r"sequences of",
     ):
         Recall(config, store)
 
@@ -434,7 +437,10 @@ def test_a_task_without_a_validation_row_is_refused(tiny):
 
 
 def test_validation_sequences_follow_the_weights_of_tasks_over_symbols(tiny):
-    shares = "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, {weight: 0.05, task: max}]"
+    shares = (
+        "data.tasks=[{weight: 0.75, task: {name: copy, span: 4}}, {weight: 0.2, task: {name: copy, span: 5}}, "
+        "{weight: 0.05, task: max}]"
+    )
     config = tiny(shares, SYMBOLS[1], "eval.sequences=40")
     validation = Validation(config, store := prepare(config.data))
     decoder = Decoder(config.model, store.vocab_size, 32)

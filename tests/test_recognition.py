@@ -22,7 +22,8 @@ def test_commands_on_one_configuration_refuse_an_experiment(command: list[str]):
     line = error_of(*command, EXPERIMENT, "seed=2", status=2)
     assert (
         line
-        == f"error: {EXPERIMENT}: an experiment, not the configuration of one run; it is for lm compare {EXPERIMENT} [--plan]"
+        == f"error: {EXPERIMENT}: an experiment, not the configuration of one run; it is for lm compare {EXPERIMENT} "
+        "[--plan]"
     )
 
 

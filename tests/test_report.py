@@ -221,7 +221,8 @@ def test_too_few_documents_give_no_interval_and_are_said(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "written", "as_difference"),
-    [(16460.3, "16460", "+16460"), (-123456.0, "-123500", "-123500"), (123.456, "123.5", "+123.5"), (4.5, "4.5000", "+4.5000"),
+    [(16460.3, "16460", "+16460"), (-123456.0, "-123500", "-123500"), (123.456, "123.5", "+123.5"), (4.5, "4.5000",
+        "+4.5000"),
      (-1e-9, "0.0000", "0.0000")],
 )  # fmt: skip
 def test_numbers_have_no_exponent_and_zero_no_sign(value, written, as_difference):

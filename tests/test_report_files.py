@@ -1,4 +1,6 @@
-"""The files of a report: the same numbers in every format, what intervals cover, the page, and the lines of pictures."""
+"""The files of a report: the same numbers in every format, what intervals cover, the page, and the lines of
+pictures.
+"""
 
 import base64
 import csv

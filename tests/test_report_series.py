@@ -24,12 +24,15 @@ def probe(rng: np.random.Generator, level: float) -> list[Series]:
     number, bins, points = sample("n", 1), sample("b", 3), [sample(f"p{depth}", 1, 10 + depth) for depth in (0, 1)]
     mean = number.values.mean(0)
     return [
-        Series(metric="sparsity", unit="bits", means=mean, samples=(number,), references={"uniform": 9.0}, logged=("probe/sparsity",),
+        Series(metric="sparsity", unit="bits", means=mean, samples=(number,), references={"uniform": 9.0},
+            logged=("probe/sparsity",),
                shown=Shown("Sparsity of attention", "probe sequences", "40 of 64 tokens"), **common),
         Series(metric="sparsity", unit="bits", means=bins.values.mean(0), samples=(bins,), curve=np.full(256, level),
                axis=Axis("position", "tokens", "at positions", (0, 64, 128, 256), bins=True),
-               shown=Shown("Sparsity of attention", "long probe sequences", "40 of 256 tokens", "sparsity by position"), **common),
-        Series(metric="reach", unit="tokens", means=np.array([part.values.mean() for part in points]), samples=tuple(points), what="books",
+               shown=Shown("Sparsity of attention", "long probe sequences", "40 of 256 tokens", "sparsity by position"),
+               **common),
+        Series(metric="reach", unit="tokens", means=np.array([part.values.mean() for part in points]),
+            samples=tuple(points), what="books",
                axis=Axis("depth", "", "at depth", (0.0, 0.5), log=False),
                shown=Shown("Reach by depth", "deep probe sequences", "10 of 64 tokens", "reach by depth"), **common),
     ]  # fmt: skip

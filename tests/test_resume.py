@@ -56,7 +56,8 @@ SWAPS = {
 }
 
 
-# By default those columns of the table that contain the others for one normalizer, and a rich one for kinds of parameters.
+# By default those columns of the table that contain the others for one normalizer, and a rich one for kinds of
+# parameters.
 SOME, RICH, RICHEST = ("ssmax",), "swap, at and after", "swap, all three"
 CONTAINED = ("plain", "accumulation", "dropout", "twice in a row", "swap, before", "swap, at", "swap, after", RICH)
 KINDS = ("qassmax",)
@@ -285,7 +286,9 @@ def test_an_evaluation_is_logged_before_its_file_says_that_it_is_there(tiny, mon
 
 
 def test_an_evaluation_lost_to_a_kill_is_made_up_for(tiny):
-    """A long-context evaluation comes after its step's checkpoint; killed meanwhile, it is made when the run goes on."""
+    """A long-context evaluation comes after its step's checkpoint; killed meanwhile, it is made when the run goes
+    on.
+    """
     options = ["eval.long_context.every=4", "trainer.checkpoint_every=4"]
     for phases in ([], [swap_to("ssmax")]):
         name = f"name=lost{len(phases)}"
@@ -305,7 +308,10 @@ def test_a_complete_run_says_which_changed_evaluations_it_does_not_make(tiny, ca
     train(tiny("name=whole", "resume=auto", "eval.long_context.every=4"))
     assert "note" not in capsys.readouterr().out
     train(tiny("name=whole", "resume=auto", "eval.long_context.sequences=2", "eval.sequences=2"))
-    note = "note: eval.long_context, eval.sequences: a complete run keeps what it has measured; with other options: lm eval "
+    note = (
+        "note: eval.long_context, eval.sequences: a complete run keeps what it has measured; with other options: lm "
+        "eval "
+    )
     assert note in capsys.readouterr().out
     assert (
         lm("eval", str(tiny("name=whole").run_folder), "eval.long_context.sequences=2", "eval.sequences=2").returncode

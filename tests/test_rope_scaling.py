@@ -1,4 +1,6 @@
-"""RoPE rescaled in training: the same frequencies as in transformers, part of the model, and resolved with inference settings."""
+"""RoPE rescaled in training: the same frequencies as in transformers, part of the model, and resolved with inference
+settings.
+"""
 
 import math
 from dataclasses import replace
@@ -71,7 +73,9 @@ def test_the_bounds_of_the_transition_must_be_in_order(tiny):
 
 @torch.no_grad()
 def test_listed_layers_rotate_and_the_others_have_no_positions():
-    """Queries and keys of each layer are those of a model that rotates in all layers, or in none. YaRN's temperature goes with rotation."""
+    """Queries and keys of each layer are those of a model that rotates in all layers, or in none. YaRN's temperature
+    goes with rotation.
+    """
     tokens = torch.randint(60, (1, 30), generator=torch.Generator().manual_seed(0))
     rotates = [True, False, False]
     setting = InferenceSetting(YaRNScaling(4.0))

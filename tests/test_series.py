@@ -16,7 +16,8 @@ def by_position() -> Series:
     axis = Axis("position", "tokens", "at positions", (0, 4, 16), bins=True)
     labels = Shown("Loss by position", "long sequences", "3 of 16 tokens")
     return Series(
-        "probe", "loss", "nats per token", "lower", 4, np.array([3.0, np.nan]), "books", {"size": 3}, "as trained", axis, (sample,),
+        "probe", "loss", "nats per token", "lower", 4, np.array([3.0, np.nan]), "books", {"size": 3}, "as trained",
+        axis, (sample,),
         np.arange(16.0), "data", {"chance": 0.5}, "documents", logged=("probe/loss",), shown=labels,
     )  # fmt: skip
 

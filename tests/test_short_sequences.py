@@ -1,4 +1,6 @@
-"""Softmax attention of short sequences on a CPU, by blocks of queries: equal to PyTorch's kernel, and nearer to fp64 in bf16."""
+"""Softmax attention of short sequences on a CPU, by blocks of queries: equal to PyTorch's kernel, and nearer to fp64 in
+bf16.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ LENGTHS = (1, 2, SHORT_BLOCK - 1, SHORT_BLOCK, SHORT_BLOCK + 1, 257, SHORT_LENGT
 
 
 def inputs(length: int, size: int, width: int, heads: int = 3) -> list[Tensor]:
-    """q, k, v and a gradient of the output, of two sequences, fp32; q and k large enough for weights that are far from equal."""
+    """q, k, v and a gradient of the output, of two sequences, fp32; q and k large enough for weights that are far from
+    equal.
+    """
     generator = torch.Generator().manual_seed(length)
     return [
         torch.randn(2, heads, length, n, generator=generator) * factor

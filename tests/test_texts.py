@@ -1,4 +1,6 @@
-"""Texts beside the held-out one: each measured whole, by its name; and long sequences that fit themselves to the documents there are."""
+"""Texts beside the held-out one: each measured whole, by its name; and long sequences that fit themselves to the
+documents there are.
+"""
 
 import csv
 import json

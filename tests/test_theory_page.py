@@ -67,7 +67,8 @@ def test_the_page_says_of_each_statement_what_came_out(script):
         statement.says: statement.holds for statement in statements.compared(linear) if statement.source == "Su, 9889"
     }
     assert outcomes == {
-        "linear attention mostly expresses absolute position": {"linear features": True}, "a decay can't adapt": {"linear, decay": True},
+        "linear attention mostly expresses absolute position": {"linear features": True},
+        "a decay can't adapt": {"linear, decay": True},
     }  # fmt: skip
     text = theory.page_of([models, linear[:1]], [Path("runs/words"), Path("runs/more")])
     assert "| Su, 9019 | the sum that normalizes grows more slowly than n |" in text

@@ -194,7 +194,9 @@ HARMLESS = {  # settings under which the store is as exact as without
 
 
 def changed_tokenizer(path: Path, changes: dict[str, dict], vocab_size: int = 400) -> TokenizerFile:
-    """A byte-level tokenizer.json with other settings: of the file, its model (`model`) and with another token (`added`)."""
+    """A byte-level tokenizer.json with other settings: of the file, its model (`model`) and with another token
+    (`added`).
+    """
     tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(vocab_size))
     tokenizer.add_special_tokens(["</s>"])
     content = json.loads(tokenizer.to_str())

@@ -1,4 +1,6 @@
-"""Learning rates that transfer over width and depth: the definition with explicit multipliers, coordinate checks, and what refuses them."""
+"""Learning rates that transfer over width and depth: the definition with explicit multipliers, coordinate checks, and
+what refuses them.
+"""
 
 import copy
 import math
@@ -76,7 +78,9 @@ SHAPES["the first layer's values"] = {"value_residual": "first_layer", "output_g
 
 @pytest.mark.parametrize("shape", thinned(SHAPES, ["all kinds of parameters"]))
 def test_adamw_trains_the_model_with_explicit_multipliers(shape: str):
-    """CompleteP's Table 1, alpha = 1, as it stands there: logits x 1/m, blocks x 1/l, and each parameter's rate, decay and epsilon."""
+    """CompleteP's Table 1, alpha = 1, as it stands there: logits x 1/m, blocks x 1/l, and each parameter's rate, decay
+    and epsilon.
+    """
     m, depth, lr, eps, decay = 3.0, 2.0, 1e-2, 1e-4, 0.3  # an epsilon that counts
     decoder = model(96, 4, **SHAPES[shape]).double()
     reference = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
@@ -116,7 +120,8 @@ def test_initial_values_have_the_base_model_s_size_times_the_factors():
     m, depth = 16, 4
     for name, factor in {
         "embedding.weight": 1, "head.weight": 1, "value_embedding.1.weight": 1, "norm.weight": 1 / m,
-        "blocks.1.attention_norm.weight": 1, "blocks.1.attention.qkv.weight": m**-0.5, "blocks.1.mlp.up.weight": m**-0.5,
+        "blocks.1.attention_norm.weight": 1, "blocks.1.attention.qkv.weight": m**-0.5,
+        "blocks.1.mlp.up.weight": m**-0.5,
         "blocks.1.attention.out.weight": m**-0.5 / depth, "blocks.1.mlp.out.weight": m**-0.5 / depth,
     }.items():  # fmt: skip
         size = [decoder_of_size[name].detach().square().mean().sqrt().item() for decoder_of_size in (decoder, base)]
@@ -133,7 +138,8 @@ def test_the_base_model_starts_and_is_trained_as_without(optimizer: AdamW):
     assert [{**group, "params": None} for group in transferred] == [{**group, "params": None} for group in plain]
 
 
-# ---------------------------------------------------------------- coordinate checks: what a few steps change does not depend on the size
+# ---------------------------------------------------------------- coordinate checks: what a few steps change does not
+# depend on the size
 
 
 def change(decoder: Decoder, optimizer: AdamW, lr: float) -> tuple[float, float]:
@@ -378,7 +384,10 @@ def test_weights_in_other_proportions_are_refused(tiny, tmp_path: Path):
     ]
     start, plain = (f"init_from={folder}" for folder in folders)
     for options, width, depth in (([], 32, 2), (["model.transfer.base_depth=1"], 32, 1)):
-        message = rf"^model\.transfer = {{base_width: {width}, base_depth: {depth}}}: the weights of [^\n]* have other proportions"
+        message = (
+            rf"^model\.transfer = {{base_width: {width}, base_depth: {depth}}}: the weights of [^\n]* have other "
+            r"proportions"
+        )
         with pytest.raises(
             ConfigError, match=message + r"[^\n]*; set model\.transfer={base_width: 16, base_depth: 2}$"
         ):
@@ -397,7 +406,8 @@ REFUSED = {
     ),
     "half a head": (
         ["model.transfer.base_width=24"],
-        r"model\.transfer\.base_width = 24: gives a base model of n_head = 1\.5: width is added in heads of one size; [^\n]* of 16$",
+        r"model\.transfer\.base_width = 24: gives a base model of n_head = 1\.5: width is added in heads of one size; "
+        r"[^\n]* of 16$",
     ),
     "half a head of keys": (
         ["model.n_kv_head=1", "model.transfer.base_width=16"],
@@ -405,7 +415,8 @@ REFUSED = {
     ),
     "half of the MLP's width": (
         ["model.n_mlp=99", "model.transfer.base_width=16"],
-        r"model\.transfer\.base_width = 16: gives a base model of n_mlp = 49\.5: n_mlp is in proportion to the width; [^\n]* of 32$",
+        r"model\.transfer\.base_width = 16: gives a base model of n_mlp = 49\.5: n_mlp is in proportion to the width; "
+        r"[^\n]* of 32$",
     ),
     "no width": (["model.transfer.base_width=0"], r"model\.transfer\.base_width = 0: must be >= 1"),
     "another key": (

@@ -1,4 +1,6 @@
-"""The Triton kernel without a GPU: under the interpreter, and compiled for GPUs that aren't there. On one: test_gpu.py."""
+"""The Triton kernel without a GPU: under the interpreter, and compiled for GPUs that aren't there. On one:
+test_gpu.py.
+"""
 
 import os
 import subprocess

@@ -133,7 +133,8 @@ def exchanged(*names: str) -> Callable[[dict[str, bytes]], object]:
 
 
 WEIGHTS, MOMENTS = "its weights were altered", "its tensors of the optimizer were altered"
-REWRITTEN = {  # an archive whose CRCs hold; data/2 and data/8 are of one shape, data/16 and data/17 are moments of one parameter
+# an archive whose CRCs hold; data/2 and data/8 are of one shape, data/16 and data/17 are moments of one parameter
+REWRITTEN = {
     "shortened": (
         lambda content: content.update({"data/0": content["data/0"][:-4]}),
         r"embedding\.weight was altered \(it has not its",

@@ -1,4 +1,6 @@
-"""Experiments that tune two keys together: their grid, its edges, tables, pages, and what goes on after the file has changed."""
+"""Experiments that tune two keys together: their grid, its edges, tables, pages, and what goes on after the file has
+changed.
+"""
 
 import math
 import re

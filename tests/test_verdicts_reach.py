@@ -125,7 +125,10 @@ def test_a_run_that_never_reaches_the_value_is_counted_and_said(tmp_path):
             else reached(run),
         )
     soft, scalable = summary_entries(procedure)
-    expected = "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first evaluation"
+    expected = (
+        "2 of 5 runs of ssmax did not reach val/loss 4.6; 1 of 5 runs of softmax had reached 4.6 at the first "
+        "evaluation"
+    )
     assert (scalable["verdict"], scalable["reason"]) == ("not reached", expected)
     assert (scalable["factor"], scalable["reached"], scalable["mean"], soft["mean"]) == (None, 3, None, None)
     cells = [[cell for _, cell in row] for row in seeds_table(SizeResults(procedure, "", procedure.judgement())).rows]

@@ -1,4 +1,6 @@
-"""The package away from the clone: the wheel in an empty folder, by the commands of docs/installation.md, and the unpacked sdist."""
+"""The package away from the clone: the wheel in an empty folder, by the commands of docs/installation.md, and the
+unpacked sdist.
+"""
 
 import json
 import os

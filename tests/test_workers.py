@@ -1,4 +1,6 @@
-"""One `lm compare` at a time works on an experiment; in the jobs of a cluster, or as commands for a scheduler of one's own."""
+"""One `lm compare` at a time works on an experiment; in the jobs of a cluster, or as commands for a scheduler of one's
+own.
+"""
 
 import errno
 import json
@@ -78,7 +80,8 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(tmp_path, scheduler, monke
 def test_a_job_lets_its_run_save_and_is_the_same_when_it_is_started_again(file, arguments, tmp_path, monkeypatch):
     program, marker = tmp_path / "program", tmp_path / "saved"
     program.write_text(
-        f"#!/bin/sh\ntrap 'sleep 0.2; touch {marker}; exit 143' TERM\ntouch {tmp_path / 'ready'}\nwhile :; do sleep 0.05; done\n"
+        f"#!/bin/sh\ntrap 'sleep 0.2; touch {marker}; exit 143' TERM\ntouch {tmp_path / 'ready'}\nwhile :; do sleep "
+        "0.05; done\n"
     )
     program.chmod(0o755)
     procedure = start(file, arguments[1:])
@@ -140,7 +143,10 @@ def test_a_second_compare_is_told_who_works_on_the_experiment(file, arguments):
     folder = start(file, arguments[1:]).experiment.folder
     with experiment_lock(folder):
         result, start_time = lm("compare", str(file), *arguments[1:]), read_json(folder / LOCK)["since"]
-        message = f"process {os.getpid()} on {os.uname().nodename} works on it since {start_time}; --report-only and --plan show how far it is"
+        message = (
+            f"process {os.getpid()} on {os.uname().nodename} works on it since {start_time}; --report-only and "
+            "--plan show how far it is"
+        )
         assert (result.returncode, result.stderr) == (1, f"error: {folder}: {message}\n")
         assert "no run has ended yet" in lm("compare", str(file), *arguments[1:], "--report-only").stderr
         assert lm("compare", str(file), *arguments[1:], "--plan").returncode == 0
@@ -266,7 +272,9 @@ def test_a_killed_compare_finds_its_jobs_again_and_none_is_trained_twice(file, a
 @INSTALLED
 @pytest.mark.slow  # 2 min
 def test_a_job_that_meets_its_time_limit_goes_on(file, arguments, tmp_path):
-    """Submitit tells a job of a minute on this machine of its end after half of it, which is less than the run takes."""
+    """Submitit tells a job of a minute on this machine of its end after half of it, which is less than the run
+    takes.
+    """
     steps = ["trainer.max_steps=100000", "trainer.checkpoint_every=100000", "eval.every=100000"]
     command = [
         sys.executable,

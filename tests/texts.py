@@ -101,7 +101,8 @@ def start(script: str, source: Path | None, root: Path, **environment: str) -> s
     header = (
         "import sys\nfrom lm.config.data_config import DataConfig, Files, Hub, Package, TrainedTokenizer\n"
         "from lm.data.prepare import prepare\n"
-        "from lm.errors import DataError\ndata = DataConfig(Files([sys.argv[1]]), TrainedTokenizer(300), root=sys.argv[2])\n"
+        "from lm.errors import DataError\ndata = DataConfig(Files([sys.argv[1]]), TrainedTokenizer(300), "
+        "root=sys.argv[2])\n"
     )
     env = {**os.environ, **environment}
     return subprocess.Popen(

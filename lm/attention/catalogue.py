@@ -1,7 +1,9 @@
-"""The catalogue of normalizers: their classes of options by name, and the function that makes a layer's normalizer from its options.
+"""The catalogue of normalizers: their classes of options by name, and the function that makes a layer's normalizer from
+its options.
 
-A normalizer is two classes in one module: a dataclass of options, with formula, source and published figures, and a subclass of
-`Normalizer` whose `schema` is that dataclass. A new normalizer's dataclass goes into `ENTRIES`. Importing this module imports no torch.
+A normalizer is two classes in one module: a dataclass of options, with formula, source and published figures, and a
+subclass of `Normalizer` whose `schema` is that dataclass. A new normalizer's dataclass goes into `ENTRIES`. Importing
+this module imports no torch.
 """
 
 import inspect
@@ -25,7 +27,8 @@ from lm.schema import Plain, Unavailable, build, reference, variants, yaml_flow
 ENTRIES: dict[str, type[Options]] = {
     options.name: options
     for options in (
-        Softmax, SSMax, LogN, SqrtLogN, Llama4, YaRN, InfoScale, Cosine, PN, QASSMax, Softmax1, Sink, Relu2, Relu, Sigmoid,
+        Softmax, SSMax, LogN, SqrtLogN, Llama4, YaRN, InfoScale, Cosine, PN, QASSMax, Softmax1, Sink, Relu2, Relu,
+        Sigmoid,
         Sparsemax, Entmax15, ASEntmax, Softpick, ALiBi, Window, ScaleInvariant, Forget, SoftCap,
         StickBreaking, Linear,
     )
@@ -33,7 +36,9 @@ ENTRIES: dict[str, type[Options]] = {
 
 
 class _NormalizerKind(Kind):
-    """Describes normalizer plugins: a plugin's class derives from `Normalizer`, and its attribute `schema` is its class of options."""
+    """Describes normalizer plugins: a plugin's class derives from `Normalizer`, and its attribute `schema` is its class
+    of options.
+    """
 
     def options(self, plugin_class: type) -> type:
         schema = getattr(plugin_class, "schema", None)
@@ -77,7 +82,9 @@ SINGLE = Registry(NORMALIZER, ENTRIES)  # options of one layer's normalizer
 
 @dataclass
 class Layers(Options):
-    """Options of a normalizer per layer: layer i takes entry i mod len(of) of the list `of`. A configuration may give the list alone."""
+    """Options of a normalizer per layer: layer i takes entry i mod len(of) of the list `of`. A configuration may give
+    the list alone.
+    """
 
     name = "layers"
     full_formula = "layers"
@@ -90,7 +97,9 @@ class Layers(Options):
         return [] if self.of else [Problem("of", [], "no normalizers given", "list one or more")]
 
     def layer_options(self) -> list[Options]:
-        """The options of each normalizer in the list `of`, without entries that the configuration's check reported as invalid."""
+        """The options of each normalizer in the list `of`, without entries that the configuration's check reported as
+        invalid.
+        """
         return [options for options in self.of if isinstance(options, Options)]
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Layers":
@@ -134,8 +143,8 @@ _CODE_ATTRIBUTES = (
 
 
 def method_ignored_by_forward(normalizer: type) -> str:
-    """Return the name of a method, such as `normalize`, that the class overrides in vain, as it inherits a `forward` of lm that ignores the
-    method. Empty if there is none."""
+    """Return the name of a method, such as `normalize`, that the class overrides in vain, as it inherits a `forward` of
+    lm that ignores the method. Empty if there is none."""
     definitions = (*_DEFINITION_METHODS, "f") if issubclass(normalizer, DividedNormalizer) else _DEFINITION_METHODS
     depths = {
         name: normalizer.__mro__.index(_defining_class(normalizer, name))
@@ -169,15 +178,17 @@ def make_normalizer(options: Options, layer: LayerSpec) -> Normalizer:
 
 
 def options_from_plain(plain: Mapping[str, Plain]) -> Options | None:
-    """Options made of those in a run folder, `plain`. None for plugins, which are not imported, and if this version of lm rejects them."""
+    """Options made of those in a run folder, `plain`. None for plugins, which are not imported, and if this version of
+    lm rejects them.
+    """
     problems: list[Problem] = []
     options = build(OPTIONS[plain["name"]], plain, "", problems) if plain["name"] in OPTIONS else None
     return None if problems else options
 
 
 def label(plain: Mapping[str, Plain]) -> str:
-    """The label of a normalizer from its options in a run folder: its name and the options that differ from their defaults, such as
-    `ssmax (n=sample)`. The label names all options if `options_from_plain` returns None."""
+    """The label of a normalizer from its options in a run folder: its name and the options that differ from their
+    defaults, such as `ssmax (n=sample)`. The label names all options if `options_from_plain` returns None."""
     if plain["name"] == Layers.name:
         return _layers_label(map(label, plain["of"]))
     options = options_from_plain(plain)
@@ -195,21 +206,33 @@ def markdown() -> str:
         "",
         "One of your own: [normalizers-own.md](normalizers-own.md).",
         "",
-        "Generated by `lm normalizers`; a test keeps it true. `z = q.k / sqrt(D)`, `D`: head size; `n`: row length; `m`: training length;",
-        "`t`: how many tokens back a key is; `p`: position. Every entry works in ordinary attention and in GAU (`model.block: gau`), with",
-        "packed documents, and decodes with a cache of keys and values. Weights are causal; `n` comes from positions, never from widths.",
-        "Scores, thresholds and sums are in fp32 at least, whatever `trainer.precision` says. Operands in bf16 are those of products with",
-        "values, within PyTorch's fused softmax, and of scores in *tiles*. A row that is divided by a sum below 1e-24 has weights 0.",
+        "Generated by `lm normalizers`; a test keeps it true. `z = q.k / sqrt(D)`, `D`: head size; `n`: row length; "
+        "`m`: training length;",
+        "`t`: how many tokens back a key is; `p`: position. Every entry works in ordinary attention and in GAU "
+        "(`model.block: gau`), with",
+        "packed documents, and decodes with a cache of keys and values. Weights are causal; `n` comes from positions, "
+        "never from widths.",
+        "Scores, thresholds and sums are in fp32 at least, whatever `trainer.precision` says. Operands in bf16 are "
+        "those of products with",
+        "values, within PyTorch's fused softmax, and of scores in *tiles*. A row that is divided by a sum below 1e-24 "
+        "has weights 0.",
         "",
-        "Kernels: *fused softmax* is PyTorch's (no T x T weights); *tiles* are ours, forward and backward in tiles of 256 x 256 with fp32",
-        "sums, on CUDA GPUs in a Triton kernel; *query blocks* compute the definition for some queries at a time and recompute it in the",
-        "backward pass: on a CPU 2^18 to 2^21 weights at a time, on a GPU up to 2^27, as a sixteenth of the memory that was free at the",
-        "first call allows (64 bytes a weight). Decoding, and the last layer in training on tasks alone, take query blocks in place of",
+        "Kernels: *fused softmax* is PyTorch's (no T x T weights); *tiles* are ours, forward and backward in tiles of "
+        "256 x 256 with fp32",
+        "sums, on CUDA GPUs in a Triton kernel; *query blocks* compute the definition for some queries at a time and "
+        "recompute it in the",
+        "backward pass: on a CPU 2^18 to 2^21 weights at a time, on a GPU up to 2^27, as a sixteenth of the memory "
+        "that was free at the",
+        "first call allows (64 bytes a weight). Decoding, and the last layer in training on tasks alone, take query "
+        "blocks in place of",
         "tiles or *chunks* (a running state). Packed documents are computed one by one.",
         "",
-        "The first call of the Triton kernel compares it with the tiles on the device, and takes tiles, with a warning, if it raises an",
-        "error or differs. If it reads beyond its memory, the process ends ([limits](limits.md)). It wants triton 3.4 (CUDA builds of",
-        "torch bring it), compute capability 8.0, heads of at most 128, bf16 or fp32 (multiplied in full precision). A run prints the",
+        "The first call of the Triton kernel compares it with the tiles on the device, and takes tiles, with a "
+        "warning, if it raises an",
+        "error or differs. If it reads beyond its memory, the process ends ([limits](limits.md)). It wants triton 3.4 "
+        "(CUDA builds of",
+        "torch bring it), compute capability 8.0, heads of at most 128, bf16 or fp32 (multiplied in full precision). A "
+        "run prints the",
         "kernel it takes.",
         "",
         "| `model.normalizer` | weights | parameters | rows sum to 1 | kernel | source | what is known |",

@@ -1,8 +1,9 @@
-"""The promises of every normalizer, each checked by a function: tests run the checks on lm's normalizers, `lm check-normalizer` on
-plugins. The first line of a check's docstring is the promise, the rest a hint for the author of a normalizer that breaks it.
+"""The promises of every normalizer, each checked by a function: tests run the checks on lm's normalizers, `lm
+check-normalizer` on plugins. The first line of a check's docstring is the promise, the rest a hint for the author of a
+normalizer that breaks it.
 
-Shapes: B = 2 sequences, H = `HEADS` heads, T queries, S keys, D head size, L = `TRAIN_LENGTH`; `WIDTH` is the layer input's width.
-Unless a check says otherwise, tensors are in fp64.
+Shapes: B = 2 sequences, H = `HEADS` heads, T queries, S keys, D head size, L = `TRAIN_LENGTH`; `WIDTH` is the layer
+input's width. Unless a check says otherwise, tensors are in fp64.
 """
 
 import math
@@ -32,7 +33,9 @@ AUTOCAST_FACTOR = 10  # errors under bf16 autocast may be this many times softma
 
 
 def randomized(options: Options, dtype: torch.dtype = torch.float64, size: int = SIZE) -> Normalizer:
-    """A normalizer whose parameters are initial values plus noise if they are vectors, noise alone if matrices; the same at each call."""
+    """A normalizer whose parameters are initial values plus noise if they are vectors, noise alone if matrices; the
+    same at each call.
+    """
     normalizer = make_normalizer(options, LayerSpec(HEADS, size, WIDTH, TRAIN_LENGTH)).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -52,7 +55,8 @@ def inputs(
 ) -> list[Tensor]:
     """Random q, k, v (batch, HEADS, length, size).
 
-    With `normalizer`, q and k also have the channels that it computes from a layer's input, here a random one, and are wider than `size`.
+    With `normalizer`, q and k also have the channels that it computes from a layer's input, here a random one, and are
+    wider than `size`.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, HEADS, length, size, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -68,7 +72,9 @@ def gradients(output: Tensor, leaves: list[Tensor], grad: Tensor) -> tuple[Tenso
 
 
 def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIGHT_AXES) -> None:
-    """Raise AssertionError with `message` if `condition` is false; for a tensor, add the position of its first false entry along `axes`."""
+    """Raise AssertionError with `message` if `condition` is false; for a tensor, add the position of its first false
+    entry along `axes`.
+    """
     if isinstance(condition, Tensor) and not condition.all():
         raise AssertionError(
             f"{message}, at {_entry_name(int(condition.logical_not().flatten().int().argmax()), condition, axes)}"
@@ -80,7 +86,9 @@ def require(condition: bool | Tensor, message: str, axes: tuple[str, ...] = WEIG
 def assert_close(
     actual: Tensor, expected: Tensor, name: str, atol: float = 1e-10, axes: tuple[str, ...] = OUTPUT_AXES
 ) -> None:
-    """Raise AssertionError if dtypes or shapes differ, or entries by more than `atol`; the message gives the entry that differs most."""
+    """Raise AssertionError if dtypes or shapes differ, or entries by more than `atol`; the message gives the entry that
+    differs most.
+    """
     descriptions = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in (actual, expected)]
     require(descriptions[0] == descriptions[1], f"the {name} is {descriptions[0]}, not {descriptions[1]}")
     error = (actual - expected).detach().abs().nan_to_num(math.inf)
@@ -91,7 +99,9 @@ def assert_close(
 
 
 def _entry_name(index: int, tensor: Tensor, axes: tuple[str, ...]) -> str:
-    """The position of entry `index` of the flattened `tensor`, such as `head 1, query 3`; without names if `axes` has another length."""
+    """The position of entry `index` of the flattened `tensor`, such as `head 1, query 3`; without names if `axes` has
+    another length.
+    """
     indices = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), tensor.shape)]
     named_coordinates = zip(axes, indices, strict=True) if len(indices) == len(axes) else []
     return ", ".join(f"{axis} {coordinate}" for axis, coordinate in named_coordinates) or f"entry {indices}"
@@ -104,8 +114,8 @@ def assert_is_definition(
     layout: AttentionLayout,
     atol: float = 1e-10,
 ) -> None:
-    """Raise AssertionError unless `route` and `normalizer.weights` @ v agree in output and in gradients, up to `atol`. The gradients are
-    those of q, k, v (`leaves`) and of the normalizer's parameters."""
+    """Raise AssertionError unless `route` and `normalizer.weights` @ v agree in output and in gradients, up to `atol`.
+    The gradients are those of q, k, v (`leaves`) and of the normalizer's parameters."""
     results, parameters = [], list(normalizer.parameters())
     for function in (route, lambda q, k, v, layout: normalizer.weights(q, k, layout) @ v):
         tensors = [x.detach().requires_grad_() for x in leaves]
@@ -121,7 +131,9 @@ def assert_is_definition(
 
 
 def assert_decodes(normalizer: Normalizer, q: Tensor, k: Tensor, v: Tensor, expected: Tensor, steps: list[int]) -> None:
-    """Raise AssertionError unless calls of `decode` for `steps[0]`, then `steps[1]` ... tokens give `expected`, all tokens' output."""
+    """Raise AssertionError unless calls of `decode` for `steps[0]`, then `steps[1]` ... tokens give `expected`, all
+    tokens' output.
+    """
     start, state, outputs = 0, None, []
     for step in steps:
         step_slice, layout = slice(start, start + step), AttentionLayout.continuing(start, step, expected.size(2))
@@ -146,7 +158,8 @@ def initial_values(options: Options) -> None:
         raise TypeError(f"`forward` gives {type(output).__name__}, not a tensor")
     if not output.isfinite().all():
         raise ValueError(
-            "`forward` gives numbers that are not finite; a row without weight is divided by lm.attention.routes.divided"
+            "`forward` gives numbers that are not finite; a row without weight is divided by "
+            "lm.attention.routes.divided"
         )
     with torch.random.fork_rng([]):
         first_normalizer, second_normalizer = (
@@ -190,9 +203,11 @@ def finite_differences(options: Options) -> None:
 
 
 def row_independence(options: Options) -> None:
-    """each query has its own n and mask: if the position and the document length of one query change, no other query's weights change
+    """each query has its own n and mask: if the position and the document length of one query change, no other query's
+    weights change
 
-    n is one number per query, so give `row_length(layout)`, which is (1, T) or (B, 1, T), an axis of keys by `.unsqueeze(-1)`
+    n is one number per query, so give `row_length(layout)`, which is (1, T) or (B, 1, T), an axis of keys by
+    `.unsqueeze(-1)`
     """
     normalizer, length, moved_query = randomized(options), 6, 3
     q, k, _ = inputs(length, batch=1, normalizer=normalizer)
@@ -221,9 +236,11 @@ def row_independence(options: Options) -> None:
 
 
 def row_sums(options: Options) -> None:
-    """keys after the query have weight 0; the options say that weights sum to one if and only if each query's weights do so or are all 0
+    """keys after the query have weight 0; the options say that weights sum to one if and only if each query's weights
+    do so or are all 0
 
-    set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that weights sum to one
+    set weights to 0 where `layout.visible()` is false; options say by `sums_to_one`, or by the value `sum` of `n`, that
+    weights sum to one
     """
     normalizer, layout = randomized(options), AttentionLayout.full(33)
     weights = normalizer.weights(*inputs(33, normalizer=normalizer)[:2], layout)
@@ -240,7 +257,8 @@ def row_sums(options: Options) -> None:
 def score_independence(options: Options) -> None:
     """the weights of a query depend on its own scores of visible keys alone
 
-    take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()` hides
+    take sums, means and thresholds over the last axis, keys, after masking the scores of keys that `layout.visible()`
+    hides
     """
     normalizer, layout = randomized(options), AttentionLayout.from_document_lengths([6, 5])
     q, k, _ = inputs(11, batch=1, normalizer=normalizer)
@@ -271,7 +289,8 @@ def score_independence(options: Options) -> None:
 def scale_by_position(options: Options) -> None:
     """in a sequence of the training length scores are q.k / sqrt(D) times `scale_by_position`, unless that is None
 
-    `scale_by_position` is (H, L), the factor at each of the L positions of a training sequence; None says that there is no such factor
+    `scale_by_position` is (H, L), the factor at each of the L positions of a training sequence; None says that there is
+    no such factor
     """
     normalizer = randomized(options)
     q, k, _ = inputs(TRAIN_LENGTH, normalizer=normalizer)
@@ -281,7 +300,8 @@ def scale_by_position(options: Options) -> None:
 
 
 def score_map(options: Options) -> None:
-    """keys that are not `visible` have weight 0; others are the function `score_map`, if it is set, of the scores, times a factor per query
+    """keys that are not `visible` have weight 0; others are the function `score_map`, if it is set, of the scores,
+    times a factor per query
 
     leave `score_map` empty if no function of each score, times a factor per query, gives the weights
     """
@@ -318,7 +338,8 @@ def causality(options: Options) -> None:
 
 
 def decoding(options: Options) -> None:
-    """decoding, token by token and several tokens at a time, gives the output that one call for the whole sequence gives
+    """decoding, token by token and several tokens at a time, gives the output that one call for the whole sequence
+    gives
 
     n and masks come from the layout alone: when decoding there are fewer queries than keys (T < S)
     """
@@ -335,9 +356,11 @@ def decoding(options: Options) -> None:
 
 
 def shared_keys(options: Options) -> None:
-    """decoding with keys and values that two query heads share gives the output that query heads with their own copies give
+    """decoding with keys and values that two query heads share gives the output that query heads with their own copies
+    give
 
-    an overridden `decode` gets keys and values of fewer heads than queries: `expand_kv_heads` copies them for all query heads
+    an overridden `decode` gets keys and values of fewer heads than queries: `expand_kv_heads` copies them for all query
+    heads
     """
     normalizer = randomized(options)
     q, all_keys, v = inputs(30, normalizer=normalizer)
@@ -349,7 +372,8 @@ def shared_keys(options: Options) -> None:
 def packed_documents(options: Options) -> None:
     """each document packed into a sequence has the output that it has alone
 
-    with packed documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
+    with packed documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B,
+    1, T)
     """
     normalizer, lengths = randomized(options), [5, 1, 19, 8]
     tensors = inputs(sum(lengths), normalizer=normalizer)
@@ -361,9 +385,11 @@ def packed_documents(options: Options) -> None:
 
 
 def document_starts(options: Options) -> None:
-    """outputs and gradients are those of `weights(q, k, layout)` @ v where documents begin at different tokens in each sequence
+    """outputs and gradients are those of `weights(q, k, layout)` @ v where documents begin at different tokens in each
+    sequence
 
-    with such documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1, T)
+    with such documents positions are (B, T), so `layout.visible()` is (B, 1, T, S), and `row_length(layout)` is (B, 1,
+    T)
     """
     normalizer = randomized(options)
     positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ([5, 1, 19, 8], [16, 17], [33])])
@@ -374,7 +400,8 @@ def document_starts(options: Options) -> None:
 
 
 def row_length(options: Options) -> None:
-    """n comes from positions, not the width of a tensor: a document padded to another's length has the output that it has alone
+    """n comes from positions, not the width of a tensor: a document padded to another's length has the output that it
+    has alone
 
     n is `row_length(layout)` or `layout.n(policy)`, never a size of q, k or the scores
     """
@@ -391,7 +418,8 @@ def row_length(options: Options) -> None:
 
 
 def one_device(options: Options) -> None:
-    """all tensors are on the device of the inputs (tested on torch's device `meta`, where operands on two devices raise an error)
+    """all tensors are on the device of the inputs (tested on torch's device `meta`, where operands on two devices raise
+    an error)
 
     make new tensors with `device=scores.device`, and keep tables by `register_buffer`
     """
@@ -469,8 +497,8 @@ def autocast_errors(options: Options) -> None:
 
 
 def _autocast_errors(options: Options) -> dict[str, float]:
-    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients x, by name, in autocast as in training: q, k in fp32, v in bf16.
-    A result that is 0 in fp64 is left out."""
+    """Relative errors |x - x_fp64| / |x_fp64| of output and gradients x, by name, in autocast as in training: q, k in
+    fp32, v in bf16. A result that is 0 in fp64 is left out."""
     length, results = 256, []
     for is_fp64 in (True, False):
         normalizer = randomized(options, torch.float64 if is_fp64 else torch.float32)
@@ -486,27 +514,33 @@ def _autocast_errors(options: Options) -> dict[str, float]:
 
 
 CHECKS: tuple[Callable[[Options], None], ...] = (
-    initial_values, row_independence, fast_path, finite_differences, row_sums, score_independence, scale_by_position, score_map, causality,
-    decoding, shared_keys, packed_documents, document_starts, row_length, one_device, extreme_scores, autocast_weights, autocast_errors,
+    initial_values, row_independence, fast_path, finite_differences, row_sums, score_independence, scale_by_position,
+    score_map, causality,
+    decoding, shared_keys, packed_documents, document_starts, row_length, one_device, extreme_scores, autocast_weights,
+    autocast_errors,
 )  # fmt: skip
 
 
 def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
-    """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint; empty if nothing.
+    """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint;
+    empty if nothing.
 
-    If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end in that error.
+    If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end
+    in that error.
     """
     for check in checks:
-        promise, _, hint = check.__doc__.partition("\n\n")
+        promise, hint = (" ".join(part.split()) for part in f"{check.__doc__}\n\n".split("\n\n")[:2])
         problem = _find_problem(check, options)
         if check is checks[0] and problem.startswith(ERROR_PREFIX):
             yield promise, problem
             return
-        yield promise, problem and f"{problem}; hint: {hint.strip()}"
+        yield promise, problem and f"{problem}; hint: {hint}"
 
 
 def _find_problem(check: Callable[..., None], options: object) -> str:
-    """The problem, in words, that `check` finds with the normalizer (or other extension) of `options`; empty if the check passes."""
+    """The problem, in words, that `check` finds with the normalizer (or other extension) of `options`; empty if the
+    check passes.
+    """
     try:
         check(options)
     except Exception as error:  # whatever code from outside raises

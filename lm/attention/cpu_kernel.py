@@ -1,7 +1,8 @@
-"""Causal softmax attention of long sequences, without gradients, by the kernel `causal_softmax.cpp` for CPUs with AVX-512 BF16 but no AMX.
+"""Causal softmax attention of long sequences, without gradients, by the kernel `causal_softmax.cpp` for CPUs with
+AVX-512 BF16 but no AMX.
 
-On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). lm's kernel is compiled at its first use on a
-machine, in two seconds. Where it can't be compiled or used, PyTorch's kernel computes the same function.
+On such CPUs PyTorch's fused kernel needs more than twice the time (docs/speed.md). lm's kernel is compiled at its first
+use on a machine, in two seconds. Where it can't be compiled or used, PyTorch's kernel computes the same function.
 
 Shapes: B sequences, H heads, N = B x H, T queries, S keys, D head size, E width of the values.
 """
@@ -31,7 +32,9 @@ COMPILE_SECONDS = 120  # time limit, more than a compiler takes on a busy machin
 
 
 def why_unusable(v: Tensor) -> str:
-    """The reason why the kernel, which has no gradients, can't compute attention with the values `v` (B, H, S, E); empty if it can."""
+    """The reason why the kernel, which has no gradients, can't compute attention with the values `v` (B, H, S, E);
+    empty if it can.
+    """
     if torch.compiler.is_compiling() or type(v) is not Tensor:
         return "operands are traced, or have no numbers"
     if v.dtype != torch.bfloat16:
@@ -44,7 +47,8 @@ def why_unusable(v: Tensor) -> str:
 
 
 def causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return softmax(scale q.k) v with a causal mask, (N, T, E) bf16, for q (N, T, D) of the last T of S tokens, k (N, S, D), v (N, S, E).
+    """Return softmax(scale q.k) v with a causal mask, (N, T, E) bf16, for q (N, T, D) of the last T of S tokens, k (N,
+    S, D), v (N, S, E).
 
     q and k may be in a wider dtype: each is rounded to bf16 once. `scale` is positive, and operands are on the CPU.
     """
@@ -71,13 +75,17 @@ def _run_kernel(q: Tensor, k: Tensor, v: Tensor, output: Tensor, scale: float) -
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrices x (N, R, C) in bf16, contiguous, with zeros appended so that R and C are multiples of `rows` and `columns`."""
+    """The matrices x (N, R, C) in bf16, contiguous, with zeros appended so that R and C are multiples of `rows` and
+    `columns`.
+    """
     return F.pad(x.to(torch.bfloat16), (0, -x.size(2) % columns, 0, -x.size(1) % rows)).contiguous()
 
 
 @cache
 def _why_unusable() -> str:
-    """The reason why this machine can't run the kernel; empty if it can. Warns if the kernel fails to compile or gives wrong results."""
+    """The reason why this machine can't run the kernel; empty if it can. Warns if the kernel fails to compile or gives
+    wrong results.
+    """
     flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return "the CPU has no avx512_bf16"
@@ -102,7 +110,9 @@ def _why_unusable() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The kernel's loaded library, compiled unless this machine's cache holds it. Raises OSError or subprocess.SubprocessError."""
+    """The kernel's loaded library, compiled unless this machine's cache holds it. Raises OSError or
+    subprocess.SubprocessError.
+    """
     command = [
         cpp_compiler(),
         "-O3",

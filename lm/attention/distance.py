@@ -1,4 +1,6 @@
-"""Normalizers whose weights depend on the distance to the key, such as ALiBi, windows and stick-breaking, and softmax of capped scores."""
+"""Normalizers whose weights depend on the distance to the key, such as ALiBi, windows and stick-breaking, and softmax
+of capped scores.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,13 +19,16 @@ class ALiBi(Options):
     full_formula = "softmax(z - 2^(-8 h / H) t)"
     source = "Press et al. 2021, arXiv 2108.12409"
     known = (
-        "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is no power of 2, for "
+        "trained at 4k, at 64k: loss flat (3.27), needles lost (.003): arXiv 2505.17083. The formula also where H is "
+        "no power of 2, for "
         "which its authors' code interleaves two series"
     )
 
 
 class ALiBiNormalizer(SoftmaxNormalizer):
-    """Softmax of z - 2^(-8 h / H) t for logits z of keys t tokens back, in heads h = 1 ... H. Use it with `model.position: none`."""
+    """Softmax of z - 2^(-8 h / H) t for logits z of keys t tokens back, in heads h = 1 ... H. Use it with
+    `model.position: none`.
+    """
 
     schema = ALiBi
 
@@ -48,8 +53,8 @@ class Window(Options):
 class WindowNormalizer(SoftmaxNormalizer):
     """Softmax over a sliding window of the latest w keys; w is the option `size`.
 
-    Blocks of w queries are computed with the keys of their own block and of the block before it, in O(T w) time and memory on the fused
-    kernel. On a CPU, windows of few keys are computed in a loop over distances.
+    Blocks of w queries are computed with the keys of their own block and of the block before it, in O(T w) time and
+    memory on the fused kernel. On a CPU, windows of few keys are computed in a loop over distances.
     """
 
     schema = Window
@@ -68,7 +73,9 @@ class WindowNormalizer(SoftmaxNormalizer):
             return self._sum_over_distances(q, k, v)
 
         def blocks(x: Tensor, n_preceding: int) -> Tensor:
-            """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` before it: (B N, H, (p + 1) w, size)."""
+            """Cut x (B, H, T, size) into N blocks of w tokens, each behind the p = `n_preceding` before it: (B N, H, (p
+            + 1) w, size).
+            """
             pieces = F.pad(x, (0, 0, n_preceding * w, -t % w)).unflatten(2, (-1, w))
             n_blocks = pieces.size(2) - n_preceding
             return (
@@ -86,7 +93,9 @@ class WindowNormalizer(SoftmaxNormalizer):
         return output.unflatten(0, (b, -1)).transpose(1, 2).flatten(2, 3)[:, :, :t]
 
     def _sum_over_distances(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute `forward`, (B, H, T, E), in a loop over the distances from query to key, with scores and sums in fp32 or wider."""
+        """Compute `forward`, (B, H, T, E), in a loop over the distances from query to key, with scores and sums in fp32
+        or wider.
+        """
         t, dtype, q = q.size(2), v.dtype, q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.size(-1))
         scores = [
             F.pad((q[:, :, d:] * k[:, :, : t - d]).sum(-1), (d, 0), value=-math.inf) for d in range(self.options.size)
@@ -108,7 +117,10 @@ class WindowNormalizer(SoftmaxNormalizer):
 
     def kernel_description(self, device: str = "cpu") -> str:
         if self.layer.train_length <= self.options.size:
-            return f"{routes.softmax_route(device, self.layer.train_length)}: windows of {self.options.size} keys hold whole sequences"
+            return (
+                f"{routes.softmax_route(device, self.layer.train_length)}: windows of {self.options.size} keys hold "
+                "whole sequences"
+            )
         if self._has_few_keys(device):
             return f"a sum over a window of {self.options.size} keys"
         return f"SDPA on blocks of {self.options.size} queries and the keys of two blocks: a window of that many keys"
@@ -119,7 +131,10 @@ class ScaleInvariant(Options):
     name = "scale_invariant"
     full_formula = "softmax(a_t z + m_t), a_t^2 = 1 + 2 ln(1 + t / tau), m_t = 1 - a_t^2"
     source = "arXiv 2505.17083"
-    known = "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), same paper"
+    known = (
+        "with p-RoPE, trained at 4k, at 64k: loss 3.247 (log n 3.317, softmax 5.735), needles .969 (.939, .000), "
+        "same paper"
+    )
     tau: float = key(10.0, "distance, in tokens, from which on the scale grows", ge=1e-3, le=LONGEST)
 
 
@@ -128,8 +143,9 @@ class ScaleInvariantNormalizer(SoftmaxNormalizer):
 
     It is meant to give the keys of each octave of t, from t to 2 t, the same total weight.
 
-    a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so that a_0 = 1 and
-    m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its lowest frequencies.
+    a_t = sqrt(2 (ln(t / tau + 1) - ln alpha + beta / alpha)), m_t = beta / alpha - a_t^2, alpha = beta = e^(1/2), so
+    that a_0 = 1 and m_0 = 0. tau is an option. The paper adds `model.qk_norm` and p-RoPE, which is RoPE without its
+    lowest frequencies.
     """
 
     schema = ScaleInvariant
@@ -151,8 +167,10 @@ class Forget(Options):
 
 
 class ForgetNormalizer(SoftmaxNormalizer):
-    """Softmax of logits z plus sums, in fp32, of ln sigmoid(w.x + b) over the tokens after the key up to the query; x is the layer's input.
-    w starts at 0, b at 5 (our choice), so that a weight at first falls by 0.7 % with each token back."""
+    """Softmax of logits z plus sums, in fp32, of ln sigmoid(w.x + b) over the tokens after the key up to the query; x
+    is the layer's input. w starts at 0, b at 5 (our choice), so that a weight at first falls by 0.7 % with each token
+    back.
+    """
 
     schema = Forget
     depends_on_distance = True
@@ -204,10 +222,11 @@ class StickBreaking(Options):
 
 
 class StickBreakingNormalizer(Normalizer):
-    """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z), for its logit z, of the weight that
-    later keys have left.
+    """Stick-breaking: going back from the latest key, each key takes the fraction sigmoid(z), for its logit z, of the
+    weight that later keys have left.
 
-    A query sees the keys before its own token, so a document's first query sees none and has weights 0. Use it with `model.position: none`.
+    A query sees the keys before its own token, so a document's first query sees none and has weights 0. Use it with
+    `model.position: none`.
     """
 
     schema = StickBreaking
@@ -216,7 +235,9 @@ class StickBreakingNormalizer(Normalizer):
         return layout.visible() & (layout.distance() > 0)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Turn scores z into weights. ln(1 - sigmoid(z)) is summed from the latest key back, as differences of running sums lose digits."""
+        """Turn scores z into weights. ln(1 - sigmoid(z)) is summed from the latest key back, as differences of running
+        sums lose digits.
+        """
         visible = self.visible(layout)
         log_remainder = F.logsigmoid(-scores).masked_fill(~visible, 0.0)  # ln of the fraction that a key leaves
         later_sums = F.pad(log_remainder[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)

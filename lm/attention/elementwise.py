@@ -1,4 +1,6 @@
-"""Elementwise attention: each weight depends on its own score, and on n or on the sum of unnormalized weights over the query's keys."""
+"""Elementwise attention: each weight depends on its own score, and on n or on the sum of unnormalized weights over the
+query's keys.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from lm.schema import key
 
 
 class ElementwiseNormalizer(DividedNormalizer):
-    """Weights f(z + b) r of logits z: `score_map` names f, b is the query's `shift`, r its `factor`, or 1 / sum of f if that is None."""
+    """Weights f(z + b) r of logits z: `score_map` names f, b is the query's `shift`, r its `factor`, or 1 / sum of f if
+    that is None.
+    """
 
     kernel = "tiles"
 
@@ -60,7 +64,10 @@ class Relu2(Options):
     name = "relu2"
     full_formula = "relu(z)^2 / n"
     source = "Hua et al. 2022, arXiv 2202.10447"
-    known = "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures published)"
+    known = (
+        "a fixed n transfers to other lengths better than the sample's, softmax best (kexue.fm 9019, no figures "
+        "published)"
+    )
     over_sum = True
     sums_to_one = False
     n: str = key(

@@ -58,8 +58,8 @@ SCORE_FUNCTIONS = {  # by the name that the Triton kernels use, too
     "relu": ScoreFunction(torch.relu, torch.relu_, lambda z, grad: (z.relu_(), grad.mul_(z > 0))),
     "sigmoid": ScoreFunction(torch.sigmoid, torch.sigmoid_, _sigmoid_derivative_),
 }
-# Functions of scores, by the names in `Normalizer.score_map`. `features` is the identity for scores that are products of non-negative
-# features, for which diagnostics have another closed form.
+# Functions of scores, by the names in `Normalizer.score_map`. `features` is the identity for scores that are products
+# of non-negative features, for which diagnostics have another closed form.
 SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     **{kind: f.value for kind, f in SCORE_FUNCTIONS.items()},
@@ -72,10 +72,11 @@ SCORE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _ElementwiseAttention(torch.autograd.Function):
-    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift` (N, T) or None.
+    """Causal sums of f(q.k / sqrt(D) + shift) v, computed tile by tile, for q, k (N, T, D), v (N, T, E) and `shift` (N,
+    T) or None.
 
-    With `over_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in the backward pass,
-    weights are in v's dtype. Scores, f and sums are in fp32 or wider.
+    With `over_sum` weights are divided by their sum, and are in fp32 or wider in the forward pass. Otherwise, and in
+    the backward pass, weights are in v's dtype. Scores, f and sums are in fp32 or wider.
     """
 
     @staticmethod
@@ -140,7 +141,9 @@ def _scores(q: Tensor, k: Tensor, shift: Tensor | None, a: int, b: int, c: int, 
 
 
 def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False) -> Tensor:
-    """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at a time."""
+    """Compute `elementwise_attention` tile by tile, on any device. Memory holds one tile of weights per head at a
+    time.
+    """
     if shift is not None:
         shift = shift.to(torch.promote_types(v.dtype, torch.float32)).expand(q.shape[:3]).flatten(0, 1)
     return _ElementwiseAttention.apply(kind, over_sum, *(x.flatten(0, 1) for x in (q, k, v)), shift).unflatten(
@@ -152,12 +155,16 @@ def tiles(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = Non
 
 
 def triton_is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on any device."""
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), as in tests. It is slow, but runs on any
+    device.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_tiles(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """The reason why `elementwise_attention` takes tiles on `device` for q, k of `dtype` and head size `size`; empty if the kernel runs."""
+    """The reason why `elementwise_attention` takes tiles on `device` for q, k of `dtype` and head size `size`; empty if
+    the kernel runs.
+    """
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the Triton kernel has no {dtype}"
     if size > MAX_HEAD_SIZE:
@@ -186,7 +193,8 @@ def _why_unusable(device: torch.device) -> str:
 
 
 def _compare_with_tiles(device: torch.device) -> str:
-    """Compare results of the Triton kernel and of the tiles on a device. Warn of a problem and return it; return "" if they agree.
+    """Compare results of the Triton kernel and of the tiles on a device. Warn of a problem and return it; return "" if
+    they agree.
 
     The comparison compiles the kernel, which fails where the machine lacks a C compiler or Python's headers.
     """
@@ -223,7 +231,8 @@ def _kernel_agrees(kind: str, qkv: list[Tensor], shift: Tensor | None, over_sum:
 def elementwise_attention(
     kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, over_sum: bool = False
 ) -> Tensor:
-    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by a Triton kernel or tiles (`why_tiles`).
+    """Return sum_{j <= i} f(q_i.k_j / sqrt(D) + shift_i) v_j, (B, H, T, E) in the dtype of `v`, by a Triton kernel or
+    tiles (`why_tiles`).
 
     The factor 1 / sqrt(D) multiplies the scores, in fp32, as a scaled q would be rounded once more, to `q.dtype`.
 

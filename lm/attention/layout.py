@@ -1,4 +1,6 @@
-"""Positions of queries and keys in their documents; they and document lengths alone give n, the number of keys that a query counts."""
+"""Positions of queries and keys in their documents; they and document lengths alone give n, the number of keys that a
+query counts.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +11,9 @@ from torch import Tensor
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Keep `function` out of compiled graphs. Unlike `torch.compiler.disable`, this does not import the compiler, which takes seconds."""
+    """Keep `function` out of compiled graphs. Unlike `torch.compiler.disable`, this does not import the compiler, which
+    takes seconds.
+    """
     excluded_function = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
     @wraps(function)
@@ -30,12 +34,14 @@ class AttentionLayout:
     positions: Tensor  # (T,) or (B, T) int64, 0-based position of each query in its document
     key_positions: Tensor  # (S,) or (B, S) int64, 0-based position of each key in its document
     lengths: Tensor  # tokens of the query's document, int64, broadcastable to `positions`
-    causal: bool  # true: queries and keys are the same tokens of one document per sequence, in order; the mask is the causal triangle
+    # true: queries and keys are the same tokens of one document per sequence, in order; the mask is the causal triangle
+    causal: bool
     documents: Tensor | None = (
         None  # int64, index of each query's document, shaped as `positions`; None: one document per sequence
     )
     key_documents: Tensor | None = None  # int64, index of each key's document, shaped as `key_positions`
-    tail: bool = False  # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
+    # true: queries are the last of the keys' tokens, of one document per sequence; the mask is the triangle's last rows
+    tail: bool = False
 
     @cached_property
     def document_groups(self) -> dict[int, tuple[Tensor, list[tuple[Tensor, "AttentionLayout"]]]]:
@@ -49,12 +55,16 @@ class AttentionLayout:
 
     @classmethod
     def from_document_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "AttentionLayout":
-        """The layout of one sequence that holds documents of `lengths` tokens one after the other; a token sees its own document only."""
+        """The layout of one sequence that holds documents of `lengths` tokens one after the other; a token sees its own
+        document only.
+        """
         return cls.from_positions(torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0))
 
     @classmethod
     def from_positions(cls, positions: Tensor) -> "AttentionLayout":
-        """The layout of sequences whose documents don't see each other. `positions` (B, T) begin at 0 in each document and sequence."""
+        """The layout of sequences whose documents don't see each other. `positions` (B, T) begin at 0 in each document
+        and sequence.
+        """
         documents = (positions == 0).cumsum(-1)
         sizes = torch.zeros(len(positions), positions.size(1) + 1, dtype=torch.int64, device=positions.device)
         sizes.scatter_add_(1, documents, torch.ones_like(documents))
@@ -62,7 +72,9 @@ class AttentionLayout:
 
     @classmethod
     def continuing(cls, start: int, count: int, length: int, device: torch.device | str = "cpu") -> "AttentionLayout":
-        """The layout of `count` queries from token `start` on, and all keys up to the last query; the full document has `length` tokens."""
+        """The layout of `count` queries from token `start` on, and all keys up to the last query; the full document has
+        `length` tokens.
+        """
         keys = torch.arange(start + count, device=device)
         return cls(keys[start:], keys, torch.full((count,), length, device=device), causal=start == 0)
 
@@ -87,14 +99,17 @@ class AttentionLayout:
         return mask if mask.dim() == 2 else mask.unsqueeze(1)
 
     def distance(self) -> Tensor:
-        """The number of tokens from each key to each query: (T, S) or (B, 1, T, S) fp32, negative for keys after the query."""
+        """The number of tokens from each key to each query: (T, S) or (B, 1, T, S) fp32, negative for keys after the
+        query.
+        """
         distance = (self.positions.unsqueeze(-1) - self.key_positions.unsqueeze(-2)).float()
         return distance if distance.dim() == 2 else distance.unsqueeze(1)
 
     def n(self, policy: str) -> Tensor:
         """The row length n of each query, fp32, of the shape of `positions`.
 
-        policy: `visible` (keys that the query sees, position + 1, the SSMax paper's n), `sample` (tokens of its document) or `fixed:N` (N).
+        policy: `visible` (keys that the query sees, position + 1, the SSMax paper's n), `sample` (tokens of its
+        document) or `fixed:N` (N).
         """
         if policy == "visible":
             return (self.positions + 1).float()
@@ -113,9 +128,9 @@ def by_documents(
 ) -> Tensor:
     """Compute `attend(q, k, v, layout)`, (B, H, T, E), for sequences of several documents, each document by itself.
 
-    Documents of similar size (within a factor of 2, or up to 16 tokens) are batched. Padding follows a document's last token, so that no
-    query of the document sees it. There is no T x T mask, the time depends on the documents' lengths instead of T, and `attend` is called
-    log2(T) times at most.
+    Documents of similar size (within a factor of 2, or up to 16 tokens) are batched. Padding follows a document's last
+    token, so that no query of the document sees it. There is no T x T mask, the time depends on the documents' lengths
+    instead of T, and `attend` is called log2(T) times at most.
     """
     b, _, t, _ = q.shape
     if b not in layout.document_groups:  # once for all layers
@@ -132,8 +147,10 @@ def by_documents(
 
 
 def _document_groups(layout: AttentionLayout, n_sequences: int) -> tuple[Tensor, list[tuple[Tensor, AttentionLayout]]]:
-    """Group documents of similar size: returns the index (B T,) of each token in the concatenated outputs of all groups, and the groups.
-    A group is a pair: indices (N, P) of the tokens of its N documents, each padded to P tokens, and the layout of these tokens."""
+    """Group documents of similar size: returns the index (B T,) of each token in the concatenated outputs of all
+    groups, and the groups. A group is a pair: indices (N, P) of the tokens of its N documents, each padded to P tokens,
+    and the layout of these tokens.
+    """
     device = layout.positions.device
     positions = layout.positions.expand(n_sequences, -1).flatten().cpu()
     lengths = layout.lengths.expand_as(layout.positions).expand(n_sequences, -1).flatten()

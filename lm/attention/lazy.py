@@ -1,7 +1,8 @@
 """Stand-ins for torch and for modules that need torch: each is imported when one of its attributes is first used.
 
-Modules of normalizers import the names below, so that a command can read their options without waiting for torch. `Tensor`,
-`AttentionLayout` and `Module` are `object` at run time: they serve in annotations, and `Module` as a base class.
+Modules of normalizers import the names below, so that a command can read their options without waiting for torch.
+`Tensor`, `AttentionLayout` and `Module` are `object` at run time: they serve in annotations, and `Module` as a base
+class.
 """
 
 from importlib import import_module

@@ -39,8 +39,10 @@ class Linear(Options):
 
 
 class LinearNormalizer(DividedNormalizer):
-    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t for keys t tokens back, divided by their sum or by n. phi is a feature map, g a head's
-    decay. Dividing q and k by D^(1/4) is our choice, as is the bound of 20 on the exponents of phi = exp, which keeps sums finite."""
+    """Weights phi(q / D^(1/4)).phi(k / D^(1/4)) g^t for keys t tokens back, divided by their sum or by n. phi is a
+    feature map, g a head's decay. Dividing q and k by D^(1/4) is our choice, as is the bound of 20 on the exponents of
+    phi = exp, which keeps sums finite.
+    """
 
     schema = Linear
     kernel = "chunks, O(T)"
@@ -61,12 +63,16 @@ class LinearNormalizer(DividedNormalizer):
         return phi(q / root), phi(k / root)
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the option `decay`."""
+        """ln g of each head, (H,), where g is the head's factor on weights per token of distance; 0 without the option
+        `decay`.
+        """
         heads = torch.arange(self.layer.n_head, device=reference.device, dtype=reference.dtype)
         return (-(2.0 ** (-5 - heads))).log1p() if self.options.decay else super().log_decay(reference)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Products of query and key features, times g^t for keys t tokens back (`log_decay` is ln g), before `normalize` divides them."""
+        """Products of query and key features, times g^t for keys t tokens back (`log_decay` is ln g), before
+        `normalize` divides them.
+        """
         q, k = self.features(q, k)
         decay = (self.log_decay(q).view(-1, 1, 1) * layout.distance().to(q.dtype).clamp(min=0)).exp()
         return q @ k.transpose(-2, -1) * decay
@@ -77,8 +83,8 @@ class LinearNormalizer(DividedNormalizer):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Decode as `Normalizer.decode`. The state is always one matrix per query head, head size x width of the values.
-        With the option `n: sum` it has one more column."""
+        """Decode as `Normalizer.decode`. The state is always one matrix per query head, head size x width of the
+        values. With the option `n: sum` it has one more column."""
         k, v = self.expand_kv_heads(k, v)
         wide_dtype = torch.promote_types(v.dtype, torch.float32)
         q, k = self.features(q.to(wide_dtype), k.to(wide_dtype))
@@ -94,8 +100,10 @@ class LinearNormalizer(DividedNormalizer):
         return routes.divided(output[..., :width], output[..., width:], factor).to(dtype), state
 
     def chunks(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, with features q, k and the head's decay g, and the new state. A state
-        sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens before these queries; None at first."""
+        """Return sum_{j <= i} g^(i-j) q_i.k_j v_j for each query i, with features q, k and the head's decay g, and the
+        new state. A state sums g^(e-j) k_j v_j^T over the tokens j up to the last one, e. `state` covers the tokens
+        before these queries; None at first.
+        """
         if state is None:
             state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
         outputs = []
@@ -140,4 +148,7 @@ class LinearNormalizer(DividedNormalizer):
         return output.flatten(2, 3)[:, :, n_padding:], state
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence costs O(T)"
+        return (
+            f"chunks of {CHUNK} tokens with a running state: the weights are products of features, so a sequence "
+            "costs O(T)"
+        )

@@ -1,11 +1,13 @@
 """The base classes of normalizers, which turn attention scores into weights.
 
-Each class computes the same function in two ways: by its definition, which is `define_scores` and `normalize` on dense scores, and by
-`forward`, the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and values, T queries, S keys. D is the
-head size, E the width of the values, F a number of features, L the training length. Logits are z = q.k / sqrt(D).
+Each class computes the same function in two ways: by its definition, which is `define_scores` and `normalize` on dense
+scores, and by `forward`, the fastest exact computation. Shapes: B sequences, H heads of queries, K heads of keys and
+values, T queries, S keys. D is the head size, E the width of the values, F a number of features, L the training length.
+Logits are z = q.k / sqrt(D).
 
-Commands that must not wait for torch read options, which are defined in the modules of normalizers. So these modules import
-`lm.attention.lazy` in place of torch, and a class gets `torch.nn.Module` as a base when its first instance is made.
+Commands that must not wait for torch read options, which are defined in the modules of normalizers. So these modules
+import `lm.attention.lazy` in place of torch, and a class gets `torch.nn.Module` as a base when its first instance is
+made.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class LayerSpec:
 
 
 class Normalizer(ABC, Module):
-    """Base class of every normalizer, a `torch.nn.Module`. Each layer has an instance of its own, most of whose parameters are per head.
+    """Base class of every normalizer, a `torch.nn.Module`. Each layer has an instance of its own, most of whose
+    parameters are per head.
 
     Args:
         options: the normalizer's options, of the class `schema`.
@@ -44,7 +47,8 @@ class Normalizer(ABC, Module):
     depends_on_distance: ClassVar[bool] = (
         False  # whether scores depend on how far back a key is, in another way than by `log_decay`
     )
-    score_map: str = ""  # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
+    # name in `SCORE_MAPS` of the function that maps scores to weights, up to a factor per query; empty if none does
+    score_map: str = ""
 
     def __new__(cls, *arguments: object) -> Normalizer:
         return object.__new__(_as_module(cls))
@@ -62,44 +66,60 @@ class Normalizer(ABC, Module):
         return torch.nn.Parameter(torch.full(shape or (self.layer.n_head,), float(value)))
 
     def tie_parameters(self, source: Normalizer) -> None:
-        """Replace each parameter that all layers share by the parameter of `source`, the first layer's normalizer of this class."""
+        """Replace each parameter that all layers share by the parameter of `source`, the first layer's normalizer of
+        this class.
+        """
 
     def init_from(self, source: Normalizer) -> None:
-        """Set the parameters so that weights stay as near as possible to those of `source`, which this normalizer replaces.
+        """Set the parameters so that weights stay as near as possible to those of `source`, which this normalizer
+        replaces.
 
-        The default keeps the initial values. A subclass sets the best values for the training length where they have a closed form.
+        The default keeps the initial values. A subclass sets the best values for the training length where they have a
+        closed form.
         """
 
     def query_features(self, x: Tensor) -> Tensor | None:
-        """Features (B, H, T, F) of queries from the layer's input x (B, T, C), to be appended to q; None if there are none."""
+        """Features (B, H, T, F) of queries from the layer's input x (B, T, C), to be appended to q; None if there are
+        none.
+        """
         return None
 
     def key_features(self, x: Tensor) -> Tensor | None:
-        """Features (B, H, T, F) of keys from the layer's input x (B, T, C), appended to k and cached with it; None if there are none."""
+        """Features (B, H, T, F) of keys from the layer's input x (B, T, C), appended to k and cached with it; None if
+        there are none.
+        """
         return None
 
     def append_features(self, x: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each result has the wider
-        dtype of its vectors and features, since sums over all tokens would accumulate the rounding errors of narrower features."""
+        """Append the features of the layer's input x, and return q (B, H, T, D + F) and k (B, K, T, D + F H / K). Each
+        result has the wider dtype of its vectors and features, since sums over all tokens would accumulate the rounding
+        errors of narrower features.
+        """
         query_features, key_features = self.query_features(x), group_key_features(self.key_features(x), k.size(1))
         q = q if query_features is None else torch.cat((q, query_features), -1)
         return q, k if key_features is None else torch.cat((k, key_features), -1)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None if there are none."""
+        """Features of queries (B, H, T, F) and keys (B, H, S, F) whose products, times a decay, are the scores; None if
+        there are none.
+        """
         return None
 
     def log_decay(self, reference: Tensor) -> Tensor:
-        """ln of a head's factor on weights per token of distance, (H,) in the dtype of `reference`; negative, or 0 without decay."""
+        """ln of a head's factor on weights per token of distance, (H,) in the dtype of `reference`; negative, or 0
+        without decay.
+        """
         return reference.new_zeros(self.layer.n_head)
 
     def constants(self) -> dict[str, float]:
-        """Constants of the formula that are not learned, such as the training length, by the name of the option that sets each."""
+        """Constants of the formula that are not learned, such as the training length, by the name of the option that
+        sets each.
+        """
         return {}
 
     def scale_by_position(self) -> Tensor | None:
-        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if scores have another
-        form."""
+        """The factor c of the scores c q.k / sqrt(D) at each position of a training sequence, (H, L) float64; None if
+        scores have another form."""
         return (
             torch.ones(self.layer.n_head, self.layer.train_length, dtype=torch.float64)
             if self.scores_are_logits
@@ -108,7 +128,9 @@ class Normalizer(ABC, Module):
 
     @property
     def scores_are_logits(self) -> bool:
-        """Whether scores are the logits z, as `define_scores` is the default and no features are appended to q and k."""
+        """Whether scores are the logits z, as `define_scores` is the default and no features are appended to q and
+        k.
+        """
         return all(
             getattr(type(self), name) is getattr(Normalizer, name)
             for name in ("define_scores", "query_features", "key_features")
@@ -122,12 +144,14 @@ class Normalizer(ABC, Module):
         return layouts.AttentionLayout.full(self.layer.train_length, device)
 
     def weights(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Dense weights (B, H, T, S) by the definition, `normalize` of the `scores`, 0 where masked, in fp32, or wider if q or k is.
+        """Dense weights (B, H, T, S) by the definition, `normalize` of the `scores`, 0 where masked, in fp32, or wider
+        if q or k is.
 
         Thresholds and sums are in the same precision, also under autocast, as in bf16 a row of 1.5-entmax would sum to
         anything from 0.6 to 12.
 
-        q: (B, H, T, D), k: (B, H, S, D), in any floating dtypes, with D + F in place of D if the normalizer has features.
+        q: (B, H, T, D), k: (B, H, S, D), in any floating dtypes, with D + F in place of D if the normalizer has
+        features.
         """
         scores = self.scores(q, k, layout)
         with routes.without_autocast(q.device):
@@ -136,22 +160,26 @@ class Normalizer(ABC, Module):
     def scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
         """Scores of each query and key before normalization, (B, H, T, S), in fp32, or wider if q or k is.
 
-        Weights depend on q, k and their features through the scores alone, which include temperatures. Keys that a query does not
-        see have scores, too. q, k: as in `weights`.
+        Weights depend on q, k and their features through the scores alone, which include temperatures. Keys that a
+        query does not see have scores, too. q, k: as in `weights`.
         """
         wide_dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
         with routes.without_autocast(q.device):
             return self.define_scores(q.to(wide_dtype), k.to(wide_dtype), layout)
 
     def define_scores(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> Tensor:
-        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast: q.k / sqrt(D), unless a subclass overrides this."""
+        """Compute `scores` from q and k of one dtype, fp32 or wider, without autocast: q.k / sqrt(D), unless a subclass
+        overrides this.
+        """
         return logits(q, k)
 
     @abstractmethod
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
-        """Turn scores (B, H, T, S), fp32 or wider, into weights of the same shape and dtype, 0 for keys that a query does not see.
+        """Turn scores (B, H, T, S), fp32 or wider, into weights of the same shape and dtype, 0 for keys that a query
+        does not see.
 
-        A query's weights depend on its own scores alone: the Jacobian d weights / d scores is an S x S matrix for each query.
+        A query's weights depend on its own scores alone: the Jacobian d weights / d scores is an S x S matrix for each
+        query.
         """
 
     def visible(self, layout: AttentionLayout) -> Tensor:
@@ -159,8 +187,10 @@ class Normalizer(ABC, Module):
         return layout.visible()
 
     def log_sum(self, scores: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """ln Z, (B, H, T), for the sum Z of unnormalized weights over the keys that a query sees, even if weights are not divided by Z.
-        It is NaN where Z < 0. None if weights have no unnormalized form, as where a threshold depends on all scores."""
+        """ln Z, (B, H, T), for the sum Z of unnormalized weights over the keys that a query sees, even if weights are
+        not divided by Z. It is NaN where Z < 0. None if weights have no unnormalized form, as where a threshold depends
+        on all scores.
+        """
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -172,7 +202,9 @@ class Normalizer(ABC, Module):
         return routes.by_query_blocks(self, q, k, v, layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-        """Weights x values, like `forward`, but document by document for whole sequences that hold several documents."""
+        """Weights x values, like `forward`, but document by document for whole sequences that hold several
+        documents.
+        """
         is_whole = q.size(2) == k.size(2)
         return (
             layouts.by_documents(self, q, k, v, layout)
@@ -181,15 +213,19 @@ class Normalizer(ABC, Module):
         )
 
     def fused_inputs(self, q: Tensor, k: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None if none exist."""
+        """Queries and keys for which softmax(q.k / sqrt(D)) gives the weights, in the dtypes of q and k or wider; None
+        if none exist.
+        """
         return None
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, state: object) -> tuple[Tensor, object]:
-        """Compute `forward` for tokens that continue a sequence, as in generation, and return (weights x values, new state).
+        """Compute `forward` for tokens that continue a sequence, as in generation, and return (weights x values, new
+        state).
 
-        q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold only the last of these tokens.
-        layout: the layout of the queries and all keys, made by `AttentionLayout.continuing` (and `from_query`, if q holds fewer tokens).
-        state: the state that the previous call returned, None at first. By default it is all (keys, values); a subclass may keep less.
+        q, k, v: queries, keys and values of the new tokens, k and v as for `expand_kv_heads`; q may hold only the last
+        of these tokens. layout: the layout of the queries and all keys, made by `AttentionLayout.continuing` (and
+        `from_query`, if q holds fewer tokens). state: the state that the previous call returned, None at first. By
+        default it is all (keys, values); a subclass may keep less.
         """
         if state is not None:
             k, v = torch.cat((state[0], k), 2), torch.cat((state[1], v), 2)
@@ -197,7 +233,8 @@ class Normalizer(ABC, Module):
         return self(q, *self.expand_kv_heads(k, v), layout), (k, v)
 
     def expand_kv_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy each head of k and v (B, K, S, .) to the H / K query heads that share it; return keys (B, H, S, D + F), values (B, H, S, E).
+        """Copy each head of k and v (B, K, S, .) to the H / K query heads that share it; return keys (B, H, S, D + F),
+        values (B, H, S, E).
 
         A shared key holds its D dimensions, then F features for each query head that shares it (`group_key_features`).
         """
@@ -211,7 +248,10 @@ class Normalizer(ABC, Module):
 
     def kernel_description(self, device: str = "cpu") -> str:
         """The kernel that `forward` takes for whole sequences on a `device` (`cpu`, `cuda`), and why, in words."""
-        return "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this function"
+        return (
+            "blocks of queries from the definition, recomputed in the backward pass: no fused kernel computes this "
+            "function"
+        )
 
 
 @cache
@@ -248,11 +288,15 @@ class DividedNormalizer(Normalizer):
     """Weights f(score) divided by their sum over a query's keys (`n: sum`), or times a factor that depends on n."""
 
     def f(self, scores: Tensor) -> Tensor:
-        """The unnormalized weights f(score), to be divided by their sum or multiplied by `factor`; by default the scores."""
+        """The unnormalized weights f(score), to be divided by their sum or multiplied by `factor`; by default the
+        scores.
+        """
         return scores
 
     def factor(self, layout: AttentionLayout) -> Tensor | None:
-        """The factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None to divide weights by their sum."""
+        """The factor of a query's weights, fp32, broadcastable to (B, H, T), by default 1 / n; None to divide weights
+        by their sum.
+        """
         return None if self.options.n == "sum" else 1 / self.row_length(layout)
 
     def normalize(self, scores: Tensor, layout: AttentionLayout) -> Tensor:
@@ -265,7 +309,9 @@ class DividedNormalizer(Normalizer):
 
 
 def group_key_features(features: Tensor | None, n_kv_head: int) -> Tensor | None:
-    """Concatenate the features (B, H, T, F) of a key for all H / K query heads that share the key: (B, K, T, F H / K); None stays None."""
+    """Concatenate the features (B, H, T, F) of a key for all H / K query heads that share the key: (B, K, T, F H / K);
+    None stays None.
+    """
     return None if features is None else features.unflatten(1, (n_kv_head, -1)).transpose(2, 3).flatten(3)
 
 

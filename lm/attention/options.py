@@ -41,7 +41,9 @@ class Options:
         return self.full_formula
 
     def problems(self) -> list[Problem]:
-        """Problems that the types of the options can't express: an unknown value of the option `n`, options that contradict each other."""
+        """Problems that the types of the options can't express: an unknown value of the option `n`, options that
+        contradict each other.
+        """
         n = str(getattr(self, "n", "visible"))
         if _ROW_LENGTH_PATTERN.fullmatch(n) or (self.over_sum and n == "sum"):
             return []
@@ -56,11 +58,15 @@ class Options:
 
     @classmethod
     def first_init(cls) -> Plain:
-        """The default of the option `init`, which sets the parameters' initial values; None if there is no such option."""
+        """The default of the option `init`, which sets the parameters' initial values; None if there is no such
+        option.
+        """
         return next((spec.default for spec in fields(cls) if spec.name == "init"), None)
 
     def layer_options(self) -> list["Options"]:
-        """The options of all normalizers that these options describe: [self], or for a list of layers (`catalogue.Layers`) its entries."""
+        """The options of all normalizers that these options describe: [self], or for a list of layers
+        (`catalogue.Layers`) its entries.
+        """
         return [self]
 
     def layer_option(self, layer: int) -> "Options":
@@ -68,8 +74,8 @@ class Options:
         return options[layer % len(options)]
 
     def with_changes(self, changes: Mapping[str, Plain], path: str, problems: list[Problem]) -> "Options":
-        """Return these options, of a trained normalizer, updated from `changes`; keys that are none of its options are ignored. Problems
-        with the new values, at keys below `path`, are appended to `problems`."""
+        """Return these options, of a trained normalizer, updated from `changes`; keys that are none of its options are
+        ignored. Problems with the new values, at keys below `path`, are appended to `problems`."""
         overrides = {
             option: value for option, value in changes.items() if option in {spec.name for spec in fields(self)}
         }
@@ -94,7 +100,9 @@ class Options:
         return label_text(self.name, self.non_defaults())
 
     def swap_arguments(self) -> str:
-        """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax model.normalizer.bias=true`."""
+        """The arguments of `lm swap --to` that set these options, except `init`. Example: `ssmax
+        model.normalizer.bias=true`.
+        """
         overrides = self.non_defaults("init").items()
         return " ".join(
             [self.name, *(f"model.normalizer.{option}={yaml_scalar(value)}" for option, value in overrides)]

@@ -1,7 +1,8 @@
-"""Softmax of scaled queries, in most normalizers with one factor per query and head. The fused softmax kernel computes all of them.
+"""Softmax of scaled queries, in most normalizers with one factor per query and head. The fused softmax kernel computes
+all of them.
 
-n is a query's row length, as the option `n` defines it; m is the training length (or the option `base`), D the head size. Logits are
-z = q.k / sqrt(D).
+n is a query's row length, as the option `n` defines it; m is the training length (or the option `base`), D the head
+size. Logits are z = q.k / sqrt(D).
 """
 
 import math
@@ -18,7 +19,9 @@ from lm.schema import key
 
 
 class FusedSoftmax(SoftmaxNormalizer):
-    """Base of normalizers that are softmax attention of changed queries and keys (`fused_inputs`), which the fused kernel computes."""
+    """Base of normalizers that are softmax attention of changed queries and keys (`fused_inputs`), which the fused
+    kernel computes.
+    """
 
     kernel = "fused softmax"
     change: ClassVar[str]  # how queries are changed, in words for `kernel_description`
@@ -95,7 +98,8 @@ class SSMax(Options):
     learned_parameters = "s (and b) per layer and head"
     source = "Nakanishi 2025, arXiv 2501.19399, Eq. 2"
     known = (
-        "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points downstream "
+        "training loss 0.008 nats below softmax at 162 M (same paper); validation loss 3 % worse at 1.2 B and 6 points "
+        "downstream "
         "(2605.20798, secondary)"
     )
     fixed_by_training: ClassVar[Mapping[str, str]] = {
@@ -109,7 +113,8 @@ class SSMax(Options):
     bias: bool = key(False, "learn b of `s ln n + b`, one per layer and head, from 0 (the paper's variant d)")
     init: Literal["match", "unit"] | float = key(
         "match",
-        "initial value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at 1, and in a swap "
+        "initial value of s; `match`: 1 / mean of ln n over the training length, which keeps the mean logit scale at "
+        "1, and in a swap "
         "the closed form that follows the old normalizer (docs/swapping.md); `unit`: 1",
         ge=-LARGEST,
         le=LARGEST,
@@ -145,10 +150,12 @@ class SSMaxNormalizer(QueryScale):
         return self.training_layout().n(self.options.n).double().log()
 
     def init_from(self, source: Normalizer) -> None:
-        """If `init` is `match`, fit s ln n + b to the factor c(n) of `source`, if it has one, over a training sequence, head by head.
+        """If `init` is `match`, fit s ln n + b to the factor c(n) of `source`, if it has one, over a training sequence,
+        head by head.
 
-        If s or b alone is learned, the fit keeps the mean factor: s = mean c / mean ln n (c = 1 after softmax), or b = mean c - mean ln n.
-        If both are learned, the fit is by least squares: after softmax s = 0 and b = 1, which computes softmax to the bit.
+        If s or b alone is learned, the fit keeps the mean factor: s = mean c / mean ln n (c = 1 after softmax), or b =
+        mean c - mean ln n. If both are learned, the fit is by least squares: after softmax s = 0 and b = 1, which
+        computes softmax to the bit.
         """
         c, log_n = source.scale_by_position(), self.log_n()
         if self.options.init != "match" or c is None:
@@ -187,7 +194,8 @@ class LogN(Options):
     full_formula = "softmax(z ln n / ln m)"
     source = "Su 2021, kexue.fm 8823"
     known = (
-        "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 times the length: under "
+        "masked LM trained at 64, at 256: accuracy 34.0 % against softmax's 23.0 % (8823); causal with RoPE, at 8 "
+        "times the length: under "
         "a point alone, 4 to 10 points once positions are handled (kexue.fm 9708, 9948)"
     )
     base: Literal["train"] | float = key(
@@ -198,7 +206,9 @@ class LogN(Options):
 
 
 class LogNNormalizer(ScaleFromBase):
-    """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n. With `clip` this is Qwen's `logn`."""
+    """Softmax with the factor ln n / ln m, which keeps the entropy of weights nearly constant in n. With `clip` this is
+    Qwen's `logn`.
+    """
 
     schema = LogN
 
@@ -218,8 +228,8 @@ class SqrtLogN(Options):
 
 
 class SqrtLogNNormalizer(QueryScale):
-    """Softmax with the factor c sqrt(2 ln n), c learned per head: sqrt(2 ln n) grows as the largest of n Gaussian logits. At first the
-    factor's mean in a training sequence is 1."""
+    """Softmax with the factor c sqrt(2 ln n), c learned per head: sqrt(2 ln n) grows as the largest of n Gaussian
+    logits. At first the factor's mean in a training sequence is 1."""
 
     schema = SqrtLogN
 
@@ -265,7 +275,9 @@ class YaRN(Options):
 
 
 class YaRNNormalizer(ScaleFromBase):
-    """Softmax with YaRN's factor on logits alone: other options, for training or for inference, rescale RoPE's frequencies."""
+    """Softmax with YaRN's factor on logits alone: other options, for training or for inference, rescale RoPE's
+    frequencies.
+    """
 
     schema = YaRN
 
@@ -301,14 +313,17 @@ class Cosine(Options):
     full_formula = "softmax(g cos(q, k)) or softmax(g ln n cos(q, k))"
     learned_parameters = "g per layer and head"
     source = "Henry et al. 2020, arXiv 2010.04245; Su, kexue.fm 9859"
-    known = "GAU trained at 512, at 4,096, with g = 4 ln n: 64.7 % against 24.2 % of plain RoPE, on repeated text (kexue.fm 9859)"
+    known = (
+        "GAU trained at 512, at 4,096, with g = 4 ln n: 64.7 % against 24.2 % of plain RoPE, on repeated text "
+        "(kexue.fm 9859)"
+    )
     log_n: bool = key(False, "multiply the gain by ln n (Su, kexue.fm 9859)")
     n: str = key("visible", N_HELP)
 
 
 class CosineNormalizer(QueryScale):
-    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k), g learned per head. At first the factor on cosines has the
-    mean sqrt(D) for head size D, as with QK-norm (our choice)."""
+    """Softmax of g cos(q, k), or with the option `log_n` of g ln n cos(q, k), g learned per head. At first the factor
+    on cosines has the mean sqrt(D) for head size D, as with QK-norm (our choice)."""
 
     schema = Cosine
 
@@ -350,8 +365,8 @@ class PN(Options):
 
 
 class PNNormalizer(QueryScale):
-    """Softmax with the factor s p_n + b, at first 1 (our choice). s, b and p_n, a number for each n up to the training length, are learned.
-    Scale and offset of p_n are not unique, as s and b undo both."""
+    """Softmax with the factor s p_n + b, at first 1 (our choice). s, b and p_n, a number for each n up to the training
+    length, are learned. Scale and offset of p_n are not unique, as s and b undo both."""
 
     schema = PN
 
@@ -379,7 +394,8 @@ class QASSMax(Options):
 
 
 class QASSMaxNormalizer(FusedSoftmax):
-    """Softmax with q times B(ln n) (1 + tanh G(q)), for MLPs B and G. It starts as softmax: G = 0 as in TabICLv2, B = 1 (our choice).
+    """Softmax with q times B(ln n) (1 + tanh G(q)), for MLPs B and G. It starts as softmax: G = 0 as in TabICLv2, B = 1
+    (our choice).
 
     A layer's heads share both MLPs; B has an output for each head and dimension.
     """

@@ -1,8 +1,9 @@
-"""Routes of attention: algorithms that compute weights x values exactly, for long sequences without holding T x T weights.
+"""Routes of attention: algorithms that compute weights x values exactly, for long sequences without holding T x T
+weights.
 
-Softmax is computed by PyTorch's fused kernel. On a CPU short sequences take blocks of queries, and long sequences without gradients
-`lm.attention.cpu_kernel`. A definition without a fused kernel is computed for some queries at a time. Elementwise attention has
-routes of its own (`lm.attention.elementwise_sums`).
+Softmax is computed by PyTorch's fused kernel. On a CPU short sequences take blocks of queries, and long sequences
+without gradients `lm.attention.cpu_kernel`. A definition without a fused kernel is computed for some queries at a time.
+Elementwise attention has routes of its own (`lm.attention.elementwise_sums`).
 
 Shapes: B sequences, H heads, T queries, S keys, D head size, E width of the values; N = B x H.
 """
@@ -31,13 +32,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def routing_device(tensor: Tensor) -> torch.device:
-    """The device that decides the route of a computation with `tensor`: the device of an active `with_device_limits`, else the tensor's."""
+    """The device that decides the route of a computation with `tensor`: the device of an active `with_device_limits`,
+    else the tensor's.
+    """
     return _simulated_device or tensor.device
 
 
 @contextmanager
 def with_device_limits(device: torch.device) -> Iterator[None]:
-    """A context in which fake CPU tensors take the routes and block sizes of `device`, to show how much memory `device` would hold."""
+    """A context in which fake CPU tensors take the routes and block sizes of `device`, to show how much memory `device`
+    would hold.
+    """
     global _simulated_device
     _simulated_device = device
     try:
@@ -55,9 +60,11 @@ def spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply `rows` (B, H, T, size) of weights or outputs by `factor`, broadcastable to (B, H, T); if that is None, divide by `total`.
+    """Multiply `rows` (B, H, T, size) of weights or outputs by `factor`, broadcastable to (B, H, T); if that is None,
+    divide by `total`.
 
-    `total` is (B, H, T, 1). A row divided by less than `MIN_SUM` becomes 0, as where relu(z)^2 is 0 for all keys. Returns fp32 or wider.
+    `total` is (B, H, T, 1). A row divided by less than `MIN_SUM` becomes 0, as where relu(z)^2 is 0 for all keys.
+    Returns fp32 or wider.
     """
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if factor is None:
@@ -67,11 +74,12 @@ def divided(rows: Tensor, total: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient, in `dtype`, of weights x values before they are divided by `sums`, and the mean gradient of a query's weights.
+    """Return the gradient, in `dtype`, of weights x values before they are divided by `sums`, and the mean gradient of
+    a query's weights.
 
-    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is weighted by the weights, and the caller subtracts it from each
-    weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel. So both are computed from the same
-    rounded gradient, and the mean from `output` in fp32.
+    `output` is the quotient, `grad` its gradient. The mean, (N, T, 1), is weighted by the weights, and the caller
+    subtracts it from each weight's gradient. Where one key has all the weight, the mean and the key's gradient cancel.
+    So both are computed from the same rounded gradient, and the mean from `output` in fp32.
     """
     grad = (grad / sums).to(dtype)
     return grad, (grad.to(output.dtype) * output).sum(-1, keepdim=True)
@@ -80,7 +88,8 @@ def gradient_of_sums(grad: Tensor, dtype: torch.dtype, output: Tensor, sums: Ten
 # ---------------------------------------------------------------- softmax
 
 
-SHORT_LENGTH = 512  # most tokens of a short sequence; for longer ones the fused kernel is as fast, and does not keep the T x T weights
+# most tokens of a short sequence; for longer ones the fused kernel is as fast, and does not keep the T x T weights
+SHORT_LENGTH = 512
 SHORT_BLOCK = 64  # queries of a block
 SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how many heads a block has
 
@@ -88,10 +97,11 @@ SHORT_BLOCK_WEIGHTS = 2**20  # most weights computed together, which limits how 
 def fused_softmax(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Return softmax(scale q.k) v, (B, H, T, E) in the dtype of `v`, by the fastest route. `scale` is 1 / sqrt(D) unless given.
+    """Return softmax(scale q.k) v, (B, H, T, E) in the dtype of `v`, by the fastest route. `scale` is 1 / sqrt(D)
+    unless given.
 
-    The fused kernel needs values as wide as keys, so wider values are cut into pieces, each with a copy of q and k as one more head.
-    `mask` replaces the mask of `layout`.
+    The fused kernel needs values as wide as keys, so wider values are cut into pieces, each with a copy of q and k as
+    one more head. `mask` replaces the mask of `layout`.
     """
     size, width = q.size(-1), v.size(-1)
     scale = scale or 1 / math.sqrt(size)
@@ -115,18 +125,23 @@ def fused_softmax(
 
 
 def softmax_route(device: str, length: int) -> str:
-    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words, for a run to print."""
+    """The route of softmax for causal sequences of `length` tokens on a `device` (`cpu`, `cuda`), in words, for a run
+    to print.
+    """
     is_short = device == "cpu" and length <= SHORT_LENGTH
     return f"blocks of queries (faster than SDPA on a CPU, up to {SHORT_LENGTH} tokens)" if is_short else "SDPA"
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v (N, S, E).
+    """Causal softmax(scale q.k) v by blocks of queries, for q (N, T, D) of the last T of S tokens, k (N, S, D) and v
+    (N, S, E).
 
-    The backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a CPU, up to some hundred tokens.
+    The backward pass reuses the weights. PyTorch's kernel recomputes them, and takes twice the time on a CPU, up to
+    some hundred tokens.
 
-    In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's dtype. In the
-    backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's dtype.
+    In the forward pass q, k and the scores' softmax are in fp32 or wider, then weights and their products with v in v's
+    dtype. In the backward pass gradients of weights are in fp32 or wider, then q, k and gradients of scores in v's
+    dtype.
     """
 
     @staticmethod
@@ -165,7 +180,9 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
-    """(heads, first query, last query + 1, number of keys) of each block; q (N, T, D) are the last T of the S tokens of k (N, S, D)."""
+    """(heads, first query, last query + 1, number of keys) of each block; q (N, T, D) are the last T of the S tokens of
+    k (N, S, D).
+    """
     (n, queries), keys = q.shape[:2], k.size(1)
     n_heads = max(1, SHORT_BLOCK_WEIGHTS // (SHORT_BLOCK * keys))
     return [
@@ -177,7 +194,8 @@ def _short_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int, int]]:
 
 @uncompiled  # a compiled graph would unroll its blocks: slower to compile, and to run
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`, for k (B, H, S, D), v (B, H, S, E).
+    """Return softmax(scale q.k) v with a causal mask, (B, H, T, E) in the dtype of `v`, for k (B, H, S, D), v (B, H, S,
+    E).
 
     The queries q (B, H, T, D) are the last T of the S tokens.
     """
@@ -208,13 +226,17 @@ MEMORY_DIVISOR = (
 
 
 def block_weights(device: torch.device) -> int:
-    """The most attention weights of a query block on `device`; on a GPU a power of two, limited by the memory free at the first call."""
+    """The most attention weights of a query block on `device`; on a GPU a power of two, limited by the memory free at
+    the first call.
+    """
     return _gpu_block_weights(device.index) if device.type == "cuda" and torch.cuda.is_available() else BLOCK_WEIGHTS
 
 
 @cache
 def _gpu_block_weights(index: int | None) -> int:
-    """Most weights in a query block on GPU `index` (None: the current). Cached, since sums in blocks of another size round differently."""
+    """Most weights in a query block on GPU `index` (None: the current). Cached, since sums in blocks of another size
+    round differently.
+    """
     if index is None:
         return _gpu_block_weights(torch.cuda.current_device())
     free_bytes, _ = torch.cuda.mem_get_info(index)
@@ -225,8 +247,9 @@ def _gpu_block_weights(index: int | None) -> int:
 def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, int, int]]:
     """(first query, last query + 1, number of keys) of each block.
 
-    A causal block has the keys up to its last query, rounded up to eighths of all keys, as blocks of few different sizes reuse memory. On a
-    CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS` weights if that is more.
+    A causal block has the keys up to its last query, rounded up to eighths of all keys, as blocks of few different
+    sizes reuse memory. On a CPU a causal block has at most an eighth of the sequence's queries, or `MIN_BLOCK_WEIGHTS`
+    weights if that is more.
     """
     device, length, keys, row_weights = routing_device(q), q.size(2), k.size(2), q.size(0) * q.size(1) * k.size(2)
     eighth_of_keys, max_weights = -(-keys // 8), block_weights(device)
@@ -240,10 +263,11 @@ def _blocks(q: Tensor, k: Tensor, layout: AttentionLayout) -> list[tuple[int, in
 
 
 class _ByQueryBlocks(torch.autograd.Function):
-    """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each block again.
+    """Weights x values block by block: the forward pass keeps no graph, and the backward pass builds the graph of each
+    block again.
 
-    Both passes turn autocast off, so that the inputs' dtypes decide the precision of both. Autocast would change the forward pass alone,
-    and the passes would compute different functions.
+    Both passes turn autocast off, so that the inputs' dtypes decide the precision of both. Autocast would change the
+    forward pass alone, and the passes would compute different functions.
     """
 
     @staticmethod
@@ -296,7 +320,9 @@ def _attend(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: Atte
 
 
 class AsModule(nn.Module):
-    """A module whose `forward` calls any function with the normalizer, so that `torch.func.functional_call` can replace its parameters."""
+    """A module whose `forward` calls any function with the normalizer, so that `torch.func.functional_call` can replace
+    its parameters.
+    """
 
     def __init__(self, normalizer: nn.Module):
         super().__init__()
@@ -308,5 +334,7 @@ class AsModule(nn.Module):
 
 @uncompiled
 def by_query_blocks(normalizer: nn.Module, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
-    """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries with up to `block_weights` weights."""
+    """A normalizer's `weights` times values, (B, H, T, E), computed in blocks of queries with up to `block_weights`
+    weights.
+    """
     return _ByQueryBlocks.apply(AsModule(normalizer), layout, q, k, v, *normalizer.parameters())

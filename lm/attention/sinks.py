@@ -1,4 +1,6 @@
-"""Softmax with an attention sink: one more logit whose value vector is zero, so that a query's weights sum to less than 1."""
+"""Softmax with an attention sink: one more logit whose value vector is zero, so that a query's weights sum to less than
+1.
+"""
 
 import math
 from collections.abc import Mapping
@@ -21,10 +23,11 @@ class Softmax1(Options):
 
 
 class Softmax1Normalizer(SoftmaxNormalizer):
-    """Softmax with a sink, e^z_j / (e^b + sum e^z), for logits z and one more logit b per head, whose weight is dropped; here b = 0.
+    """Softmax with a sink, e^z_j / (e^b + sum e^z), for logits z and one more logit b per head, whose weight is
+    dropped; here b = 0.
 
-    The fused kernel gets one more key before the first, with logit b and value 0, which every query sees. The weights equal
-    softmax's times sigmoid(lse - b), where lse = ln sum e^z.
+    The fused kernel gets one more key before the first, with logit b and value 0, which every query sees. The weights
+    equal softmax's times sigmoid(lse - b), where lse = ln sum e^z.
     """
 
     schema = Softmax1
@@ -42,8 +45,8 @@ class Softmax1Normalizer(SoftmaxNormalizer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         size = q.size(-1)
-        # Eight more dimensions (the kernel's granularity), of which two carry b: 1 and 1 in queries, b sqrt(D) rounded and the rounding
-        # error in the sink's key.
+        # Eight more dimensions (the kernel's granularity), of which two carry b: 1 and 1 in queries, b sqrt(D) rounded
+        # and the rounding error in the sink's key.
         ones = F.pad(q.new_ones(*q.shape[:-1], 2), (0, 6))
         b = self.sink(q) * math.sqrt(size)
         rounding = b - b.detach().to(v.dtype)
@@ -56,7 +59,10 @@ class Softmax1Normalizer(SoftmaxNormalizer):
         return routes.fused_softmax(q, k, v, layout, 1 / math.sqrt(size), F.pad(layout.visible(), (1, 0), value=True))
 
     def kernel_description(self, device: str = "cpu") -> str:
-        return f"{routes.softmax_route(device, self.layer.train_length + 1)} with one more key, of logit {self.logit_text} and value 0"
+        return (
+            f"{routes.softmax_route(device, self.layer.train_length + 1)} with one more key, of logit "
+            f"{self.logit_text} and value 0"
+        )
 
 
 @dataclass

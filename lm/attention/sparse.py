@@ -11,7 +11,9 @@ from lm.schema import key
 
 
 def subtract_largest_logit(z: Tensor, layout: AttentionLayout) -> Tensor:
-    """Logits z minus the query's largest visible logit, without its gradient (weights don't depend on the shift); -inf for masked keys."""
+    """Logits z minus the query's largest visible logit, without its gradient (weights don't depend on the shift); -inf
+    for masked keys.
+    """
     z = z.masked_fill(~layout.visible(), -math.inf)
     return z - z.amax(-1, keepdim=True).detach()
 
@@ -68,11 +70,12 @@ class Entmax15Normalizer(Normalizer):
 
 
 def threshold(z: Tensor, p: Literal[1, 2]) -> Tensor:
-    """The tau (..., 1) at which relu(z - tau) has p-norm 1, with an error of 32 eps at most, for rows z (..., S) whose largest entry is 0.
+    """The tau (..., 1) at which relu(z - tau) has p-norm 1, with an error of 32 eps at most, for rows z (..., S) whose
+    largest entry is 0.
 
-    Newton's method on g(tau) = |relu(z - tau)| - 1, convex and falling, starts at tau = -1 and does not pass the root. With slope = -g',
-    each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x slope is S^(2 / p) at most, and no
-    slope is below 1. z must not require a gradient.
+    Newton's method on g(tau) = |relu(z - tau)| - 1, convex and falling, starts at tau = -1 and does not pass the root.
+    With slope = -g', each step divides g x slope by 4 at least, as g_new / g + slope_new / slope <= 1. At the start g x
+    slope is S^(2 / p) at most, and no slope is below 1. z must not require a gradient.
     """
     tau, positive_part, bits = (
         torch.full_like(z[..., :1], -1),
@@ -99,8 +102,8 @@ class ASEntmax(Options):
 
 
 class ASEntmaxNormalizer(Entmax15Normalizer):
-    """1.5-entmax((1 + b (ln n)^g) z) of logits z, with b = softplus(w_b.x) and g = 2 tanh(w_g.x) for the layer's input x.
-    w_b and w_g start at 0 (our choice), so that the factor on logits is at first 1 + ln 2 at every n."""
+    """1.5-entmax((1 + b (ln n)^g) z) of logits z, with b = softplus(w_b.x) and g = 2 tanh(w_g.x) for the layer's input
+    x. w_b and w_g start at 0 (our choice), so that the factor on logits is at first 1 + ln 2 at every n."""
 
     schema = ASEntmax
 
@@ -131,7 +134,9 @@ class Softpick(Options):
 
 
 class SoftpickNormalizer(Normalizer):
-    """Softpick, relu(e^z - 1) / (sum |e^z - 1| + 1e-8) of logits z, sums to 1 at most. The 1e-8 matters only if no |z| is much larger."""
+    """Softpick, relu(e^z - 1) / (sum |e^z - 1| + 1e-8) of logits z, sums to 1 at most. The 1e-8 matters only if no |z|
+    is much larger.
+    """
 
     schema = Softpick
 
@@ -145,7 +150,9 @@ class SoftpickNormalizer(Normalizer):
         return signed_weights.abs().sum(-1).log() + top.squeeze(-1)
 
     def _unnormalized_weights(self, z: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-        """Return (e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1), the largest score of the keys that a query sees, at least 0."""
+        """Return (e^z - 1) / e^top, 0 where masked, and top (B, H, T, 1), the largest score of the keys that a query
+        sees, at least 0.
+        """
         visible = layout.visible()
         top = z.masked_fill(~visible, 0.0).amax(-1, keepdim=True).clamp(min=0.0).detach()  # keeps both terms below 1
         # Small scores take `expm1`: a difference of two exponentials would be rounded away.

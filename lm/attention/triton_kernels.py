@@ -1,10 +1,12 @@
-"""Causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score, as Triton kernels. They never write weights to GPU memory.
+"""Causal sums of f(q.k / sqrt(D) + b) v, for a function f of one score, as Triton kernels. They never write weights to
+GPU memory.
 
-Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32 whatever the
-inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the same inputs give the same
-bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values. A program takes at most 128 columns of the values.
-If `SHIFTED`, scores have a shift b (N, T). If `SUMMED`, weights are divided by their sums (N, T). In the backward pass `mean` (N, T), the
-mean gradient of a query's weights, is then subtracted from the gradient of each weight.
+Importing this module needs `triton`; `lm.attention.elementwise_sums` decides whether to use it. Sums and f are in fp32
+whatever the inputs; fp32 inputs are multiplied in full precision, never as TF32. There are no atomic additions, so the
+same inputs give the same bits. Shapes: N = sequences x heads, T tokens, D head size, E width of the values. A program
+takes at most 128 columns of the values. If `SHIFTED`, scores have a shift b (N, T). If `SUMMED`, weights are divided by
+their sums (N, T). In the backward pass `mean` (N, T), the mean gradient of a query's weights, is then subtracted from
+the gradient of each weight.
 """
 
 import os
@@ -24,8 +26,9 @@ WIDEN_BF16 = tl.constexpr(
 PIECE_COLUMNS = (
     128  # columns of v that a program holds; wider values take further programs, which compute the weights again
 )
-# Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes reads shared memory
-# beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16 values failed in 4 of 10 first runs.
+# Fewest columns of a tile in bf16. On Hopper, Triton 3.6 and later compile narrower products to code that sometimes
+# reads shared memory beyond its tiles (triton-lang/triton#10486, #11366). On an H200 a head of 64 dimensions with 16
+# values failed in 4 of 10 first runs.
 MIN_COLUMNS = 64
 
 
@@ -87,7 +90,8 @@ def _block_start(T, BLOCK: tl.constexpr):
 @triton.jit
 def _forward(
     q, k, v, b, outputs, sums, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of outputs, for one piece of at most 128 columns of the values, in a loop over blocks of keys."""
@@ -119,7 +123,8 @@ def _forward(
 @triton.jit
 def _backward_queries(
     q, k, v, b, grad, mean, dq, db, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of dq and db, the gradients of q and b, in a loop over blocks of keys."""
@@ -152,13 +157,14 @@ def _backward_queries(
 @triton.jit
 def _backward_keys(
     q, k, v, b, grad, mean, dk, dv, T,
-    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, SHIFTED: tl.constexpr, SUMMED: tl.constexpr, KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of dk and dv, the gradients of k and v, in a loop over blocks of queries.
 
-    If `FIRST`, the kernel computes dk and the first piece of at most 128 columns of dv, else another piece of dv alone. All tiles of
-    weights are (keys, queries), so that none is ever transposed.
+    If `FIRST`, the kernel computes dk and the first piece of at most 128 columns of dv, else another piece of dv alone.
+    All tiles of weights are (keys, queries), so that none is ever transposed.
     """
     n, first_token = _block_start(T, BLOCK)
     j, d, e = first_token + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -191,10 +197,11 @@ def _backward_keys(
 def options(
     dtype: torch.dtype, size: int, width: int, kind: str, shifted: bool, summed: bool
 ) -> dict[str, int | str | bool]:
-    """The options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width` dimensions.
+    """The options of a kernel launch, by name, for inputs of `dtype`, head size `size` and values of `width`
+    dimensions.
 
-    Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of GPUs that have
-    no more than 99 KiB.
+    Block sizes are fixed, not tuned. With them compiled kernels spill few registers, and fit into the shared memory of
+    GPUs that have no more than 99 KiB.
     """
     min_columns = MIN_COLUMNS if dtype == torch.bfloat16 else 16
     block_d, block_e = (max(min_columns, triton.next_power_of_2(x)) for x in (size, min(width, PIECE_COLUMNS)))
@@ -253,7 +260,9 @@ class _ElementwiseAttention(torch.autograd.Function):
 
 
 def fused_attention(kind: str, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, over_sum: bool = False) -> Tensor:
-    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_tiles` in that module allows."""
+    """`lm.attention.elementwise_sums.elementwise_attention` by the Triton kernels, for tensors that `why_tiles` in that
+    module allows.
+    """
     n, shape = q.size(0) * q.size(1), q.shape[:3]
     if shift is not None:
         shift = shift.float().expand(shape).reshape(n, -1).contiguous()

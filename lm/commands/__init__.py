@@ -1,1 +1,3 @@
-"""The commands of `lm`, by subject: they read arguments and options, and call the package; heavy imports happen inside functions."""
+"""The commands of `lm`, by subject: they read arguments and options, and call the package; heavy imports happen inside
+functions.
+"""

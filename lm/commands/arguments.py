@@ -36,7 +36,9 @@ def check_out_file(out: Path | None) -> None:
 
 
 def paths_and_overrides(arguments: list[str], message: str = "") -> tuple[list[Path], list[str]]:
-    """Split command-line arguments into (paths, overrides). Without a path, raise ConfigError with `message`, unless it is empty."""
+    """Split command-line arguments into (paths, overrides). Without a path, raise ConfigError with `message`, unless it
+    is empty.
+    """
     overrides = [text for text in arguments if is_override(text)]
     paths = [expand_home(text) for text in arguments if text not in overrides]
     if message and not paths:

@@ -22,7 +22,8 @@ ReportFolder = Annotated[
 Baseline = Annotated[
     str | None,
     typer.Option(
-        help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the first]"
+        help="the arm that the others are compared with: its label, its normalizer or one of its runs [default: the "
+        "first]"
     ),
 ]
 
@@ -64,8 +65,8 @@ def compare(
 ) -> None:
     """Train and compare the arms of an experiment.
 
-    A file names arms, seeds and learning rates; several files are worked on one after the other. Finished runs are kept and
-    interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
+    A file names arms, seeds and learning rates; several files are worked on one after the other. Finished runs are kept
+    and interrupted ones resumed: the same command continues. Writes verdicts and a report (docs/experiments.md).
     """
     files, overrides = paths_and_overrides(arguments, "no experiment file given, e.g. configs/experiments/ssmax.yaml")
     from lm.experiments.compare import VERDICTS, TrainingOptions, compare_experiments, print_commands
@@ -124,7 +125,8 @@ def judge(
 ) -> None:
     """Judge anybody's runs from a table.
 
-    The table has the columns arm, seed and value, and optionally rate, part, size, unit, metric and others (docs/experiments.md).
+    The table has the columns arm, seed and value, and optionally rate, part, size, unit, metric and others
+    (docs/experiments.md).
     """
     from lm.experiments.run_table import judge_table
     from lm.experiments.summary import print_verdicts

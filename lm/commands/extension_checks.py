@@ -1,4 +1,5 @@
-"""`lm check-extension`: the promises of optimizers, sources of text, synthetic tasks and evaluations from outside lm, each as a check.
+"""`lm check-extension`: the promises of optimizers, sources of text, synthetic tasks and evaluations from outside lm,
+each as a check.
 
 The first line of a check's docstring is the promise, the rest a hint for the author, as in `lm.attention.contract`.
 """
@@ -48,7 +49,9 @@ def _optimizer(options: Optimizer, decoder: Decoder) -> torch.optim.Optimizer:
 
 
 def _step(optimizer: torch.optim.Optimizer, decoder: Decoder, rate: float) -> float:
-    """Make one optimizer step at the learning rate `rate` on a fixed batch; return the loss before the step, in nats per token."""
+    """Make one optimizer step at the learning rate `rate` on a fixed batch; return the loss before the step, in nats
+    per token.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -92,7 +95,8 @@ def rate_of_zero(options: Optimizer) -> None:
 
 
 def resumed_state(options: Optimizer) -> None:
-    """training resumed from the optimizer's state, which is saved by parameter name, goes on to the bit as if it had not stopped
+    """training resumed from the optimizer's state, which is saved by parameter name, goes on to the bit as if it had
+    not stopped
 
     keep what a step needs from earlier steps in `self.state[parameter]`, as tensors or numbers
     """
@@ -110,7 +114,8 @@ def resumed_state(options: Optimizer) -> None:
 
 
 def meta_device_state(options: Optimizer) -> None:
-    """a step on torch's meta device makes optimizer state of the same names and shapes as a real step; lm checks checkpoints by this
+    """a step on torch's meta device makes optimizer state of the same names and shapes as a real step; lm checks
+    checkpoints by this
 
     create state by `torch.zeros_like(parameter)`, and read no number of a tensor on the host
     """
@@ -204,7 +209,9 @@ def _task_text(task: Task) -> Iterator[Text | None]:
 
 @contextlib.contextmanager
 def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config, Store]]:
-    """Yield a configuration with a corpus of made-up text and the plugins `evaluations`, and the token store of that corpus."""
+    """Yield a configuration with a corpus of made-up text and the plugins `evaluations`, and the token store of that
+    corpus.
+    """
     words = ["a short text", "of words that are made up", "for an evaluation", "to be measured on"]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(12):
@@ -214,7 +221,8 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
             {
                 "name": "check", "eval": {"others": [to_plain(options) for options in evaluations]},
                 "data": {
-                    "source": {"name": "files", "paths": [folder]}, "root": str(Path(folder, "stores")), "seq_len": LENGTH,
+                    "source": {"name": "files", "paths": [folder]}, "root": str(Path(folder, "stores")),
+                    "seq_len": LENGTH,
                     "tokenizer": {"name": "train", "vocab_size": 280}, "val_fraction": 0.3,
                 },
             }
@@ -225,7 +233,9 @@ def _made_up_text(evaluations: list[EvaluationConfig]) -> Iterator[tuple[Config,
 
 
 def _measure_twice(options: EvaluationConfig) -> Iterator[tuple[Decoder, list[Plain]]]:
-    """Run the evaluation twice on one decoder and made-up text; after each run, yield the decoder and the measured series."""
+    """Run the evaluation twice on one decoder and made-up text; after each run, yield the decoder and the measured
+    series.
+    """
     with _made_up_text([options]) as (config, store):
         decoder = _decoder(vocabulary=store.vocab_size).eval()
         (measurement,) = measurements(config, store, [options.kind])
@@ -267,7 +277,8 @@ KINDS: dict[str, tuple[Registry, tuple[Callable[..., None], ...]]] = {  # by kin
 
 
 def check_extension(kind: str, name: str, overrides: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (promise, breach) for each promise of an extension, both in words; the breach is empty if the promise is kept.
+    """Yield (promise, breach) for each promise of an extension, both in words; the breach is empty if the promise is
+    kept.
 
     Args:
         kind: a key of `KINDS`, such as `optimizer`.

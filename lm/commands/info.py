@@ -28,7 +28,9 @@ PACKAGES = (
 
 
 def facts() -> dict[str, Plain]:
-    """Collect the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels, wandb, extras."""
+    """Collect the facts that `lm info` prints, by heading: lm (version, commit, folder), versions, devices, kernels,
+    wandb, extras.
+    """
     import torch
 
     from lm.model.device import native_bf16_hardware
@@ -76,7 +78,9 @@ def _wandb() -> str:
 
 
 def missing_requirements() -> dict[str, list[str]]:
-    """Map each extra to its requirements of which no suitable version is installed; {} if lm is not an installed distribution."""
+    """Map each extra to its requirements of which no suitable version is installed; {} if lm is not an installed
+    distribution.
+    """
     try:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -109,7 +113,7 @@ def fact_lines(content: Mapping[str, Plain]) -> list[str]:
         for name, value in block.items():
             if title == "extras":
                 value = f"missing: {', '.join(value)}" if value else "installed"
-            output.append(
-                f"  {name}: {', '.join(value) or 'none' if isinstance(value, list) else 'none' if value is None else value}"
-            )
+            elif isinstance(value, list):
+                value = ", ".join(value) or None
+            output.append(f"  {name}: {'none' if value is None else value}")
     return output

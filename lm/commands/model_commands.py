@@ -26,7 +26,8 @@ RunsAndOverrides = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN|MODEL|CONFIG|KEY=VALUE",
-        help="run folders; model folders and a configuration of the text to measure them on; overrides, e.g. eval.sequences=512",
+        help="run folders; model folders and a configuration of the text to measure them on; overrides, e.g. "
+        "eval.sequences=512",
     ),
 ]
 Suite = Annotated[
@@ -45,7 +46,8 @@ Normalizer = Annotated[
 InitialValues = Annotated[
     str | None,
     typer.Option(
-        help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old model); default: its own"
+        help="initial values of its parameters: match, unit, a number, or fit (least KL divergence from the old "
+        "model); default: its own"
     ),
 ]
 
@@ -97,7 +99,8 @@ def diagnose(
         list[str],
         typer.Argument(
             metavar="RUN|CHECKPOINT|CONFIG|KEY=VALUE",
-            help="run folders; checkpoints; exports, with a configuration of text; overrides, e.g. eval.diagnostics.sequences=32",
+            help="run folders; checkpoints; exports, with a configuration of text; overrides, e.g. "
+            "eval.diagnostics.sequences=32",
         ),
     ],
     text: Annotated[
@@ -112,8 +115,9 @@ def diagnose(
 ) -> None:
     """Describe the attention of trained models.
 
-    Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled scores
-    (docs/diagnostics.md). Statistics of a run are kept in its folder evaluations/. --text draws maps of single heads' weights instead.
+    Statistics of attention weights by layer, head and position, beside those of the untrained model and of shuffled
+    scores (docs/diagnostics.md). Statistics of a run are kept in its folder evaluations/. --text draws maps of single
+    heads' weights instead.
     """
     sources, overrides = paths_and_overrides(arguments, "no run folder, checkpoint or export given, e.g. runs/softmax")
     check_out_file(out)
@@ -138,7 +142,8 @@ def swap(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG|KEY=VALUE",
-            help="of a model without a training run: the configuration of the text to measure on; overrides, e.g. eval.sequences=512",
+            help="of a model without a training run: the configuration of the text to measure on; overrides, e.g. "
+            "eval.sequences=512",
         ),
     ] = None,
     init: InitialValues = None,
@@ -183,8 +188,8 @@ def import_(
 ) -> None:
     """Import a pretrained model.
 
-    GPT-2, Llama (SmolLM2, TinyLlama), Qwen 2 or Qwen 3 become a model folder that other commands accept (docs/pretrained.md).
-    No code of the model is executed.
+    GPT-2, Llama (SmolLM2, TinyLlama), Qwen 2 or Qwen 3 become a model folder that other commands accept
+    (docs/pretrained.md). No code of the model is executed.
     """
     from lm.huggingface.importing import import_model
 
@@ -205,8 +210,8 @@ def export(
 ) -> None:
     """Export a trained model.
 
-    Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model, or one that transformers
-    loads (docs/pretrained.md).
+    Writes safetensors, JSON and the tokenizer to a folder that `lm.load` and all commands accept as a model, or one
+    that transformers loads (docs/pretrained.md).
     """
     if push is not None:
         from lm.huggingface.exporting import check_hub_name

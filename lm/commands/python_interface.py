@@ -1,4 +1,5 @@
-"""The functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`: the commands `train`, `eval`, `compare` and `judge`, in Python.
+"""The functions `lm.train`, `lm.evaluate`, `lm.compare` and `lm.judge`: the commands `train`, `eval`, `compare` and
+`judge`, in Python.
 
 They print nothing unless `verbose`, and raise `lm.errors.LMError` where a command would end with an error.
 """
@@ -58,7 +59,8 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     """Train a run in a process of its own, as `lm train` does.
 
     Args:
-        configuration: YAML files or names of presets, overrides `KEY=VALUE`, and mappings of keys to values; later arguments win.
+        configuration: YAML files or names of presets, overrides `KEY=VALUE`, and mappings of keys to values; later
+            arguments win.
         verbose: whether the process prints what `lm train` prints.
 
     Returns:
@@ -71,7 +73,8 @@ def train(*configuration: Given, verbose: bool = False) -> Path:
     arguments = _arguments(configuration)
     config = load_config(arguments, with_shape_of)
     process = subprocess.Popen(
-        [sys.executable, "-m", "lm", "train", *arguments], stdout=None if verbose else subprocess.DEVNULL, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "lm", "train", *arguments], stdout=None if verbose else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True, env=child_environment(), start_new_session=True,
     )  # fmt: skip
     is_interrupted, errors = False, ""
@@ -99,13 +102,16 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
     """Measure trained models as `lm eval` does; evaluations that were measured before are not measured again.
 
     Args:
-        arguments: run folders, or model folders and a configuration of the text to measure them on; then overrides as in `train`.
+        arguments: run folders, or model folders and a configuration of the text to measure them on; then overrides as
+            in `train`.
         checkpoint: `last`, `best` or a step.
-        suite: `quick` (fewer sequences), `full` (more settings and evaluations) or a YAML file with an `eval` block; empty: the run's own.
+        suite: `quick` (fewer sequences), `full` (more settings and evaluations) or a YAML file with an `eval` block;
+            empty: the run's own.
         verbose: whether progress is printed.
 
     Returns:
-        The measured values, with the columns of `lm.results`; a model folder has only the columns `run` and `folder` to describe it.
+        The measured values, with the columns of `lm.results`; a model folder has only the columns `run` and `folder` to
+        describe it.
 
     Raises LMError: `lm eval` would end with this error.
     """
@@ -120,10 +126,12 @@ def evaluate(*arguments: Given, checkpoint: str | int = "last", suite: str = "",
 
 
 def compare(*arguments: Given, jobs: int | None = None, train: bool = True, verbose: bool = False) -> Compared:
-    """Train the missing runs of an experiment, judge it as `lm compare` does, and return the verdicts; a second call continues.
+    """Train the missing runs of an experiment, judge it as `lm compare` does, and return the verdicts; a second call
+    continues.
 
     Args:
-        arguments: the experiment's file or its name among the presets, and overrides of the base configuration as in `train`.
+        arguments: the experiment's file or its name among the presets, and overrides of the base configuration as in
+            `train`.
         jobs: largest number of runs at a time; by default one on each GPU, or one on a CPU.
         train: whether to train runs; False: judge the runs that are there.
         verbose: whether plan, progress and verdicts are printed.
@@ -157,16 +165,19 @@ def judge(
     """Judge anybody's runs, as `lm judge` does.
 
     Args:
-        table: a CSV file or a frame with one value in each row: columns arm, seed and value, and any others of `lm.results`.
+        table: a CSV file or a frame with one value in each row: columns arm, seed and value, and any others of
+            `lm.results`.
         metric: the metric to judge, where the column `metric` has several.
         better: `lower` or `higher`; None: as the table's column `better` says, else `lower`.
         matters: smallest difference of interest, in the metric's unit.
         baseline: the arm that other arms are compared with; None: the first arm.
         where: a condition on columns, as in `pandas.DataFrame.query`.
-        by: columns that split the runs into separately judged groups, which form one family of tests; by default `size`.
+        by: columns that split the runs into separately judged groups, which form one family of tests; by default
+            `size`.
 
     Returns:
-        A row for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of the columns `by` as text.
+        A row for each arm and size, with the columns of `Compared.verdicts`; `size` holds the values of the columns
+        `by` as text.
 
     Raises LMError: an argument is wrong, or the table lacks a column, an arm, a seed or a number, or has a run twice.
     """
@@ -181,7 +192,9 @@ def _verdict_frame(csv_file: Path | io.StringIO) -> pd.DataFrame:
 
 
 def _folder_columns(folder: Path) -> dict[str, object]:
-    """Map each column of `lm.results` that describes a run to its value for this folder; a model folder has only `run` and `folder`."""
+    """Map each column of `lm.results` that describes a run to its value for this folder; a model folder has only `run`
+    and `folder`.
+    """
     if (folder / CONFIG).is_file():
         return run_columns(read_run(folder))
     return {"run": folder.resolve().name, "folder": str(folder)}

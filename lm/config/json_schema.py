@@ -1,4 +1,6 @@
-"""The configuration as a JSON Schema (draft 2020-12), for editors: keys, types, bounds and descriptions of a YAML file."""
+"""The configuration as a JSON Schema (draft 2020-12), for editors: keys, types, bounds and descriptions of a YAML
+file.
+"""
 
 import types
 import typing
@@ -19,7 +21,9 @@ OUTSIDE_NAME: Schema = {"type": "string", "pattern": ":"}  # the name of a plugi
 
 
 def configuration_schema() -> Schema:
-    """The JSON Schema of a configuration file, with each block under `$defs`; it can't express contradictions between keys."""
+    """The JSON Schema of a configuration file, with each block under `$defs`; it can't express contradictions between
+    keys.
+    """
     definitions: dict[str, Schema] = {}
     root = _block(Config, definitions)
     base = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -33,7 +37,9 @@ def configuration_schema() -> Schema:
 
 
 def _block(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    """The JSON Schema of a configuration block whose keys are the fields of `schema`; if `name` is given, a key `name` has this value."""
+    """The JSON Schema of a configuration block whose keys are the fields of `schema`; if `name` is given, a key `name`
+    has this value.
+    """
     properties = {
         spec.name: {"description": spec.metadata["help"], **_value(spec, definitions), **_default(spec)}
         for spec in fields(schema)
@@ -44,7 +50,8 @@ def _block(schema: type, definitions: dict[str, Schema], name: str | None = None
 
 
 def _reference(schema: type, definitions: dict[str, Schema], name: str | None = None) -> Schema:
-    title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"  # classes of the same name in different modules stay apart
+    # classes of the same name in different modules stay apart
+    title = f"{schema.__module__.rpartition('.')[2]}.{schema.__name__}"
     if title not in definitions:
         definitions[title] = {}  # for a block that contains itself
         definitions[title] = _block(schema, definitions, name)
@@ -76,12 +83,16 @@ def _value(spec: Field, definitions: dict[str, Schema]) -> Schema:
 
 
 def _interpolable(value: Schema) -> Schema:
-    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well; return it unchanged if it accepts strings."""
+    """Extend the JSON Schema `value` to accept an interpolation `${...}` as well; return it unchanged if it accepts
+    strings.
+    """
     return value if value.get("type") == "string" else {"anyOf": [*value.get("anyOf", [value]), INTERPOLATION]}
 
 
 def _variant(table: Mapping[str, type], default: str | None, definitions: dict[str, Schema]) -> Schema:
-    """The JSON Schema of a choice of a class in `table`: its name, or a block of its options; a block without `name` means `default`."""
+    """The JSON Schema of a choice of a class in `table`: its name, or a block of its options; a block without `name`
+    means `default`.
+    """
     options: list[Plain] = [{"enum": list(table)}, INTERPOLATION] if table else [INTERPOLATION]
     for name, schema in table.items():
         reference = _reference(schema, definitions, name)
@@ -95,7 +106,9 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
 
 
 def _type(hint: type, limits: Limits) -> Schema:
-    """The JSON Schema of a value of type `hint` within `limits`; in a list or map, each item must be within `limits`."""
+    """The JSON Schema of a value of type `hint` within `limits`; in a list or map, each item must be within
+    `limits`.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type(argument, limits) for argument in arguments]}

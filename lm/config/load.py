@@ -1,7 +1,7 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
-`load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError` with
-every problem of keys and values, problems between several keys included. This module never imports torch.
+`load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError`
+with every problem of keys and values, problems between several keys included. This module never imports torch.
 """
 
 import os
@@ -43,7 +43,9 @@ from lm.schema import (
 
 
 def check(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid by themselves."""
+    """Yield a problem for each missing value of a configuration and for each contradiction between keys that are valid
+    by themselves.
+    """
     data, model, optim, trainer = config.data, config.model, config.optim, config.trainer
     yield from cross_key_problems(config)
     if (
@@ -77,7 +79,10 @@ def check(config: Config) -> Iterator[Problem]:
         reason = f"is not a multiple of data.seq_len x devices x num_nodes = {min_batch}"
         yield Problem("optim.batch_tokens", optim.batch_tokens, reason, f"set it to {batch_sizes}")
     elif sequences % config.world_size:
-        reason = f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / data.seq_len)"
+        reason = (
+            f"{config.world_size} processes can't share the {sequences} sequences of a step (optim.batch_tokens / "
+            "data.seq_len)"
+        )
         remedy = f"set it to a divisor of {sequences}, or optim.batch_tokens to {batch_sizes}"
         yield Problem("trainer.devices", trainer.devices, f"{reason}{machine_note}", remedy)
     if trainer.micro_batch and optim.batch_tokens % min_batch == 0 and config.rank_sequences % trainer.micro_batch:
@@ -111,7 +116,9 @@ def check(config: Config) -> Iterator[Problem]:
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
-    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, profile, sources and tasks."""
+    """Yield problems of keys that need more steps than the run has: lengths, warm-up, decay, phases, profile, sources
+    and tasks.
+    """
     data, optim, steps, phases, phase_ends = (
         config.data,
         config.optim,
@@ -170,7 +177,9 @@ def check_phases(config: Config) -> Iterator[Problem]:
 
 
 def check_weights(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each task or source that gets less than one sequence of the run by its weight, and so may never be drawn."""
+    """Yield a problem for each task or source that gets less than one sequence of the run by its weight, and so may
+    never be drawn.
+    """
     data = config.data
     weights = [(f"data.tasks[{index}].weight", task.weight, 1.0) for index, task in enumerate(data.tasks)]
     if len(data.sources) > 1:
@@ -181,7 +190,10 @@ def check_weights(config: Config) -> Iterator[Problem]:
     sequences = config.trainer.max_steps * (config.optim.batch_tokens // data.seq_len)
     for path, weight, fraction in weights:
         if weight and fraction and weight * fraction * sequences < 1 - 1e-6:
-            reason = f"gives {weight * fraction * sequences:.2g} of the {sequences:,} sequences of the run, and may never be drawn"
+            reason = (
+                f"gives {weight * fraction * sequences:.2g} of the {sequences:,} sequences of the run, and may "
+                "never be drawn"
+            )
             yield Problem(path, weight, reason, "raise it, train for more steps, or leave it out")
 
 
@@ -189,11 +201,17 @@ def check_tasks(config: Config) -> Iterator[Problem]:
     data, n_sequences = config.data, config.eval.sequences
     for index, weighted in enumerate(data.tasks if data.symbolic else ()):
         if weighted.weight * n_sequences < 1 - 1e-6:
-            reason = f"gives less than one of eval.sequences = {n_sequences} validation sequences: its loss would not be measured"
+            reason = (
+                f"gives less than one of eval.sequences = {n_sequences} validation sequences: its loss would not "
+                "be measured"
+            )
             yield Problem(f"data.tasks[{index}].weight", weighted.weight, reason, "raise eval.sequences")
         n_distinct = weighted.task.n_distinct(data.seq_len, "test")
         if weighted.weight * n_sequences > max(1, n_distinct):
-            reason = f"can't all differ: {weighted.task.name} has about {n_distinct:,.0f} test sequences of {data.seq_len} tokens"
+            reason = (
+                f"can't all differ: {weighted.task.name} has about {n_distinct:,.0f} test sequences of "
+                f"{data.seq_len} tokens"
+            )
             yield Problem("eval.sequences", n_sequences, reason, "lower it, or give the task more symbols or length")
     weights = sum(weighted.weight for weighted in data.tasks)
     if weights > 1 + 1e-6:
@@ -209,7 +227,8 @@ def check_tasks(config: Config) -> Iterator[Problem]:
 
 MergeModelKeys = Callable[[str, dict[str, Plain], dict[str, Plain]], dict[str, Plain]]
 MAX_INHERITANCE = 50  # most files in a chain in which each inherits from the next
-# Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second from `base`.
+# Keys of one block that exclude each other: if `changes` has the first and not the second, `merge` drops the second
+# from `base`.
 ALTERNATIVES = {
     "trainer.max_steps": "tokens_per_parameter",
     "trainer.tokens_per_parameter": "max_steps",
@@ -218,13 +237,14 @@ ALTERNATIVES = {
 
 
 def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = None) -> Config:
-    """Read the user's configuration from YAML files and `key=value` overrides, later ones winning; import the plugins that it names.
+    """Read the user's configuration from YAML files and `key=value` overrides, later ones winning; import the plugins
+    that it names.
 
-    merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys of files and
-    overrides, merged with the keys that the model in `init_from` determines, such as its shape.
+    merge_model_keys: called as (`init_from`, keys of the files, overrides) if `init_from` is set. It returns the keys
+    of files and overrides, merged with the keys that the model in `init_from` determines, such as its shape.
 
-    Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds, or, if it finds none,
-    those of `refuse_unused_temperatures`.
+    Raises ConfigError: an argument can't be read. If all can be, one message has every problem that `parse` finds, or,
+    if it finds none, those of `refuse_unused_temperatures`.
     """
     if not arguments:
         raise ConfigError("no configuration given: name a YAML file, e.g. configs/softmax.yaml")
@@ -253,8 +273,8 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
 
 
 def refuse_unused_temperatures(config: Config) -> None:
-    """Raise ConfigError if an inference setting has YaRN's temperature and some normalizer's scores would not scale with it. `parse`
-    doesn't refuse that, as it also reads the configurations of trained models."""
+    """Raise ConfigError if an inference setting has YaRN's temperature and some normalizer's scores would not scale
+    with it. `parse` doesn't refuse that, as it also reads the configurations of trained models."""
     normalizers = [phase.normalizer for phase in config.plan]
     if problems := [
         problem
@@ -300,9 +320,11 @@ def to_yaml(config: Config) -> str:
 def read_yaml(
     path: Path, heirs: tuple[Path, ...] = (), cache: dict[Path, dict[str, Plain]] | None = None
 ) -> dict[str, Plain]:
-    """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else names of presets).
+    """Read the keys of a file, merged over the keys of its `base:` files (paths relative to the file's folder, else
+    names of presets).
 
-    `heirs` are the files that inherit from this file, each from the next; `cache` has the keys of files that were read before, by path.
+    `heirs` are the files that inherit from this file, each from the next; `cache` has the keys of files that were read
+    before, by path.
 
     Raises ConfigError: a file can't be read or is not a configuration; the message names the file.
     """
@@ -363,10 +385,12 @@ def merge_bases(
     heirs: tuple[Path, ...] = (),
     cache: dict[Path, dict[str, Plain]] | None = None,
 ) -> dict[str, Plain]:
-    """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base` lists, and return them.
-    Later files win. Each is named by its path, relative to the folder of `path`, or else is a preset.
+    """Merge the keys `plain` of a block of the file `path` over the keys of the files that the block's key `base`
+    lists, and return them. Later files win. Each is named by its path, relative to the folder of `path`, or else is a
+    preset.
 
-    key: the path of the key `base` in the file, for errors. `heirs` and `cache` are those of `read_yaml` for the files in `base`.
+    key: the path of the key `base` in the file, for errors. `heirs` and `cache` are those of `read_yaml` for the files
+    in `base`.
 
     Raises ConfigError: `base` is not a file or a list of files, or one of them can't be read or is not a configuration.
     """
@@ -383,7 +407,9 @@ def merge_bases(
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Plain]:
-    """Parse `key.path=value` texts into nested plain data. Raises ConfigError: a text has another form, or its value is no YAML."""
+    """Parse `key.path=value` texts into nested plain data. Raises ConfigError: a text has another form, or its value is
+    no YAML.
+    """
     blocks: list[dict[str, Plain]] = []
     for override in overrides:
         path, sign, text = override.partition("=")
@@ -398,7 +424,8 @@ def read_overrides(overrides: list[str]) -> dict[str, Plain]:
 
 
 def nest_keys(*blocks: Mapping[str, Plain], path: str = "") -> dict[str, Plain]:
-    """Turn dotted keys into nested blocks and merge `blocks`, later ones winning: {"optim.lr": 1} becomes {"optim": {"lr": 1}}.
+    """Turn dotted keys into nested blocks and merge `blocks`, later ones winning: {"optim.lr": 1} becomes {"optim":
+    {"lr": 1}}.
 
     path: the beginning of the keys' paths in errors, such as `arms.ssmax.`.
 
@@ -444,12 +471,15 @@ def overrides_in(command: str, overrides: list[str]) -> dict[str, Plain]:
 
 
 def merge(base: dict[str, Plain], changes: dict[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """Return the keys of `base`, overridden by `changes`; both hold keys of the block at the path `prefix` (such as `optim.`).
+    """Return the keys of `base`, overridden by `changes`; both hold keys of the block at the path `prefix` (such as
+    `optim.`).
 
-    A block with a new `name` replaces the old block entirely, so that options of one normalizer are never applied to another. A key set
-    in `changes` removes the key that excludes it (`ALTERNATIVES`) from `base`: `max_steps` removes `tokens_per_parameter`, for example.
+    A block with a new `name` replaces the old block entirely, so that options of one normalizer are never applied to
+    another. A key set in `changes` removes the key that excludes it (`ALTERNATIVES`) from `base`: `max_steps` removes
+    `tokens_per_parameter`, for example.
 
-    Raises ConfigError: `changes` has null where `base` has a block that can't be null, or a block where `base` has a number.
+    Raises ConfigError: `changes` has null where `base` has a block that can't be null, or a block where `base` has a
+    number.
     """
     result = dict(base)
     for name, value in changes.items():
@@ -488,11 +518,16 @@ def reference_markdown() -> str:
         "whose `name` is that choice. Every key can be set in a YAML file or as `key=value` on the command line;",
         "a list is given whole, e.g. `'phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: ssmax}]'`.",
         "",
-        "What a key affects: `model`, the function that trained weights define; `training`, the weights that are learned; `seed`, the",
-        "random numbers of training; `numerics`, results up to rounding; `execution`, where and how fast; `evaluation`, what is measured;",
-        "`label`, how a run is named, stored and displayed. Runs that differ in model, training or numerics belong to different arms. A",
-        "resumed run must have the same values of all keys that affect model, training or seed, except those marked *free* and those",
-        "marked *ahead*, which may change for steps that are still to come. Those marked *branch* may differ in a run that branches from",
+        "What a key affects: `model`, the function that trained weights define; `training`, the weights that are "
+        "learned; `seed`, the",
+        "random numbers of training; `numerics`, results up to rounding; `execution`, where and how fast; "
+        "`evaluation`, what is measured;",
+        "`label`, how a run is named, stored and displayed. Runs that differ in model, training or numerics belong to "
+        "different arms. A",
+        "resumed run must have the same values of all keys that affect model, training or seed, except those marked "
+        "*free* and those",
+        "marked *ahead*, which may change for steps that are still to come. Those marked *branch* may differ in a run "
+        "that branches from",
         "another one (`branch_from`).",
         "",
         "| key | type | default | affects | what it is |",

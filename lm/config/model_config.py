@@ -24,8 +24,8 @@ class TrainedScaling:
     )
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
-        """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies` before; `theta` is
-        RoPE's base."""
+        """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies`
+        before; `theta` is RoPE's base."""
         return frequencies
 
 
@@ -66,11 +66,12 @@ class Llama3Scaling(TrainedScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(Llama3Scaling):
-    """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a transition.
+    """YaRN, arXiv 2309.00071, as in its authors' code: low frequencies divided by `factor`, high ones unchanged, with a
+    transition.
 
     Keys and their checks are those of Llama 3's scaling, frequencies are not. Source: `YaRNScaledRotaryEmbedding` of
-    github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is linear in the number of periods, as in the
-    inference setting `yarn`.
+    github.com/jquesnelle/yarn, whose transition is linear in a pair's index. In the paper it is linear in the number of
+    periods, as in the inference setting `yarn`.
     """
 
     name: ClassVar[str] = "yarn"
@@ -100,9 +101,11 @@ class YarnScaling(Llama3Scaling):
 def divide_low_frequencies(
     frequencies: "Tensor", periods: "Tensor", slow: float, fast: float, factor: float
 ) -> "Tensor":
-    """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as they are.
+    """Return RoPE's frequencies, one for each pair of dimensions, with low ones divided by `factor` and high ones as
+    they are.
 
-    A low frequency has at most `slow` periods, a high one at least `fast`. Between them the multiplier is linear in the number of periods.
+    A low frequency has at most `slow` periods, a high one at least `fast`. Between them the multiplier is linear in the
+    number of periods.
 
     periods: (pairs,), the number of periods of each pair, not rounded, in the context length before scaling.
     """
@@ -111,7 +114,9 @@ def divide_low_frequencies(
 
 
 def period_limit_problems(slow: float, fast: float) -> Iterator[Problem]:
-    """Yield a problem if `fast` is not above `slow`, the numbers of periods between which a scaling's transition lies."""
+    """Yield a problem if `fast` is not above `slow`, the numbers of periods between which a scaling's transition
+    lies.
+    """
     if fast <= slow:
         yield Problem("fast", fast, f"is not above slow = {slow:g}")
 
@@ -205,7 +210,9 @@ class AttentionBlock:
     name: ClassVar[str] = "attention"
 
     def key_dims(self, model: "ModelConfig") -> int:
-        """Dimensions of each head's queries and keys; with `differential`, the dimensions in each of a head's two attention maps."""
+        """Dimensions of each head's queries and keys; with `differential`, the dimensions in each of a head's two
+        attention maps.
+        """
         return self.value_dims(model) // model.maps_per_head
 
     def key_dims_option(self, model: "ModelConfig") -> tuple[str, int]:
@@ -217,7 +224,8 @@ class AttentionBlock:
         return model.head_size or model.n_embd // model.n_head
 
     def resolved_options(self, model: "ModelConfig") -> dict[str, int | bool | None]:
-        """Return {key: value} of the options of `model` that may be null, with each null replaced by the value that it stands for.
+        """Return {key: value} of the options of `model` that may be null, with each null replaced by the value that it
+        stands for.
 
         Configurations of the same model give equal values. `mlp_bias` is None where it is null or equals `bias`.
         """
@@ -252,7 +260,9 @@ class AttentionBlock:
 
 @dataclass
 class GAUBlock:
-    """A gated attention unit, arXiv 2202.10447: one head and no MLP; two units have about the size of one attention block with MLP."""
+    """A gated attention unit, arXiv 2202.10447: one head and no MLP; two units have about the size of one attention
+    block with MLP.
+    """
 
     name: ClassVar[str] = "gau"
     expansion: float = key(2.0, "width of gate and values, in model widths", gt=0, le=64)
@@ -301,10 +311,12 @@ class GAUBlock:
 
 @dataclass
 class Transfer:
-    """Width and depth of a smaller base model whose learning rate, weight decay and epsilon `optim` holds; lm rescales them to this model.
+    """Width and depth of a smaller base model whose learning rate, weight decay and epsilon `optim` holds; lm rescales
+    them to this model.
 
-    See `lm.model.transfer`. The base model has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to its width. If
-    n_mlp is null, the proportion is approximate: the default for swiglu is rounded up to a multiple of 64.
+    See `lm.model.transfer`. The base model has heads of the same size, and n_head, n_kv_head and n_mlp in proportion to
+    its width. If n_mlp is null, the proportion is approximate: the default for swiglu is rounded up to a multiple of
+    64.
     """
 
     base_width: int | None = key(None, "n_embd of the base model; null: the model's own", ge=1, le=10**6)
@@ -351,7 +363,8 @@ class ModelConfig:
         gt=0,
     )
     out_init: Literal["zero"] | None = key(
-        None, "zero: projections into the residual stream start at 0 (arXiv 1901.09321); null: as `init_std` says", {"affects": "training"},
+        None, "zero: projections into the residual stream start at 0 (arXiv 1901.09321); null: as `init_std` says",
+        {"affects": "training"},
         omit_default=True,
     )  # fmt: skip
     embedding_norm: Literal["rms", "layer"] | None = key(
@@ -359,19 +372,22 @@ class ModelConfig:
     )
     value_residual: Literal["first_layer", "embedding"] | None = key(
         None,
-        "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv 2410.17897), "
+        "each layer's values are mixed, by a learned factor that is 0.5 at first, with the first layer's (arXiv "
+        "2410.17897), "
         "or with a further embedding of the tokens for each layer (modded-nanogpt's value embeddings); null: not",
         omit_default=True,
     )
     differential: bool = key(
         False,
-        "each head has two maps of weights, of the halves of its queries and keys: the first less a learned factor times the second, "
+        "each head has two maps of weights, of the halves of its queries and keys: the first less a learned factor "
+        "times the second, "
         "then RMSNorm (arXiv 2410.05258)",
         omit_default=True,
     )
     output_gate: Literal["head", "element"] | None = key(
         None,
-        "attention's outputs times sigmoid(x W), x the layer's input: one factor a head, or one an element (arXiv 2505.06708); null: not",
+        "attention's outputs times sigmoid(x W), x the layer's input: one factor a head, or one an element (arXiv "
+        "2505.06708); null: not",
         omit_default=True,
     )
     logit_softcap: float | None = key(
@@ -382,7 +398,8 @@ class ModelConfig:
     )
     transfer: Transfer | None = optional(
         Transfer,
-        "initial weights and learning rates such that `optim.lr` is that of a base model (arXiv 2203.03466, 2505.01618); null: not",
+        "initial weights and learning rates such that `optim.lr` is that of a base model (arXiv 2203.03466, "
+        "2505.01618); null: not",
         {"affects": "training"},
         omit_default=True,
     )
@@ -453,13 +470,17 @@ class ModelConfig:
 
     @property
     def base_shape(self) -> dict[str, int]:
-        """Width and depth of the base model, by the keys of `transfer`; a missing value is the width or depth of this model."""
+        """Width and depth of the base model, by the keys of `transfer`; a missing value is the width or depth of this
+        model.
+        """
         base = self.transfer or Transfer()
         return {"base_width": base.base_width or self.n_embd, "base_depth": base.base_depth or self.n_layer}
 
     @property
     def size_multipliers(self) -> tuple[float, float]:
-        """The multipliers m and l of `lm.model.transfer`: this model's width and depth, divided by the base model's width and depth."""
+        """The multipliers m and l of `lm.model.transfer`: this model's width and depth, divided by the base model's
+        width and depth.
+        """
         width, depth = self.base_shape.values()
         return self.n_embd / width, self.n_layer / depth
 

@@ -22,10 +22,11 @@ def folder() -> Path:
 
 
 def find(argument: str | Path, kind: str = "", parent: str | Path = "") -> Path:
-    """Find the file that a command-line argument names: an existing file, else the preset of that name, else the argument as a path.
+    """Find the file that a command-line argument names: an existing file, else the preset of that name, else the
+    argument as a path.
 
-    A preset is preferred to a folder of the same name. A preset's name is its path in the folder of presets, e.g. `recipes/modern`; the
-    subfolder and `.yaml` may be left out, and `configs/` may stand before it.
+    A preset is preferred to a folder of the same name. A preset's name is its path in the folder of presets, e.g.
+    `recipes/modern`; the subfolder and `.yaml` may be left out, and `configs/` may stand before it.
 
     Args:
         kind: `experiments` for an experiment, empty for a configuration.
@@ -52,7 +53,9 @@ def is_override(argument: str) -> bool:
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of each preset; the description is the first sentence of the comment on its file's first line."""
+    """Yield (name, description) of each preset; the description is the first sentence of the comment on its file's
+    first line.
+    """
     root = folder()
     for path in sorted(root.rglob("*.yaml"), key=lambda path: (len(path.relative_to(root).parts), str(path))):
         line = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -61,14 +64,17 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def suggestion(path: Path) -> str:
-    """A hint for the error that `path` does not exist: the preset with the most similar name, else the command that lists presets."""
+    """A hint for the error that `path` does not exist: the preset with the most similar name, else the command that
+    lists presets.
+    """
     known_names = [name for name, _ in names()]
     text = suggest(path.with_suffix("").as_posix(), [*known_names, *(name.rpartition("/")[2] for name in known_names)])
     return f"; {text if text.startswith('did you mean') else 'lm configs lists presets'}"
 
 
 def copy_presets(parent: Path) -> Path:
-    """Copy all presets, with the .csv tables of tuning runs that experiments name, into the new folder `parent`/configs and return it.
+    """Copy all presets, with the .csv tables of tuning runs that experiments name, into the new folder `parent`/configs
+    and return it.
 
     Raises ConfigError: the folder exists already, or can't be written.
     """

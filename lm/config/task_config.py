@@ -1,4 +1,5 @@
-"""The options of synthetic tasks: the contents of their sequences, the accuracy of chance, and contradictions between options.
+"""The options of synthetic tasks: the contents of their sequences, the accuracy of chance, and contradictions between
+options.
 
 The sequences themselves are made in lm/data/tasks.py.
 """
@@ -20,7 +21,9 @@ TEST_DIVISOR = 8  # 1 in 8 of a task's contents (such as strings or keys) occurs
 
 @dataclass(frozen=True)
 class Chance:
-    """Accuracy at chance level: the expected accuracy of answers picked at random from the answers that the sequence shows."""
+    """Accuracy at chance level: the expected accuracy of answers picked at random from the answers that the sequence
+    shows.
+    """
 
     teacher_forced: (
         float  # the sequence has the right answers to earlier questions, and these answers are not picked again
@@ -29,10 +32,12 @@ class Chance:
 
     @classmethod
     def for_questions(cls, candidates: int, questions: int) -> "Chance | None":
-        """Chance level for `questions` questions whose answers differ, if no answer is picked twice; None if there is only one candidate.
+        """Chance level for `questions` questions whose answers differ, if no answer is picked twice; None if there is
+        only one candidate.
 
-        Under teacher forcing, question i (from 0) has `candidates` - i answers left. With k questions and k candidates, chance level is
-        (1 + 1/2 + ... + 1/k) / k. In a rollout, picks are in random order, and each is right with probability 1 / `candidates`.
+        Under teacher forcing, question i (from 0) has `candidates` - i answers left. With k questions and k candidates,
+        chance level is (1 + 1/2 + ... + 1/k) / k. In a rollout, picks are in random order, and each is right with
+        probability 1 / `candidates`.
         """
         if candidates == 1:
             return None
@@ -40,18 +45,20 @@ class Chance:
 
 
 class Task(ABC):
-    """Base class of the options of synthetic tasks. After "Symbols:" the docstring of a task lists what its token ids stand for, in
-    ascending order."""
+    """Base class of the options of synthetic tasks. After "Symbols:" the docstring of a task lists what its token ids
+    stand for, in ascending order."""
 
     name: ClassVar[str]
     vocab_size: ClassVar[int | None] = (
         None  # the number V of symbols, 0 to V - 1, of a task over symbols; None for a task in text
     )
-    # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among others
+    # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among
+    # others
     chance: ClassVar[Chance | None] = None
 
     def make(self, draw: object, length: int, text: object) -> object:
-        """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: for lm's own tasks, lm.data.tasks does it.
+        """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: for lm's own tasks,
+        lm.data.tasks does it.
 
         Args:
             draw: a `Draw`, the source of all random numbers.
@@ -66,7 +73,9 @@ class Task(ABC):
         """Entropy in nats, or a lower bound of the entropy, of the task's sequences of `length` predicted tokens."""
 
     def n_distinct(self, length: int, subset: Literal["train", "test"]) -> float:
-        """The approximate number of different sequences that the subset can have; with more draws, some sequences repeat."""
+        """The approximate number of different sequences that the subset can have; with more draws, some sequences
+        repeat.
+        """
         fraction = 1 / TEST_DIVISOR if subset == "test" else 1 - 1 / TEST_DIVISOR
         return fraction * exp(min(self.entropy(length), 100.0))
 
@@ -78,15 +87,16 @@ def _log_arrangements(n: int, k: int) -> float:
 
 @dataclass
 class MQAR(Task):
-    """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys, each followed by its value.
+    """Multi-query associative recall (arXiv 2312.04927): pairs of key and value among filler, then keys, each followed
+    by its value.
 
-    Symbols: keys, then values, then filler; if `joined`, then a symbol for each pair of key and value, ordered by key. A sequence ends
-    with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is asked for twice, and filler has
-    symbols of its own. So a value occurs only in its pair and in its answer.
+    Symbols: keys, then values, then filler; if `joined`, then a symbol for each pair of key and value, ordered by key.
+    A sequence ends with queries of two tokens, a key and its value. Keys and values of a sequence all differ, no key is
+    asked for twice, and filler has symbols of its own. So a value occurs only in its pair and in its answer.
 
-    Training and test share no list of (key, value): its hash decides to which of them it belongs. A single pair may occur in both. With
-    `held_out: pairs` they share no pair. Test sequences then have the pairs whose key and value, each counted from 0, sum to a multiple
-    of 8; training sequences have all others.
+    Training and test share no list of (key, value): its hash decides to which of them it belongs. A single pair may
+    occur in both. With `held_out: pairs` they share no pair. Test sequences then have the pairs whose key and value,
+    each counted from 0, sum to a multiple of 8; training sequences have all others.
     A model that has memorised the pairs of training is then wrong in test sequences more often than chance.
     """
 
@@ -104,7 +114,8 @@ class MQAR(Task):
     )
     varied: bool = key(
         False,
-        "training sequences have a random number of pairs, 1 to `pairs`, and no more queries; test sequences have `pairs`",
+        "training sequences have a random number of pairs, 1 to `pairs`, and no more queries; test sequences have "
+        "`pairs`",
     )
 
     @property
@@ -154,7 +165,8 @@ class MQAR(Task):
 class Copy(Task):
     """Copying (after arXiv 2402.01032): a string among filler, a mark, and the string again, which is the answer.
 
-    Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string occurs nowhere else.
+    Symbols: symbols of strings, then filler, then the mark. Filler has other symbols than strings, so the string occurs
+    nowhere else.
 
     Training and test share no string: its hash decides to which of them it belongs.
     """
@@ -176,10 +188,11 @@ class Copy(Task):
 
 @dataclass
 class Induction(Task):
-    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random symbols; at the end, mark and symbol again.
+    """Induction heads (as in arXiv 2312.00752, sec. 4.1.2): a mark and a symbol among random symbols; at the end, mark
+    and symbol again.
 
-    Symbols: the random symbols, then the mark, which occurs twice in a sequence. The symbol after the mark, which is the answer, is
-    drawn like all others: it may occur elsewhere, so that frequencies do not reveal it.
+    Symbols: the random symbols, then the mark, which occurs twice in a sequence. The symbol after the mark, which is
+    the answer, is drawn like all others: it may occur elsewhere, so that frequencies do not reveal it.
 
     Training and test share no sequence: the hash of a sequence decides to which it belongs.
     """
@@ -203,12 +216,14 @@ class Induction(Task):
 
 @dataclass
 class Maximum(Task):
-    """Maximum retrieval (after arXiv 2410.01104): items among filler, then a mark, then the payload of the item of highest priority.
+    """Maximum retrieval (after arXiv 2410.01104): items among filler, then a mark, then the payload of the item of
+    highest priority.
 
-    An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the mark.
-    Priorities and payloads of a sequence all differ, so the answer occurs only in its item and at the end.
+    An item is a priority and a payload. Symbols: priorities from low to high, then payloads, then filler, then the
+    mark. Priorities and payloads of a sequence all differ, so the answer occurs only in its item and at the end.
 
-    Training and test share no list of (priority, payload) in the order of the sequence: its hash decides to which of them it belongs.
+    Training and test share no list of (priority, payload) in the order of the sequence: its hash decides to which of
+    them it belongs.
     """
 
     name: ClassVar[str] = "max"
@@ -239,11 +254,13 @@ class Maximum(Task):
 
 @dataclass
 class FlipFlop(Task):
-    """Flip-flop (arXiv 2306.00946): write, ignore and read instructions, each before a symbol; after a read, the last written symbol.
+    """Flip-flop (arXiv 2306.00946): write, ignore and read instructions, each before a symbol; after a read, the last
+    written symbol.
 
-    Symbols: the written symbols, then write, ignore, read, then a start symbol that begins sequences of even `length`. The first
-    instruction is a write, the last a read. Ignored symbols are drawn from the written symbols: only the order reveals the answer.
-    Chance level differs between questions: about half of the reads repeat the answer of the read before, with no write between them.
+    Symbols: the written symbols, then write, ignore, read, then a start symbol that begins sequences of even `length`.
+    The first instruction is a write, the last a read. Ignored symbols are drawn from the written symbols: only the
+    order reveals the answer. Chance level differs between questions: about half of the reads repeat the answer of the
+    read before, with no write between them.
 
     Training and test share no sequence: the hash of a sequence decides to which it belongs.
     """
@@ -259,7 +276,9 @@ class FlipFlop(Task):
         return self.symbols + 4
 
     def entropy(self, length: int) -> float:
-        """Entropy of instructions and symbols; the first and last instruction, and symbols after reads, are determined and add nothing."""
+        """Entropy of instructions and symbols; the first and last instruction, and symbols after reads, are determined
+        and add nothing.
+        """
         probability = (1 - self.ignored) / 2  # probability of a write, and of a read
         instruction_entropy = -sum(p * log(p) for p in (probability, probability, self.ignored) if p)
         return log(self.symbols) + max(0, (length + 1) // 2 - 2) * (
@@ -269,13 +288,14 @@ class FlipFlop(Task):
 
 @dataclass
 class Needle(Task):
-    """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in text of the corpus.
+    """A needle in a haystack (arXiv 2501.19399, 2505.17083): sentences "The special magic CITY number is: NUMBER." in
+    text of the corpus.
 
-    The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a sequence all
-    differ. A number occurs only in its needle and in its answer, as the same tokens.
+    The sequence ends with a question for each needle, each followed by its seven-digit number. Numbers and cities in a
+    sequence all differ. A number occurs only in its needle and in its answer, as the same tokens.
 
-    Training and test share no number: its hash decides to which of them it belongs. Cities occur in both. Test sequences take
-    their filler from held-out documents, training sequences from the others.
+    Training and test share no number: its hash decides to which of them it belongs. Cities occur in both. Test
+    sequences take their filler from held-out documents, training sequences from the others.
     """
 
     name: ClassVar[str] = "needle"
@@ -297,12 +317,13 @@ class Needle(Task):
 
 @dataclass
 class Passkey(Task):
-    """Pass key retrieval (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key." in filler, then a question for KEY.
+    """Pass key retrieval (arXiv 2305.16300): "The pass key is KEY. Remember it. KEY is the pass key." in filler, then a
+    question for KEY.
 
     KEY has five digits, and occurs twice in its sentence and once in the answer, as the same tokens, and nowhere else.
 
-    Training and test share no key: its hash decides to which of them it belongs. Test sequences take filler from held-out
-    documents of the corpus, training sequences from the others.
+    Training and test share no key: its hash decides to which of them it belongs. Test sequences take filler from
+    held-out documents of the corpus, training sequences from the others.
     """
 
     name: ClassVar[str] = "passkey"
@@ -324,7 +345,9 @@ TASKS = Registry(
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:
-    """A name for each of `tasks` (plain data), such as `mqar (pairs 8)`; options that differ between tasks of one name are in brackets."""
+    """A name for each of `tasks` (plain data), such as `mqar (pairs 8)`; options that differ between tasks of one name
+    are in brackets.
+    """
     names = []
     for task in tasks:
         namesakes = [namesake for namesake in tasks if namesake["name"] == task["name"]]

@@ -23,7 +23,9 @@ class ConstantRate:
     name: ClassVar[str] = "constant"
 
     def factor(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        """Learning rate of a step after warm-up, as a fraction of the peak; `step` is counted from 0 at the start of the run."""
+        """Learning rate of a step after warm-up, as a fraction of the peak; `step` is counted from 0 at the start of
+        the run.
+        """
         return 1.0
 
 
@@ -41,7 +43,9 @@ class CosineRate:
 
 @dataclass
 class WSDRate:
-    """A learning rate that stays at its peak after warm-up, then decays linearly over the last fraction `decay_fraction` of the steps."""
+    """A learning rate that stays at its peak after warm-up, then decays linearly over the last fraction
+    `decay_fraction` of the steps.
+    """
 
     name: ClassVar[str] = "wsd"
     decay_fraction: float = key(0.2, "fraction of all steps over which the rate decays", gt=0, le=1)
@@ -62,20 +66,23 @@ class Optimizer:
     weight_decay: ClassVar[float] = (
         0.0  # weight decay of the groups in DECAYED_GROUPS; 0 for an optimizer without this option
     )
-    # exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over the base model's
-    # width; None if no rule is known
+    # exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over
+    # the base model's width; None if no rule is known
     width_exponent: ClassVar[float | None] = None
 
     def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
-        """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of lm's own options.
+        """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of
+        lm's own options.
 
-        groups: torch's groups of named parameters; each has `name`, `weight_decay` and, if `optim.groups` or `model.transfer`
-        changes it, `eps`.
+        groups: torch's groups of named parameters; each has `name`, `weight_decay` and, if `optim.groups` or
+        `model.transfer` changes it, `eps`.
         """
         raise NotImplementedError
 
     def has_eps(self, group: str) -> bool:
-        """Whether the update of the parameters in `group` uses an epsilon, from the option `eps` or from `optim.groups`."""
+        """Whether the update of the parameters in `group` uses an epsilon, from the option `eps` or from
+        `optim.groups`.
+        """
         return False
 
     def kept(self, group: str) -> int:
@@ -104,8 +111,8 @@ class AdamW(Optimizer):
 
 @dataclass
 class Muon(AdamW):
-    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, with AdamW's options, for all other
-    parameters."""
+    """Muon (kellerjordan.github.io/posts/muon) for each projection in the group `matrices`, and AdamW, with AdamW's
+    options, for all other parameters."""
 
     name: ClassVar[str] = "muon"
     needs: ClassVar[str] = "matrices"
@@ -114,7 +121,8 @@ class Muon(AdamW):
     ns_steps: int = key(5, "Newton-Schulz iterations", ge=1, le=99)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
-        "times the learning rate, for a matrix of A outputs and B inputs: 0.2 sqrt(max(A, B)), steps of about AdamW's size "
+        "times the learning rate, for a matrix of A outputs and B inputs: 0.2 sqrt(max(A, B)), steps of about AdamW's "
+        "size "
         "(arXiv 2502.16982); original: sqrt(max(1, A / B))",
     )
 
@@ -131,7 +139,9 @@ class Muon(AdamW):
         return 0.5 if self.adjust_lr == "match_rms_adamw" else 0.0
 
     def relative_rate(self, outputs: int, inputs: int) -> float:
-        """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning rate."""
+        """Learning rate of a projection from `inputs` to `outputs` dimensions, as a multiple of its group's learning
+        rate.
+        """
         return (
             0.2 * math.sqrt(max(outputs, inputs))
             if self.adjust_lr == "match_rms_adamw"
@@ -179,7 +189,8 @@ class OptimConfig:
     groups: Groups = section(Groups, "learning rate, weight decay and epsilon of groups of parameters")
     z_loss: float | None = key(
         None,
-        "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to train/loss; "
+        "coefficient of (log Z)^2, Z a token's sum of exponentials of logits, added to what is minimised, not to "
+        "train/loss; "
         "1e-4 in arXiv 2204.02311; null: none",
         omit_default=True,
         gt=0,
@@ -202,7 +213,9 @@ class OptimConfig:
     batch_tokens: int = key(8192, "tokens in one optimizer step, over all devices", ge=2, le=10**9)
 
     def lr_at(self, step: int, max_steps: int) -> float:
-        """Learning rate of the 0-based `step`. Warm-up is linear and ends at the peak; step 0 has the rate lr / warmup_steps."""
+        """Learning rate of the 0-based `step`. Warm-up is linear and ends at the peak; step 0 has the rate lr /
+        warmup_steps.
+        """
         warmup_steps = self.warmup(max_steps)
         factor = (
             (step + 1) / warmup_steps if step < warmup_steps else self.schedule.factor(step, warmup_steps, max_steps)
@@ -214,7 +227,9 @@ class OptimConfig:
         return min(self.warmup_steps, max_steps)
 
     def weight_decay(self, group: str) -> float:
-        """The weight decay coefficient of `group`: a step subtracts learning rate x coefficient x weight from each weight."""
+        """The weight decay coefficient of `group`: a step subtracts learning rate x coefficient x weight from each
+        weight.
+        """
         group_decay = getattr(self.groups, group).weight_decay
         optimizer_decay = self.optimizer.weight_decay if group in DECAYED_GROUPS else 0.0
         return optimizer_decay if group_decay is None else group_decay
@@ -227,7 +242,10 @@ class OptimConfig:
         for name, group in groups.items():
             key = "optimizer.weight_decay" if group.weight_decay is None else f"groups.{name}.weight_decay"
             if (product := self.lr * group.lr_factor * self.weight_decay(name)) > 1:
-                reason = f"times the learning rate of {name} is {product:.3g}: a step would take more than the whole of a weight"
+                reason = (
+                    f"times the learning rate of {name} is {product:.3g}: a step would take more than the whole "
+                    "of a weight"
+                )
                 remedy = "lower either; the product must be at most 1"
                 excessive_decays.setdefault(key, Problem(key, self.weight_decay(name), reason, remedy))
         yield from excessive_decays.values()
@@ -235,7 +253,9 @@ class OptimConfig:
 
 @dataclass
 class Phase:
-    """A phase of training with its own normalizer: when a later phase starts, the normalizers are swapped and all other state is kept."""
+    """A phase of training with its own normalizer: when a later phase starts, the normalizers are swapped and all other
+    state is kept.
+    """
 
     until: float = key(1.0, "where the phase ends, as a fraction of trainer.max_steps; 1 for the last", gt=0, le=1)
     normalizer: Options = variant(OPTIONS, "softmax", "how attention scores become weights, in this phase")
@@ -270,7 +290,8 @@ class TrainerConfig:
     )
     tokens_per_parameter: float | None = key(
         None,
-        "in place of max_steps, which a run records: tokens a parameter (those of normalizers aside); the last given of the two counts",
+        "in place of max_steps, which a run records: tokens a parameter (those of normalizers aside); the last given "
+        "of the two counts",
         gt=0,
         le=10**6,
     )
@@ -292,7 +313,8 @@ class TrainerConfig:
     )
     activation_checkpointing: bool = key(
         False,
-        "keep no activations but the inputs of blocks for the backward pass, which computes them again: less memory, more time",
+        "keep no activations but the inputs of blocks for the backward pass, which computes them again: less memory, "
+        "more time",
         omit_default=True,
     )
     threads: int | None = key(
@@ -322,8 +344,10 @@ class LogConfig:
     every: int = key(10, "steps between logged metrics", ge=1, le=10**9)
     dynamics: list[Dynamics] = key(
         ["gradient_norm"],
-        "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head `logit_scale`, the factor "
-        "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of `score_sequences`",
+        "logged by layer, beside the normalizers' parameters: `gradient_norm` before clipping; by layer and head "
+        "`logit_scale`, the factor "
+        "on q.k / sqrt(D), where the normalizer has one; `largest_score`, which takes a forward pass of "
+        "`score_sequences`",
     )
     score_sequences: int = key(
         2, "sequences (of seq_len tokens) of each logged step whose largest score is looked for", ge=1, le=10**6
@@ -333,7 +357,8 @@ class LogConfig:
     )
     to: list[Literal["wandb", "tensorboard", "trackio", "csv"]] = key(
         ["wandb"],
-        "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra `log`)",
+        "where metrics go beside metrics.jsonl; tensorboard and csv are folders of the run's (all but wandb: the extra "
+        "`log`)",
     )
     project: str | None = key(None, "wandb project; null: WANDB_PROJECT, else lm")
     entity: str | None = key(None, "wandb entity; null: WANDB_ENTITY, else your default one")

@@ -21,7 +21,9 @@ from lm.schema import Effect, Plain, block_of, build, effect, flatten, key, refe
 
 @dataclass
 class ExperimentConfig:
-    """Experiment, arm, size, stage and rate of a run of `lm compare`, which sets these keys; null in runs of other commands."""
+    """Experiment, arm, size, stage and rate of a run of `lm compare`, which sets these keys; null in runs of other
+    commands.
+    """
 
     name: str | None = key(None, "name of the experiment")
     arm: str | None = key(None, "arm of the run")
@@ -31,7 +33,8 @@ class ExperimentConfig:
     )
     rate: float | str | None = key(
         None,
-        "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`, with `any` for one that the arm lacks",
+        "value of the tuned key, of a run of a tuned experiment; of several keys `0.002 / 0.1`, with `any` for one "
+        "that the arm lacks",
     )
 
 
@@ -47,7 +50,8 @@ class Config:
     init_from: str = key("", "start a new run from these weights: a run folder, a checkpoint or an export")
     branch_from: str = key(
         "",
-        "start a new run at a step of another one, with its weights, optimizer state and place in the data, under another length or "
+        "start a new run at a step of another one, with its weights, optimizer state and place in the data, under "
+        "another length or "
         "schedule: a checkpoint, or a run folder for its last; all other keys as they were",
         omit_default=True,
     )
@@ -86,8 +90,8 @@ class Config:
 
     @property
     def first_step(self) -> int | None:
-        """The step at which the run starts: 0, or the step of the checkpoint `branch_from`; None if this is a run folder, or a file such as
-        last.ckpt, whose name doesn't tell the step."""
+        """The step at which the run starts: 0, or the step of the checkpoint `branch_from`; None if this is a run
+        folder, or a file such as last.ckpt, whose name doesn't tell the step."""
         if not self.branch_from:
             return 0
         match = re.fullmatch(r"step-(\d+)\.ckpt", Path(self.branch_from).name)
@@ -105,8 +109,8 @@ class Config:
 
     @property
     def micro_batch(self) -> int:
-        """Sequences in one forward pass: `trainer.micro_batch`, or if that is null the largest divisor of `rank_sequences` that gives at
-        most 16,384 tokens, at least 1."""
+        """Sequences in one forward pass: `trainer.micro_batch`, or if that is null the largest divisor of
+        `rank_sequences` that gives at most 16,384 tokens, at least 1."""
         max_sequences = max(1, 16384 // self.data.seq_len)
         divisors = [
             size for size in range(1, min(self.rank_sequences, max_sequences) + 1) if self.rank_sequences % size == 0
@@ -159,10 +163,11 @@ class Config:
 
 
 def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
-    """Return a configuration (plain data, as in config.yaml) in a form in which configurations of one model have equal `model` blocks.
+    """Return a configuration (plain data, as in config.yaml) in a form in which configurations of one model have equal
+    `model` blocks.
 
-    Null keys of `model` get the values that they stand for. A list of normalizers, which repeats over the layers, becomes as short as
-    possible. No plugin is imported; a configuration with an invalid `model` is returned unchanged.
+    Null keys of `model` get the values that they stand for. A list of normalizers, which repeats over the layers,
+    becomes as short as possible. No plugin is imported; a configuration with an invalid `model` is returned unchanged.
     """
     model = config.get("model")
     if not isinstance(model, dict):
@@ -189,10 +194,11 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[str, tuple[Plain, Plain]]:
-    """Map each dotted key in which two configurations (plain data) differ to its value in each; None where a key is absent.
+    """Map each dotted key in which two configurations (plain data) differ to its value in each; None where a key is
+    absent.
 
-    A key written alike in both, e.g. `head_size: null`, is left out, even if another key such as `n_embd` changes its resolved value.
-    If the `name` of a block differs, other options of the block are left out.
+    A key written alike in both, e.g. `head_size: null`, is left out, even if another key such as `n_embd` changes its
+    resolved value. If the `name` of a block differs, other options of the block are left out.
     """
     flat_configs = [flatten(config) for config in (config_a, config_b)]
     resolved_configs = [flatten(canonical(config)) for config in (config_a, config_b)]
@@ -210,7 +216,9 @@ def differences(config_a: dict[str, Plain], config_b: dict[str, Plain]) -> dict[
 
 
 def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
-    """Shorten a block's list of normalizers, repeated over the layers, to the shortest equivalent; other blocks are returned unchanged."""
+    """Shorten a block's list of normalizers, repeated over the layers, to the shortest equivalent; other blocks are
+    returned unchanged.
+    """
     normalizer = block.get("normalizer") if isinstance(block, dict) else None
     normalizers = (
         normalizer.get("of") if isinstance(normalizer, dict) and normalizer.get("name") == Layers.name else None
@@ -229,19 +237,21 @@ def _with_shortest_list(block: Plain, n_layer: int) -> Plain:
 
 @lru_cache(maxsize=2**14)  # a report of many runs asks for the same keys of each
 def effect_of(path: str) -> Effect:
-    """The `Effect` of the key at a dotted path: what it affects, in which commands. A key unknown to this version affects training."""
+    """The `Effect` of the key at a dotted path: what it affects, in which commands. A key unknown to this version
+    affects training.
+    """
     return effect(Config, path) or Effect()
 
 
 def distinguishes_arms(path: str) -> bool:
-    """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a key belong to
-    different arms."""
+    """Whether the key at `path`, unless it is a seed, affects the weights that a run learns. Runs that differ in such a
+    key belong to different arms."""
     return effect_of(path).affects in ("model", "training", "numerics")
 
 
 def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[str]:
-    """Paths of the keys of `schema` that have an effect in `command`; the path of a block stands for all keys of the block.
-    `path` is what the paths begin with, e.g. `eval.`."""
+    """Paths of the keys of `schema` that have an effect in `command`; the path of a block stands for all keys of the
+    block. `path` is what the paths begin with, e.g. `eval.`."""
     paths = []
     for spec in fields(schema):
         key_path = f"{path}{spec.name}"
@@ -254,14 +264,16 @@ def keys_acting_in(command: str, schema: type = Config, path: str = "") -> list[
 
 @lru_cache(maxsize=1)
 def recorded_per_start() -> tuple[str, ...]:
-    """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start of a run."""
+    """Paths of keys that distinguish arms and may change on resume; environment.json records their values at each start
+    of a run.
+    """
     return tuple(
         path for path, *_ in reference(Config) if distinguishes_arms(path) and effect_of(path).on_resume == "free"
     )
 
 
 def function_options(model: ModelConfig) -> dict[str, Plain]:
-    """Return {dotted path within `model`: value} of the options that determine which function a model's weights compute. The values are
-    those that `canonical` gives."""
+    """Return {dotted path within `model`: value} of the options that determine which function a model's weights
+    compute. The values are those that `canonical` gives."""
     plain = canonical({"model": to_plain(model)})["model"]
     return {path: value for path, value in flatten(plain).items() if effect_of(f"model.{path}").affects == "model"}

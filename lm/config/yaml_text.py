@@ -1,7 +1,8 @@
-"""Converts YAML text to plain data and back, and resolves interpolations `${...}`, for configuration files and override values.
+"""Converts YAML text to plain data and back, and resolves interpolations `${...}`, for configuration files and override
+values.
 
-Texts are not trusted: size, depth and expansion are bounded while a text is parsed. So no text takes long, fills the memory or
-exceeds the interpreter's recursion limit.
+Texts are not trusted: size, depth and expansion are bounded while a text is parsed. So no text takes long, fills the
+memory or exceeds the interpreter's recursion limit.
 """
 
 import math
@@ -39,7 +40,9 @@ _Parser = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 class _Loader(
     Composer, _Parser
 ):  # libyaml, if installed, parses five times as fast; nodes are composed, and counted, in Python
-    """Loads YAML 1.1 restricted to plain data: no object tags, dates, base-60 numbers or repeated keys; `1e-4` is a number."""
+    """Loads YAML 1.1 restricted to plain data: no object tags, dates, base-60 numbers or repeated keys; `1e-4` is a
+    number.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         character: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "bool", "merge")]
@@ -92,7 +95,9 @@ class _Loader(
         return number
 
     def text(self, node: yaml.ScalarNode) -> str:
-        """Convert a node to text. Raises MarkedYAMLError if the text has characters that files or file names can't hold."""
+        """Convert a node to text. Raises MarkedYAMLError if the text has characters that files or file names can't
+        hold.
+        """
         text = self.construct_yaml_str(node)
         if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
             raise yaml.MarkedYAMLError(
@@ -102,13 +107,17 @@ class _Loader(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text that `_Loader` reads back: texts that look like numbers are quoted, and no value is replaced by an alias."""
+    """Writes text that `_Loader` reads back: texts that look like numbers are quoted, and no value is replaced by an
+    alias.
+    """
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
-        """Return the YAML node of `text`. Unicode line breaks are written as escapes in quotes: PyYAML would read them back as spaces."""
+        """Return the YAML node of `text`. Unicode line breaks are written as escapes in quotes: PyYAML would read them
+        back as spaces.
+        """
         return self.represent_scalar(_TAG + "str", text, style='"' if _UNICODE_LINE_BREAKS.search(text) else None)
 
 
@@ -123,7 +132,8 @@ for kind in (_Loader, _Dumper):
 def parse_yaml(text: str | bytes, source: str) -> Plain:
     """Parse a YAML text (in UTF-8) and return its plain data; None if the text is empty.
 
-    Raises ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` is the text's name.
+    Raises ConfigError: the text is not valid YAML, holds more than plain data, or is too large or too deep; `source` is
+    the text's name.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_BYTES:,} bytes, which is no configuration")
@@ -153,7 +163,9 @@ def parse_yaml(text: str | bytes, source: str) -> Plain:
 
 
 def parse_override_value(text: str, source: str) -> Plain:
-    """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is not valid YAML."""
+    """Parse an override's value as YAML in which # begins no comment. Raises ConfigError, naming `source`, if `text` is
+    not valid YAML.
+    """
     letter = next(
         letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text
     )  # a letter of private use, in place of #
@@ -205,7 +217,8 @@ MAX_INTERPOLATIONS = (
 
 
 def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """Resolve the interpolations `${...}` in the values of `plain`, a configuration that a user wrote, and return the new configuration.
+    """Resolve the interpolations `${...}` in the values of `plain`, a configuration that a user wrote, and return the
+    new configuration.
 
     Configurations of checkpoints and exports are never resolved: `${...}` could read the user's environment variables.
 
@@ -216,7 +229,8 @@ def resolve_interpolations(plain: dict[str, Plain]) -> dict[str, Plain]:
         return plain
     if sum(text.count("${") for text in texts) > MAX_INTERPOLATIONS:
         raise ConfigError(
-            f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values out"
+            f"the configuration has more than {MAX_INTERPOLATIONS} interpolations ${{...}}: write some of the values "
+            "out"
         )
     try:
         result = OmegaConf.to_container(OmegaConf.create(plain), resolve=True)

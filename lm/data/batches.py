@@ -1,8 +1,10 @@
-"""Makes the batches that a run reads. The global batch of step t is a pure function of the store, the configuration, the seed and t.
+"""Makes the batches that a run reads. The global batch of step t is a pure function of the store, the configuration,
+the seed and t.
 
 World size, workers, micro-batch and restarts do not change the batch, so a run that resumes needs no data state but t.
-The sequence length (lm/config/data_config.py) and each sequence's source or task are functions of store, configuration, seed and t, too.
-A batch consists of slots, numbered over all steps of a run. A slot has `seq_len` tokens: one sequence or several shorter ones.
+The sequence length (lm/config/data_config.py) and each sequence's source or task are functions of store, configuration,
+seed and t, too. A batch consists of slots, numbered over all steps of a run. A slot has `seq_len` tokens: one sequence
+or several shorter ones.
 """
 
 from abc import ABC, abstractmethod
@@ -29,13 +31,17 @@ _SAMPLER_SEED = 2**61  # seed word that separates the draws of a sampler from th
 
 
 def group_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two int64 arrays (sum of `counts`,) for items in groups of sizes `counts`: each item's group, and its index in the group."""
+    """Return two int64 arrays (sum of `counts`,) for items in groups of sizes `counts`: each item's group, and its
+    index in the group.
+    """
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
-    """Return entry `number` of the cache `draws`. If it is missing, make it by `draw`, and drop all other entries but `number` - 1."""
+    """Return entry `number` of the cache `draws`. If it is missing, make it by `draw`, and drop all other entries but
+    `number` - 1.
+    """
     if number not in draws:
         for old_number in [old_number for old_number in draws if old_number != number - 1]:
             del draws[old_number]
@@ -44,11 +50,13 @@ def _cached_draw(draws: dict[int, T], number: int, draw: Callable[[], T]) -> T:
 
 
 class StratifiedSampler:
-    """Assigns the slots of a run (see the module) to streams (sources or tasks) at random, in proportion to the streams' weights.
+    """Assigns the slots of a run (see the module) to streams (sources or tasks) at random, in proportion to the
+    streams' weights.
 
-    A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in the order of due
-    times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of streams. As due times are random,
-    no stream always fills the same slots of a step. `DrawnLengths` uses this class to assign steps to lengths instead.
+    A stream with a fraction w of all weights draws one due time in each interval of 1 / w slots. Slots go to streams in
+    the order of due times. The stream gets t w of the first t slots, with an error of at most 1 + w times the number of
+    streams. As due times are random, no stream always fills the same slots of a step. `DrawnLengths` uses this class to
+    assign steps to lengths instead.
 
     Args:
         weights: a weight above 0 for each stream; they need not sum to 1.
@@ -60,7 +68,9 @@ class StratifiedSampler:
         self._blocks: dict[int, np.ndarray] = {}
 
     def assign(self, slots: np.ndarray) -> np.ndarray:
-        """Return int64 (2, k) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this stream."""
+        """Return int64 (2, k) for `slots` (k,): each slot's stream index, and the slot's number (from 0) within this
+        stream.
+        """
         block_numbers, slots_in_block = np.divmod(slots, SLOTS_PER_BLOCK)
         assigned = np.empty((2, len(slots)), np.int64)
         for block in np.unique(block_numbers):
@@ -73,13 +83,15 @@ class StratifiedSampler:
         return _cached_draw(self._blocks, block, lambda: self._draw_block(block * SLOTS_PER_BLOCK))
 
     def _draw_block(self, first_slot: int) -> np.ndarray:
-        # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from `begin` to `end`.
+        # Time is counted in slots: before time t, t slots are due, to within one per stream. Draw all due times from
+        # `begin` to `end`.
         begin, end = first_slot - len(self.weights) - 1, first_slot + SLOTS_PER_BLOCK + len(self.weights) + 1
         stream_starts = np.maximum(0, np.floor(begin * self.weights).astype(np.int64) - 1)
         counts = np.ceil(end * self.weights).astype(np.int64) + 1 - stream_starts
         streams, index_in_stream = group_indices(counts)
         stream_slots = index_in_stream + stream_starts[streams]
-        # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy versions.
+        # Due times within intervals of 1 / w slots, as fractions [0, 1]; raw PCG64 output never changes between NumPy
+        # versions.
         shifts = []
         for stream, (start, count) in enumerate(zip(stream_starts.tolist(), counts.tolist(), strict=True)):
             random = np.random.PCG64(np.random.SeedSequence((*self.seed_words, _SAMPLER_SEED, stream)))
@@ -100,7 +112,8 @@ class Lengths(ABC):
 
     shortest: int  # the smallest length
     left_out: float = 0.0  # fraction of the tokens that an epoch does not read
-    note: str = ""  # `left_out` in words; empty if an epoch leaves out less than one sequence, as in all classes but `DocumentPieces`
+    # `left_out` in words; empty if an epoch leaves out less than one sequence, as in all classes but `DocumentPieces`
+    note: str = ""
 
     @abstractmethod
     def __call__(self, step: int) -> int:
@@ -117,7 +130,9 @@ def _fractions(counts: Mapping[int, int]) -> dict[int, float]:
 
 
 class StepwiseLengths(Lengths):
-    """Gives lengths by the schedule `length_by_step`, {first step at which a length is used: this length}, whose steps ascend from 0."""
+    """Gives lengths by the schedule `length_by_step`, {first step at which a length is used: this length}, whose steps
+    ascend from 0.
+    """
 
     def __init__(self, length_by_step: Mapping[int, int]):
         self.steps, self.lengths, self.shortest = (
@@ -131,7 +146,9 @@ class StepwiseLengths(Lengths):
 
 
 class DrawnLengths(Lengths):
-    """Draws a length at random for each step, in proportion to `weights` {length: weight}; all steps have the same number of tokens."""
+    """Draws a length at random for each step, in proportion to `weights` {length: weight}; all steps have the same
+    number of tokens.
+    """
 
     def __init__(self, weights: Mapping[int, float], seed_words: tuple[int, ...]):
         self.lengths = sorted(weights)
@@ -144,11 +161,13 @@ class DrawnLengths(Lengths):
 
 
 class DocumentPieces(Lengths):
-    """Cuts each document into pieces of 16 to `longest` tokens, all powers of two (`DocumentLengths`); each piece is one sequence.
+    """Cuts each document into pieces of 16 to `longest` tokens, all powers of two (`DocumentLengths`); each piece is
+    one sequence.
 
-    Up to 15 tokens of a document fit in no piece: each epoch skips a random number of them at the document's beginning and the others at
-    its end. The target of the split's last token is the split's first token. A step has pieces of one length; the order of steps is random.
-    An epoch fills as many whole steps as it can with pieces of each length, chosen at random, and leaves out the remaining pieces.
+    Up to 15 tokens of a document fit in no piece: each epoch skips a random number of them at the document's beginning
+    and the others at its end. The target of the split's last token is the split's first token. A step has pieces of one
+    length; the order of steps is random. An epoch fills as many whole steps as it can with pieces of each length,
+    chosen at random, and leaves out the remaining pieces.
 
     Args:
         longest: tokens of the longest sequence, a power of two.
@@ -191,11 +210,15 @@ class DocumentPieces(Lengths):
         return self.tokens_per_step // len(self.sequence_starts(step))
 
     def fractions(self, steps: int) -> dict[int, float]:
-        """Return {length: fraction of an epoch's tokens}. `steps` is ignored: counting single steps would need draws of many epochs."""
+        """Return {length: fraction of an epoch's tokens}. `steps` is ignored: counting single steps would need draws of
+        many epochs.
+        """
         return _fractions(self.steps)
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length` tokens."""
+        """Return sequences as `Stream.read` does. All `slots` must belong to one step, whose sequences have `length`
+        tokens.
+        """
         slots_per_step = self.tokens_per_step // self.longest
         starts = self.sequence_starts(int(slots[0]) // slots_per_step).reshape(slots_per_step, -1)[
             slots % slots_per_step
@@ -203,7 +226,9 @@ class DocumentPieces(Lengths):
         return self.split.circular_windows(starts.ravel(), length, 0, self.split.n_tokens), None
 
     def sequence_starts(self, step: int) -> np.ndarray:
-        """Return where the sequences of step `step` begin, as token indices in the split: int64 (tokens_per_step / length,)."""
+        """Return where the sequences of step `step` begin, as token indices in the split: int64 (tokens_per_step /
+        length,).
+        """
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._epoch_starts = epoch, self._draw_epoch(epoch)
@@ -252,7 +277,8 @@ class Batch(NamedTuple):
 
         Args:
             answers: (B, T) bool, true for predictions that count in the loss; None: all predictions count.
-            end_of_text: id of the token that begins each document, to isolate documents; None: a query sees earlier documents, too.
+            end_of_text: id of the token that begins each document, to isolate documents; None: a query sees earlier
+                documents, too.
         """
         sequences = torch.as_tensor(sequences)
         tokens, targets, first = sequences[:, :-1], sequences[:, 1:], 0
@@ -274,24 +300,29 @@ class Batch(NamedTuple):
 
 
 class Stream(Protocol):
-    """A source of training sequences. Each of its slots 0, 1, ... has `seq_len` tokens, of one sequence or of several shorter ones."""
+    """A source of training sequences. Each of its slots 0, 1, ... has `seq_len` tokens, of one sequence or of several
+    shorter ones.
+    """
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the sequences of `slots` (k,), int64 (k x seq_len / length, length + 1), and a mask of predictions.
 
-        A sequence's last token is a target alone. The mask, bool (k x seq_len / length, length), is true for predictions that count in
-        the loss; it is None if all predictions count.
+        A sequence's last token is a target alone. The mask, bool (k x seq_len / length, length), is true for
+        predictions that count in the loss; it is None if all predictions count.
         """
 
 
 class TextStream:
-    """Reads sequences from one source's text, the `n_tokens` tokens of a split from index `first` on, whose end is joined to their start.
+    """Reads sequences from one source's text, the `n_tokens` tokens of a split from index `first` on, whose end is
+    joined to their start.
 
-    Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts this circle, from a random
-    token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a random order. A sequence's last token is
-    the next sequence's first. In each epoch every token is a target once, except fewer than `seq_len` tokens after the last sequence.
+    Every document begins with the end-of-text token, so the joint is a border of documents. Each epoch cuts this
+    circle, from a random token on, into `sequences_per_epoch` sequences of `seq_len` + 1 tokens, and reads them in a
+    random order. A sequence's last token is the next sequence's first. In each epoch every token is a target once,
+    except fewer than `seq_len` tokens after the last sequence.
 
-    Raises ValueError: the text is shorter than `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user before).
+    Raises ValueError: the text is shorter than `seq_len` + 1 tokens (`lm.data.prepare.check_sequences` tells the user
+    before).
     """
 
     def __init__(self, split: Split, first: int, n_tokens: int, seq_len: int, seed_words: tuple[int, ...]):
@@ -308,9 +339,11 @@ class TextStream:
         self._epochs: dict[int, np.ndarray] = {}
 
     def epoch_starts(self, epoch: int) -> np.ndarray:
-        """Return where an epoch's sequences begin, counted from token `first`, in the order of reading: int64 (sequences_per_epoch,).
+        """Return where an epoch's sequences begin, counted from token `first`, in the order of reading: int64
+        (sequences_per_epoch,).
 
-        The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of `Generator` may).
+        The random order comes from raw PCG64 output, which never changes between NumPy versions (the output of
+        `Generator` may).
         """
 
         def draw_starts() -> np.ndarray:
@@ -332,15 +365,19 @@ class TextStream:
         return starts
 
     def read(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, None]:
-        """Return sequences as `Stream.read` does, and None: all tokens are targets. A slot holds the same text for every `length`."""
+        """Return sequences as `Stream.read` does, and None: all tokens are targets. A slot holds the same text for
+        every `length`.
+        """
         starts = self.starts(slots)[:, None] + length * np.arange(self.seq_len // length)
         return self.split.circular_windows(starts.ravel(), length, self.first_token, self.n_tokens), None
 
 
 class TaskStream:
-    """Makes training sequences of a synthetic task, in which only answers count in the loss; two sequences may be equal by chance.
+    """Makes training sequences of a synthetic task, in which only answers count in the loss; two sequences may be equal
+    by chance.
 
-    Raises TaskError: the task needs sequences of more than `shortest` tokens, has no training contents (keys, numbers), or lacks filler.
+    Raises TaskError: the task needs sequences of more than `shortest` tokens, has no training contents (keys, numbers),
+    or lacks filler.
     """
 
     def __init__(self, task: Task, seed: int, seq_len: int, shortest: int, text: Text | None):
@@ -360,8 +397,8 @@ class TrainSequences:
 
     Args:
         slots_per_step: slots of `seq_len` tokens in one optimizer step, over all processes.
-        data: the sources' weights, the tasks, and the lengths of sequences. Unless `data.lengths` is `documents`, a step
-            has the same text whatever its sequence length. No token is padding.
+        data: the sources' weights, the tasks, and the lengths of sequences. Unless `data.lengths` is `documents`, a
+            step has the same text whatever its sequence length. No token is padding.
         max_steps: number of steps of the run; a curriculum changes the sequence length at fractions of this number.
     """
 
@@ -399,7 +436,9 @@ class TrainSequences:
         return weights, streams
 
     def batch(self, step: int, first: int = 0, count: int | None = None) -> Batch:
-        """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have `length(step)` tokens."""
+        """Return the global batch of a step, or only its `count` slots from slot `first` on; sequences have
+        `length(step)` tokens.
+        """
         stop = self.slots_per_step if count is None else first + count
         sequences, answers, is_text = self._sequences(
             step * self.slots_per_step + np.arange(first, stop), self.length(step)
@@ -412,7 +451,9 @@ class TrainSequences:
         return batch
 
     def _sequences(self, slots: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return sequences and the mask of predictions that count, as `Stream.read` does, and a mask of the sequences that are text."""
+        """Return sequences and the mask of predictions that count, as `Stream.read` does, and a mask of the sequences
+        that are text.
+        """
         if self.sampler is None:
             sequences, answers = self.streams[0].read(slots, length)
             return sequences, answers, np.full(len(sequences), answers is None)
@@ -434,9 +475,11 @@ class TrainSequences:
 
 
 def train_sequences(store: Store, config: Config, slots_per_step: int | None = None) -> TrainSequences:
-    """Return the training sequences of a configuration. `slots_per_step`: None stands for `optim.batch_tokens` / `data.seq_len`.
+    """Return the training sequences of a configuration. `slots_per_step`: None stands for `optim.batch_tokens` /
+    `data.seq_len`.
 
-    Raises ConfigError: with `data.lengths=documents`, the pieces of no length fill a step; or a task can't make its sequences.
+    Raises ConfigError: with `data.lengths=documents`, the pieces of no length fill a step; or a task can't make its
+    sequences.
     """
     data = config.data
     slots_per_step = slots_per_step or config.optim.batch_tokens // data.seq_len
@@ -452,10 +495,11 @@ def train_sequences(store: Store, config: Config, slots_per_step: int | None = N
 
 
 class MicroBatches(Dataset[Batch]):
-    """A dataset of the micro-batches that process `rank` of `world` processes trains on, cut from its slots of every global batch.
+    """A dataset of the micro-batches that process `rank` of `world` processes trains on, cut from its slots of every
+    global batch.
 
-    A micro-batch has `micro_batch` slots of `seq_len` tokens, and a process trains on `accumulation` micro-batches per step. Item k is
-    micro-batch k % accumulation of step k // accumulation.
+    A micro-batch has `micro_batch` slots of `seq_len` tokens, and a process trains on `accumulation` micro-batches per
+    step. Item k is micro-batch k % accumulation of step k // accumulation.
     """
 
     def __init__(self, sequences: TrainSequences, rank: int, world: int, micro_batch: int):
@@ -478,7 +522,9 @@ def train_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Return a data loader of the micro-batches of process `rank` of `world`, from step `first_step` to the last step, `max_steps` - 1."""
+    """Return a data loader of the micro-batches of process `rank` of `world`, from step `first_step` to the last step,
+    `max_steps` - 1.
+    """
     batches = MicroBatches(sequences, rank, world, micro_batch)
     return DataLoader(
         batches,
@@ -494,7 +540,8 @@ def train_loader(
 
 
 def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
-    """Return the token indices, int64 (k,), at which up to `limit` sequences of `seq_len` + 1 tokens begin, evenly spread over the split.
+    """Return the token indices, int64 (k,), at which up to `limit` sequences of `seq_len` + 1 tokens begin, evenly
+    spread over the split.
 
     No token is a target twice; a sequence's last token may be the next sequence's first.
     """
@@ -504,11 +551,12 @@ def validation_starts(split: Split, seq_len: int, limit: int) -> np.ndarray:
 
 
 def long_starts(split: Split, length: int, limit: int) -> np.ndarray:
-    """Return the token indices, int64 (k,), at which up to `limit` windows of `length` + 1 tokens begin, each within one document.
+    """Return the token indices, int64 (k,), at which up to `limit` windows of `length` + 1 tokens begin, each within
+    one document.
 
-    A document of D tokens holds (D - 1) // length windows side by side in its middle; `limit` windows, evenly spread over all
-    documents' windows, are chosen. Most windows begin inside a document, as training sequences do, so that the loss by position
-    shows the effect of the position and not of documents' beginnings.
+    A document of D tokens holds (D - 1) // length windows side by side in its middle; `limit` windows, evenly spread
+    over all documents' windows, are chosen. Most windows begin inside a document, as training sequences do, so that the
+    loss by position shows the effect of the position and not of documents' beginnings.
     """
     offsets = np.asarray(split.offsets)
     spans = np.diff(offsets) - 1

@@ -1,7 +1,8 @@
-"""Builds a token store: scans documents, trains the tokenizer, writes tokens and manifest in a hidden folder, and renames it at the end.
+"""Builds a token store: scans documents, trains the tokenizer, writes tokens and manifest in a hidden folder, and
+renames it at the end.
 
-An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of documents on disk. The next call
-continues from these files, and the store has the same bytes as after a preparation without interruption.
+An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of documents on disk.
+The next call continues from these files, and the store has the same bytes as after a preparation without interruption.
 """
 
 import io
@@ -37,7 +38,9 @@ JOURNAL = "journal.json"
 
 
 class Journal:
-    """The record, in `folder`, of the files and documents that a preparation has completed; empty if its file is missing or damaged."""
+    """The record, in `folder`, of the files and documents that a preparation has completed; empty if its file is
+    missing or damaged.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -87,11 +90,15 @@ class Journal:
 
 
 class Restart(DataError):
-    """Raised if an interrupted preparation can't be continued: `build_store` deletes its folder, and the next call starts again."""
+    """Raised if an interrupted preparation can't be continued: `build_store` deletes its folder, and the next call
+    starts again.
+    """
 
 
 def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield (text, hash, number of bytes) from `texts`, and write the texts, compressed, to `path`, which appears after the last item."""
+    """Yield (text, hash, number of bytes) from `texts`, and write the texts, compressed, to `path`, which appears after
+    the last item.
+    """
     import pyarrow
 
     new_path = path.with_name(f"{path.name}.new")
@@ -133,7 +140,9 @@ TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of the first pass over all documents: sizes, hashes and assignment to splits, in the order in which documents are read."""
+    """The result of the first pass over all documents: sizes, hashes and assignment to splits, in the order in which
+    documents are read.
+    """
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
@@ -158,7 +167,9 @@ SCAN_ARRAYS = tuple(field.name for field in fields(Scan)[:5])
 
 
 class OmissionCounts:
-    """Counts of the documents that a pass leaves out or can't read, by reason. `on_error`: the value of `data.on_error`."""
+    """Counts of the documents that a pass leaves out or can't read, by reason. `on_error`: the value of
+    `data.on_error`.
+    """
 
     def __init__(self, on_error: str):
         self.fails = on_error == "fail"
@@ -175,7 +186,9 @@ class OmissionCounts:
             self.unreadable["first"].append(str(error))
 
     def words(self, copies: int = 0) -> str:
-        """Return the counts above 0 as text in brackets; empty if all are 0. `copies`: number of documents left out as copies."""
+        """Return the counts above 0 as text in brackets; empty if all are 0. `copies`: number of documents left out as
+        copies.
+        """
         counts = {**self.by_reason, "copies of others": copies, "unreadable": self.unreadable["count"]}
         listing = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
         return f" ({listing})" if listing else ""
@@ -193,11 +206,12 @@ class Reading:
 
 
 def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
-    """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the entries of `spec`.
+    """Build the store in the folder `target`, or finish an interrupted preparation. The manifest begins with the
+    entries of `spec`.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. If tokens of documents are on disk, the hidden folder
-            stays, and the next call continues, except after a `Restart`.
+        DataError: a source is too small, changed meanwhile or can't be read. If tokens of documents are on disk, the
+            hidden folder stays, and the next call continues, except after a `Restart`.
     """
     folder = target.with_name(f".{target.name}.partial")
     try:
@@ -217,7 +231,9 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
 
 
 def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dict[str, Plain]:
-    """Write all files of a store of text except the manifest. Returns the manifest's entries that describe these files."""
+    """Write all files of a store of text except the manifest. Returns the manifest's entries that describe these
+    files.
+    """
     journal = Journal(folder)
     # The licences first: the hub may be out of reach hours later.
     licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
@@ -281,8 +297,8 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
-    """Write all files, except the manifest, of a store without text, for tasks over symbols. Returns the manifest's entries, in
-    which `unigram_cross_entropy` is of the tasks' answers alone."""
+    """Write all files, except the manifest, of a store without text, for tasks over symbols. Returns the manifest's
+    entries, in which `unigram_cross_entropy` is of the tasks' answers alone."""
     tasks, licence, length = [weighted.task for weighted in data.tasks], "none needed: made up", data.seq_len
     for task in tasks:
         try:
@@ -317,8 +333,10 @@ def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
 
 
 def _answer_counts(tasks: list[Task], length: int, subset: Subset, n_symbols: int, min_answers: int) -> np.ndarray:
-    """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,). If these sequences have
-    fewer than `min_answers` answers in total, more sequences of each task are counted, up to `MAX_COUNTED_SEQUENCES`."""
+    """Count how often each symbol is an answer in `TASK_SEQUENCES` sequences of each task: int64 (n_symbols,). If these
+    sequences have fewer than `min_answers` answers in total, more sequences of each task are counted, up to
+    `MAX_COUNTED_SEQUENCES`.
+    """
     counts, sequences = np.zeros(n_symbols, np.int64), 0
     while sequences < TASK_SEQUENCES or (sequences < MAX_COUNTED_SEQUENCES and counts.sum() < min_answers):
         for task in tasks:
@@ -356,10 +374,11 @@ def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Sca
 def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents of each source that have the smallest hashes.
 
-    Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own validation split
-    is held out whole; training documents that are also in such a split are left out as copies. Other copies are left out only with
-    `data.deduplicate`. If `data.val_fraction` is 1 (for text on which models are evaluated, not trained), all but copies are held out.
-    Raises DataError if there is no document, or none to hold out or to train on.
+    Equal texts have equal hashes, so a text that is held out in one source is held out in all sources. A source's own
+    validation split is held out whole; training documents that are also in such a split are left out as copies. Other
+    copies are left out only with `data.deduplicate`. If `data.val_fraction` is 1 (for text on which models are
+    evaluated, not trained), all but copies are held out. Raises DataError if there is no document, or none to hold out
+    or to train on.
     """
     hashes, sizes, ends, omissions = array("Q"), array("q"), [], OmissionCounts(data.on_error)
     with progress.bytes("scan", None) as advance:
@@ -417,11 +436,12 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
-    """Return the hashes of the documents to hold out: each source's smallest, until their documents have `fraction` of the source's bytes.
+    """Return the hashes of the documents to hold out: each source's smallest, until their documents have `fraction` of
+    the source's bytes.
 
-    No source contributes all its hashes. A large document, with more than half of a source's bytes and more than `fraction` of them, stays
-    in training. A source with a large document contributes hashes until their documents have `fraction` of the source's bytes, or half of
-    the bytes of its other documents, if that is less.
+    No source contributes all its hashes. A large document, with more than half of a source's bytes and more than
+    `fraction` of them, stays in training. A source with a large document contributes hashes until their documents have
+    `fraction` of the source's bytes, or half of the bytes of its other documents, if that is less.
 
     sources: for each source, two arrays: the hashes of its documents, and their sizes in bytes.
     """
@@ -444,7 +464,9 @@ def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: 
 
 
 def _readings(data: DataConfig, folder: Path) -> list[Reading]:
-    """Return a `Reading` for each source in order, each followed by a `Reading` for the source's own validation split, if it has one."""
+    """Return a `Reading` for each source in order, each followed by a `Reading` for the source's own validation split,
+    if it has one.
+    """
     readings: list[Reading] = []
     vocabulary = (
         Vocabulary(data.tokenizer) if any(isinstance(weighted.source, Tokens) for weighted in data.sources) else None
@@ -465,7 +487,9 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
 def _accepted_documents(
     data: DataConfig, reading: Reading, omissions: OmissionCounts
 ) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """Yield (text or ids, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and long ones in `omissions`."""
+    """Yield (text or ids, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and long ones in
+    `omissions`.
+    """
     spool, vocabulary = reading.spool, reading.vocabulary
     has_text = not all(
         isinstance(weighted.source, Tokens) for weighted in data.sources
@@ -490,14 +514,17 @@ def _accepted_documents(
 
 
 def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) -> Iterator[Document]:
-    """Yield the scanned documents after the first `n_skipped`, without copies. Raises Restart if the sources changed since the scan."""
+    """Yield the scanned documents after the first `n_skipped`, without copies. Raises Restart if the sources changed
+    since the scan.
+    """
     n_read = 0
     for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
         accepted = _accepted_documents(data, reading, OmissionCounts(data.on_error))
         for item, scanned_hash in zip_longest(accepted, scan.hashes[n_read:end]):
             if item is None or item[1] != scanned_hash:
                 raise Restart(
-                    f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run again"
+                    f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run "
+                    "again"
                 )
             n_read += 1
             if n_read > n_skipped and scan.assignment[n_read - 1] != COPY:

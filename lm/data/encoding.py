@@ -18,7 +18,8 @@ from lm.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# limits of a batch, which a single longer document may exceed: encoding takes a hundred times the batch's bytes of memory
+# limits of a batch, which a single longer document may exceed: encoding takes a hundred times the batch's bytes of
+# memory
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 2048
 PIECE_CHARACTERS = 1 << 20  # characters of each piece into which a long document is cut to be encoded
 MIN_BYTES_PER_THREAD = 32 << 20  # least bytes of text for which another thread is worth its start
@@ -45,7 +46,8 @@ class Document:
     is_last_piece: bool = True  # true if the content is the end of the document
 
 
-# Documents or pieces of documents; the ids of all their tokens, in the store's dtype; and a mask of the tokens of held-out documents.
+# Documents or pieces of documents; the ids of all their tokens, in the store's dtype; and a mask of the tokens of
+# held-out documents.
 EncodedBatch = tuple[list[Document], np.ndarray, np.ndarray]
 
 
@@ -68,7 +70,9 @@ class Encoder:
         self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
     def __call__(self, documents: list[Document]) -> EncodedBatch:
-        """Encode documents or pieces of documents, with an end-of-text token before the first token of each document."""
+        """Encode documents or pieces of documents, with an end-of-text token before the first token of each
+        document.
+        """
         text_ids = iter(
             encode(self.tokenizer, [document.content for document in documents if isinstance(document.content, str)])
         )
@@ -98,20 +102,24 @@ class Encoder:
                 repr(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)
             )
             raise DataError(
-                f"data.tokenizer: does not give text back unchanged: {original_excerpt} is decoded as {decoded_excerpt}; "
+                f"data.tokenizer: does not give text back unchanged: {original_excerpt} is decoded as "
+                f"{decoded_excerpt}; "
                 "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
             )
         if self.is_special[tokens].any():
             index = int(np.flatnonzero(self.is_special[tokens])[0])
             context = decode(self.tokenizer, tokens[max(0, index - 3) : index + 4].tolist(), special=True)
             raise DataError(
-                f"data.tokenizer: the text {context!r} has the special token {self.tokenizer.id_to_token(int(tokens[index]))!r} in it as a "
+                f"data.tokenizer: the text {context!r} has the special token "
+                f"{self.tokenizer.id_to_token(int(tokens[index]))!r} in it as a "
                 "word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
             )
 
 
 def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
-    """Return whether the pieces of `split_text` encode to the same tokens as the whole text, judged by a short test text."""
+    """Return whether the pieces of `split_text` encode to the same tokens as the whole text, judged by a short test
+    text.
+    """
     if tokenizer.normalizer is not None or tokenizer.pre_tokenizer is None:
         return False
     added_tokens = tokenizer.get_added_tokens_decoder().values()
@@ -124,7 +132,9 @@ def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split a text between words: yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the text."""
+    """Split a text between words: yield pieces a little longer than `PIECE_CHARACTERS` characters, then the rest of the
+    text.
+    """
     begin = 0
     while len(text) - begin > PIECE_CHARACTERS and (cut := _BETWEEN_WORDS.search(text, begin + PIECE_CHARACTERS)):
         yield text[begin : cut.start()]
@@ -133,7 +143,9 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def split_long_words(text: str) -> Iterator[str]:
-    """Yield a text in parts to train a tokenizer on; words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are cut at this length."""
+    """Yield a text in parts to train a tokenizer on; words of `MAX_WORD_LENGTH` or more characters, e.g. base64, are
+    cut at this length.
+    """
     begin = 0
     for word in re.finditer(rf"(?<!\S)\S{{{MAX_WORD_LENGTH},}}", text):
         for end in range(word.start() + MAX_WORD_LENGTH, word.end() + 1, MAX_WORD_LENGTH):
@@ -145,9 +157,11 @@ def split_long_words(text: str) -> Iterator[str]:
 def encode_all(
     documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int
 ) -> Iterator[EncodedBatch]:
-    """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield the batches in order.
+    """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield the batches
+    in order.
 
-    Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds few pieces at a time.
+    Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds
+    few pieces at a time.
     """
     encoder = Encoder(tokenizer, end_of_text)
     is_divisible = encoder.bytes_per_token is not None and can_cut_between_words(tokenizer)

@@ -1,4 +1,6 @@
-"""`lm data inspect`: prints the contents of a token store, and how much of its held-out text also occurs in its training text."""
+"""`lm data inspect`: prints the contents of a token store, and how much of its held-out text also occurs in its
+training text.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +20,12 @@ _HASH_BASE = 0x9E3779B97F4A7C15  # odd base of the polynomial hashes, modulo 2^6
 
 
 def overlap(store: Store) -> list[tuple[str, int, float]]:
-    """Return (label, number of held-out n-grams looked up, fraction of them that also occur in the training text) for each source.
+    """Return (label, number of held-out n-grams looked up, fraction of them that also occur in the training text) for
+    each source.
 
-    An n-gram is a window of `N_GRAM` tokens of one document. All n-grams of a source, or `MAX_SAMPLED_N_GRAMS` evenly spaced n-grams, are
-    looked up by 64-bit hash. Sources without held-out n-grams are left out. The training tokens are read once, in blocks.
+    An n-gram is a window of `N_GRAM` tokens of one document. All n-grams of a source, or `MAX_SAMPLED_N_GRAMS` evenly
+    spaced n-grams, are looked up by 64-bit hash. Sources without held-out n-grams are left out. The training tokens are
+    read once, in blocks.
     """
     hashes_by_source, first_token = [], 0
     for source in store.val.sources:
@@ -49,8 +53,8 @@ def n_gram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def _held_out_hashes(split: Split, end_of_text: int, first: int, n_tokens: int) -> np.ndarray:
-    """Return hashes (uint64) of the n-grams among the `n_tokens` tokens from index `first` on, without n-grams that hold an end-of-text
-    token. `overlap` looks these hashes up in the training tokens."""
+    """Return hashes (uint64) of the n-grams among the `n_tokens` tokens from index `first` on, without n-grams that
+    hold an end-of-text token. `overlap` looks these hashes up in the training tokens."""
     n_windows = n_tokens - N_GRAM + 1
     if n_windows < 1:
         return np.empty(0, np.uint64)
@@ -84,7 +88,8 @@ BAR_WIDTH, SAMPLE_CHARACTERS = 50, 200  # characters of a histogram's longest ba
 
 
 def inspect(arguments: list[str], samples: int) -> Store:
-    """Check every byte of a token store, print statistics on it, and return it. `arguments`: the store's folder, or a configuration.
+    """Check every byte of a token store, print statistics on it, and return it. `arguments`: the store's folder, or a
+    configuration.
 
     Raises DataError: there is no such store, or it is damaged.
     """
@@ -102,36 +107,51 @@ def inspect(arguments: list[str], samples: int) -> Store:
 
 
 def store_description(store: Store, samples: int) -> Iterator[str]:
-    """Yield lines that report files, counts by split and source, overlap, histograms of lengths, `samples` documents of each source."""
+    """Yield lines that report files, counts by split and source, overlap, histograms of lengths, `samples` documents of
+    each source.
+    """
     manifest = store.manifest
     n_bytes = sum(file["bytes"] for file in manifest["files"].values())
     n_shards = sum(len(getattr(store, name).shards) for name in SPLITS)
     yield f"{store.path}"
-    yield f"fingerprint  {store.fingerprint}; the sha256 of all {len(manifest['files'])} files ({n_bytes / 1e6:,.1f} MB) is verified"
+    yield (
+        f"fingerprint  {store.fingerprint}; the sha256 of all {len(manifest['files'])} files ({n_bytes / 1e6:,.1f} "
+        "MB) is verified"
+    )
     vocabulary = f"vocabulary of {store.vocab_size:,}, bytes per token: {manifest['token_bytes']}"
     yield f"tokens       {np.dtype(store.train.dtype)} in {n_shards} shard(s), {vocabulary}"
     yield f"left out     {', '.join(f'{name} {count:,}' for name, count in manifest['left_out'].items())}"
-    yield f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, {manifest['unreadable']['bytes']:,} bytes"
+    yield (
+        f"unreadable   {manifest['unreadable']['count']:,} files, documents or rows, "
+        f"{manifest['unreadable']['bytes']:,} bytes"
+    )
     yield from (f"             {line}" for line in manifest["unreadable"]["first"])
     if origin := manifest.get("tokenizer_origin"):
         yield f"tokenizer    {origin['model']} at {origin['commit']}"
     if ids := manifest.get("ids"):
         n_first, n_last, max_id = ids["end_of_text_first"], ids["end_of_text_last"], ids["largest_id"]
-        yield f"ids          {ids['documents']:,} documents, largest id {max_id:,}; end of text first in {n_first:,}, last in {n_last:,}"
+        yield (
+            f"ids          {ids['documents']:,} documents, largest id {max_id:,}; end of text first in {n_first:,}, "
+            f"last in {n_last:,}"
+        )
     yield ""
     yield f"{'':<6} {'source':<24} {'documents':>12} {'tokens':>16} {'bytes':>18} {'bytes/token':>12}  licence"
     for name in SPLITS:
         for source in getattr(store, name).sources:
             rate = source.n_bytes / max(1, source.n_tokens)
             yield (
-                f"{name:<6} {source.label[:24]:<24} {source.n_documents:>12,} {source.n_tokens:>16,} {source.n_bytes:>18,} {rate:>12.2f}"
+                f"{name:<6} {source.label[:24]:<24} {source.n_documents:>12,} {source.n_tokens:>16,} "
+                f"{source.n_bytes:>18,} {rate:>12.2f}"
                 f"  {source.licence}"
             )
     yield ""
     yield f"held-out {N_GRAM}-grams of tokens that also occur in training text:"
     fractions = overlap(store)
     yield from (f"  {label[:24]:<24} {fraction:>7.1%} of {count:,} looked up" for label, count, fraction in fractions)
-    interpretation = "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says nothing about new text"
+    interpretation = (
+        "such text is quoted, copied or near-duplicate: a model can recall it, and its loss there says "
+        "nothing about new text"
+    )
     yield f"  {interpretation}" if fractions else f"  none: no held-out document has {N_GRAM} tokens"
     for name in SPLITS:
         yield ""
@@ -147,7 +167,9 @@ def store_description(store: Store, samples: int) -> Iterator[str]:
 
 
 def histogram(name: str, split: Split) -> Iterator[str]:
-    """Yield lines of a histogram of document lengths, binned by powers of two: number of documents and fraction of all tokens."""
+    """Yield lines of a histogram of document lengths, binned by powers of two: number of documents and fraction of all
+    tokens.
+    """
     if not split.n_documents:
         yield f"{name}: no documents"
         return
@@ -155,14 +177,19 @@ def histogram(name: str, split: Split) -> Iterator[str]:
     edges = 2 ** np.arange(powers[0], powers[1] + 2)
     documents, tokens = (np.histogram(split.lengths, edges, weights=weights)[0] for weights in (None, split.lengths))
     median = int(np.median(split.lengths))
-    yield f"{name}: tokens in a document (median {median:,}, longest {split.longest:,}), documents, fraction of all tokens"
+    yield (
+        f"{name}: tokens in a document (median {median:,}, longest {split.longest:,}), documents, fraction of all "
+        "tokens"
+    )
     for low, high, count, n_tokens in zip(edges[:-1], edges[1:], documents, tokens, strict=True):
         bar = "█" * round(BAR_WIDTH * n_tokens / tokens.max())
         yield f"  {low:>11,} to {high - 1:>11,} {count:>12,} {n_tokens / split.n_tokens:>7.1%} {bar}".rstrip()
 
 
 def sample_documents(split: Split, samples: int) -> Iterator[tuple[str, int]]:
-    """Yield (source's label, document's index in the split) for up to `samples` documents of each source, evenly spread over the source."""
+    """Yield (source's label, document's index in the split) for up to `samples` documents of each source, evenly spread
+    over the source.
+    """
     begin = 0
     for source in split.sources:
         count = min(samples, source.n_documents)

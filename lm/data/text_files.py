@@ -35,7 +35,8 @@ class Unreadable(DataError):
     """Raised for a file, document or row that can't be read.
 
     Attributes:
-        n_bytes: number of bytes of the document, row or rest of a file that can't be read; None until `report_unreadable` sets it.
+        n_bytes: number of bytes of the document, row or rest of a file that can't be read; None until
+            `report_unreadable` sets it.
     """
 
     def __init__(self, reason: str, n_bytes: int | None = None):
@@ -52,11 +53,13 @@ Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
 
 @contextmanager
 def report_unreadable(on_error: OnError, n_bytes: int = 0, location: str = "") -> Iterator[None]:
-    """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with the error.
+    """A context for reading documents: if `Unreadable` is raised within it, the context ends and calls `on_error` with
+    the error.
 
     Args:
         n_bytes: size of the file, document or row.
-        location: name of the file, or part of it, whose OSErrors and pyarrow errors become `Unreadable`; empty: none do.
+        location: name of the file, or part of it, whose OSErrors and pyarrow errors become `Unreadable`; empty: none
+            do.
     """
     try:
         yield
@@ -72,7 +75,9 @@ def report_unreadable(on_error: OnError, n_bytes: int = 0, location: str = "") -
 
 
 def text_of(value: Plain | np.ndarray, location: str) -> str:
-    """Return `value` if it is a text, or "" if it is None. Raises Unreadable for other types and for text that is not valid Unicode."""
+    """Return `value` if it is a text, or "" if it is None. Raises Unreadable for other types and for text that is not
+    valid Unicode.
+    """
     if value is None:
         return ""  # a document without text, which is counted as blank
     if not isinstance(value, str):
@@ -91,7 +96,9 @@ def column_texts(
     offset: int = 0,
     parse: Parse = text_of,
 ) -> Iterator[str | np.ndarray]:
-    """Yield the documents in a column of tables. `offset`: number of the file's rows before these tables, for row numbers in errors."""
+    """Yield the documents in a column of tables. `offset`: number of the file's rows before these tables, for row
+    numbers in errors.
+    """
     row_number = offset
     for table in tables:
         check_column(location, column, table.schema.names)
@@ -105,7 +112,8 @@ def column_texts(
 def _cell_value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
     """Return the value of a table's cell as a Python value; a list of whole numbers as an array (numbers,).
 
-    Raises Unreadable: the value is or contains a text that is not UTF-8, or Python has no such value, such as a date after 9999.
+    Raises Unreadable: the value is or contains a text that is not UTF-8, or Python has no such value, such as a date
+    after 9999.
     """
     items = getattr(scalar, "values", None)  # for a struct, `values` is a method
     is_whole = str(getattr(items, "type", "")).startswith(("int", "uint"))
@@ -130,7 +138,9 @@ def check_column(location: str, column: str, names: list[str]) -> None:
 
 
 def unreadable_error(location: str, error: Exception, n_bytes: int | None = None) -> Unreadable:
-    """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one. `n_bytes`: number of bytes not read."""
+    """Return an `Unreadable` for the `error` raised by reading `location`, a file or a part of one. `n_bytes`: number
+    of bytes not read.
+    """
     if isinstance(error, PermissionError | FileNotFoundError):
         reason = "a link to nothing" if os.path.islink(location) else os.strerror(error.errno)
         return Unreadable(
@@ -150,13 +160,17 @@ def file_documents(source: Files, root: Path, on_error: OnError, vocabulary: obj
 
 
 def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect reading."""
+    """Return plain data that identifies the documents: paths and sha256 of the files, and the options that affect
+    reading.
+    """
     files = [{"path": str(path), "sha256": _sha256(path, hashes)} for path in expand(source)]
     return {"files": files, "suffixes": source.suffixes, "column": source.column, "separator": source.separator}
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:
-    """Return a file's sha256, or "unreadable" for a file that can't be read: `file_documents` handles this error by `data.on_error`."""
+    """Return a file's sha256, or "unreadable" for a file that can't be read: `file_documents` handles this error by
+    `data.on_error`.
+    """
     try:
         return hashes.sha256(path)
     except DataError:
@@ -201,7 +215,9 @@ def expand(source: Files) -> list[Path]:
 
 
 def description(source: Files) -> str:
-    """Say how many files are read, and how many files in folders are ignored, by suffix. Raises DataError as `expand` does."""
+    """Say how many files are read, and how many files in folders are ignored, by suffix. Raises DataError as `expand`
+    does.
+    """
     folders = [path for path in (expand_home(name) for name in source.paths) if path.is_dir()]
     ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
@@ -226,7 +242,8 @@ def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
 
 
 def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
-    """Yield all files below a folder, also broken links and files in linked folders, except hidden ones. Each folder is entered once.
+    """Yield all files below a folder, also broken links and files in linked folders, except hidden ones. Each folder is
+    entered once.
 
     hidden: a list to which hidden files and folders are appended.
 
@@ -247,7 +264,8 @@ def files_in(folder: Path, hidden: list[Path] | None = None) -> Iterator[Path]:
 
 def _unreadable_folder(error: OSError) -> None:
     raise DataError(
-        f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in data.source.paths"
+        f"{error.filename}: the folder can't be read: {error.strerror}; make it readable, or name others in "
+        "data.source.paths"
     )
 
 
@@ -267,7 +285,9 @@ def _reason_missing(path: Path) -> str:
 
 
 def _reader_of(path: Path, source: Files) -> Reader | None:
-    """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not supported."""
+    """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not
+    supported.
+    """
     is_compressed = path.suffix.lower() in (".gz", ".zst")
     suffix = (Path(path.stem) if is_compressed else path).suffix.lower()
     reader = _read_txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
@@ -283,7 +303,8 @@ def _supported_suffixes(source: Files) -> str:
 def read_files(
     paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of
 ) -> Iterator[str | np.ndarray]:
-    """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a document.
+    """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a
+    document.
 
     `on_error` is called with the error of each file, document or row that can't be read.
     """
@@ -298,7 +319,8 @@ def size_of(paths: Iterable[Path]) -> int:
 
 
 class _FileStream(io.RawIOBase):
-    """A stream of a file's bytes. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated file.
+    """A stream of a file's bytes. pyarrow decompresses .gz and .zst, because `zstandard` would not report a truncated
+    file.
 
     Raises Unreadable: the file is damaged. Up to about 64 kB of content before the damage are lost, too.
     """
@@ -337,7 +359,8 @@ def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Ite
 
 
 def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
-    """Yield (index of the first byte, bytes) of each document between separators. A line end in a separator matches \\n and \\r\\n.
+    """Yield (index of the first byte, bytes) of each document between separators. A line end in a separator matches \\n
+    and \\r\\n.
 
     The split can't cut a character in two: in UTF-8 no character's bytes begin within another character.
     """
@@ -361,7 +384,9 @@ def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[t
 
 
 def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
-    """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark; line ends stay unchanged."""
+    """Decode the bytes `content`, found at byte `begin` of a file, as UTF-8 without a byte order mark; line ends stay
+    unchanged.
+    """
     n_mark_bytes = len(codecs.BOM_UTF8) if begin == 0 and content.startswith(codecs.BOM_UTF8) else 0
     try:
         return str(memoryview(content)[n_mark_bytes:], "utf-8")

@@ -1,8 +1,8 @@
-"""Reads documents of token ids that other programs prepared: .bin files of nanoGPT, modded-nanogpt and llm.c, Megatron's .idx and .bin,
-columns of ids, and datasets saved by `datasets`.
+"""Reads documents of token ids that other programs prepared: .bin files of nanoGPT, modded-nanogpt and llm.c,
+Megatron's .idx and .bin, columns of ids, and datasets saved by `datasets`.
 
-Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents are read without this token; the store
-writes it before each document.
+Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents are read without this
+token; the store writes it before each document.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ class Vocabulary:
     """Checks documents of token ids against a tokenizer's vocabulary, and counts the bytes of their text.
 
     Attributes:
-        seen: statistics of the checked documents: their number, the largest id, how many began or ended with the end-of-text token.
+        seen: statistics of the checked documents: their number, the largest id, how many began or ended with the
+            end-of-text token.
     """
 
     def __init__(self, spec: TokenizerOptions):
@@ -54,9 +55,11 @@ class Vocabulary:
         self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
 
     def document(self, ids: Plain | np.ndarray, location: str) -> np.ndarray:
-        """Check a document's ids and return them without a leading or trailing end-of-text token: uint32 (tokens,); empty for None.
+        """Check a document's ids and return them without a leading or trailing end-of-text token: uint32 (tokens,);
+        empty for None.
 
-        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token is inside the document.
+        Raises Unreadable: `ids` are no whole numbers, the tokenizer lacks an id, or an end-of-text token is inside the
+        document.
         """
         ids = _id_array(ids, location)
         for begin in range(0, len(ids), _BLOCK):
@@ -65,7 +68,10 @@ class Vocabulary:
             is_wrong |= ~self.known[np.where(is_wrong, 0, block)]
             if is_wrong.any():
                 index = begin + int(is_wrong.argmax())
-                reason = f"token {index:,} has the id {ids[index]}, which a tokenizer of the ids 0 to {len(self.known) - 1:,} does not have"
+                reason = (
+                    f"token {index:,} has the id {ids[index]}, which a tokenizer of the ids 0 to "
+                    f"{len(self.known) - 1:,} does not have"
+                )
                 raise Unreadable(f"{location}: {reason}; {TOKENIZER_REMEDY}")
         n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text_id)
         n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text_id)
@@ -95,7 +101,9 @@ class Vocabulary:
 
 
 def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
-    """Return `ids` as an array of whole numbers, (tokens,); empty for None, a blank document. Raises Unreadable for other values."""
+    """Return `ids` as an array of whole numbers, (tokens,); empty for None, a blank document. Raises Unreadable for
+    other values.
+    """
     try:
         array = np.empty(0, np.uint32) if ids is None or (isinstance(ids, list) and not ids) else np.asarray(ids)
     except ValueError:  # lists of unequal lengths
@@ -116,7 +124,9 @@ def token_documents(source: Tokens, root: Path, on_error: OnError, vocabulary: V
 
 
 def held_out(source: Tokens) -> Tokens | None:
-    """Return a source of the files in `validation_paths`, all of whose documents are held out; None if there are no such files."""
+    """Return a source of the files in `validation_paths`, all of whose documents are held out; None if there are no
+    such files.
+    """
     return (
         dataclasses.replace(source, paths=source.validation_paths, validation_paths=[])
         if source.validation_paths
@@ -125,7 +135,9 @@ def held_out(source: Tokens) -> Tokens | None:
 
 
 def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the held-out files."""
+    """Return plain data that identifies the documents: the format, and paths and sha256 of the training and the
+    held-out files.
+    """
     token_format = FORMATS[source.format]
 
     def hash_files(token_source: Tokens | None) -> list[Plain]:
@@ -147,7 +159,9 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A file format of ids, as functions that list a source's files, read a file's documents, and list a file's parts (.idx and .bin)."""
+    """A file format of ids, as functions that list a source's files, read a file's documents, and list a file's parts
+    (.idx and .bin).
+    """
 
     files: Callable[[Tokens], list[Path]]
     documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
@@ -155,7 +169,9 @@ class TokenFormat:
 
 
 def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
-    """Return a source's files with the suffix. Other files in folders are ignored; raises DataError if the source names another file."""
+    """Return a source's files with the suffix. Other files in folders are ignored; raises DataError if the source names
+    another file.
+    """
     unsuitable_paths: list[Path] = []
     for path in map(expand_home, source.paths):
         for match in [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))):
@@ -169,7 +185,8 @@ def _files_with_suffix(suffix: str, source: Tokens) -> list[Path]:
     if not files:
         rejected_path = (unsuitable_paths or source.paths)[0]
         raise DataError(
-            f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads (data.source.paths)"
+            f"{rejected_path}: is or has no {suffix} file, which data.source.format={source.format} reads "
+            "(data.source.paths)"
         )
     return files
 
@@ -185,13 +202,17 @@ DTYPE_BY_HEADER = {
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:
-    """Return a file's first three int32: magic, version and number of ids if it has a header; zeros if it is too short for a header."""
+    """Return a file's first three int32: magic, version and number of ids if it has a header; zeros if it is too short
+    for a header.
+    """
     header = np.fromfile(path, "<i4", HEADER_NUMBERS)
     return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
 
 
 def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """Yield the documents of a file of uint16 ids without a header, in which the end-of-text token follows each document."""
+    """Yield the documents of a file of uint16 ids without a header, in which the end-of-text token follows each
+    document.
+    """
     if _read_header(path)[:2] in DTYPE_BY_HEADER:
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if path.with_suffix(".idx").exists():
@@ -232,7 +253,9 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
 def _split_stream(
     path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int
 ) -> Iterator[np.ndarray]:
-    """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes (0) each document."""
+    """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes
+    (0) each document.
+    """
     begin = number = 0
     borders = (
         start + np.flatnonzero(ids[start : start + _BLOCK] == vocabulary.end_of_text_id)
@@ -254,14 +277,18 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of
 
 
 def _index_and_ids(path: Path) -> list[Path]:
-    """Return the paths of an .idx file and of the .bin file of the same name. Raises DataError if the .bin file is missing."""
+    """Return the paths of an .idx file and of the .bin file of the same name. Raises DataError if the .bin file is
+    missing.
+    """
     if not (bin_path := path.with_suffix(".bin")).is_file():
         raise DataError(f"{path}: its ids are missing; put {bin_path.name} beside it")
     return [path, bin_path]
 
 
 def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """Yield the documents that the .idx file at `path` delimits in the .bin file; a document has any number of sequences."""
+    """Yield the documents that the .idx file at `path` delimits in the .bin file; a document has any number of
+    sequences.
+    """
     _, bin_path = _index_and_ids(path)
 
     def refusal(reason: str) -> Unreadable:
@@ -273,7 +300,8 @@ def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error:
     _, version, code, n_sequences, n_borders = header[0].item()
     if version != 1 or code not in DTYPES:
         raise refusal(
-            f"has version {version} and ids of type {code}; version 1 and whole numbers ({', '.join(map(str, DTYPES))}) are read"
+            f"has version {version} and ids of type {code}; version 1 and whole numbers "
+            f"({', '.join(map(str, DTYPES))}) are read"
         )
     begin = INDEX_HEADER.itemsize
     expected_size = begin + 12 * n_sequences + 8 * n_borders
@@ -295,7 +323,8 @@ def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error:
         raise refusal(f"its documents do not divide its {n_sequences:,} sequences: damaged")
     if bin_path.stat().st_size != starts[-1] * dtype.itemsize:
         raise refusal(
-            f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its ids: damaged"
+            f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its "
+            "ids: damaged"
         )
     ids = np.memmap(bin_path, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):

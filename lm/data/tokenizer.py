@@ -1,5 +1,5 @@
-"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json, GPT-2's or tiktoken's files, or the
-files of a pretrained model.
+"""Makes tokenizers: trains a byte-level BPE on the training documents, or reads a tokenizer.json, GPT-2's or tiktoken's
+files, or the files of a pretrained model.
 
 Errors that the `tokenizers` library raises on a user's tokenizer or text become a DataError (`library_errors`).
 """
@@ -31,8 +31,10 @@ NO_TOKENIZER = "not a tokenizer.json of the `tokenizers` library"
 
 @contextmanager
 def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors and panics of the `tokenizers` library into DataErrors with the text `failure: the library's message`, then `remedy`. The
-    library panics, e.g., if a pattern takes too long. LMError, OSError and MemoryError, which reading texts may raise, pass unchanged."""
+    """Turn errors and panics of the `tokenizers` library into DataErrors with the text `failure: the library's
+    message`, then `remedy`. The library panics, e.g., if a pattern takes too long. LMError, OSError and MemoryError,
+    which reading texts may raise, pass unchanged.
+    """
     try:
         yield
     except (LMError, OSError, MemoryError):
@@ -44,7 +46,9 @@ def library_errors(failure: str, remedy: str = "") -> Iterator[None]:
 
 
 def tokenizer_identity(spec: TokenizerOptions) -> dict[str, Plain]:
-    """Return plain data that identifies a tokenizer: its options and the sha256 of its files. Raises DataError if a file is missing."""
+    """Return plain data that identifies a tokenizer: its options and the sha256 of its files. Raises DataError if a
+    file is missing.
+    """
     if isinstance(spec, PretrainedTokenizer):  # from the hub or a folder
         content, _ = pretrained(spec)
         return {
@@ -71,7 +75,8 @@ def tokenizer_of(spec: TokenizerOptions) -> "Tokenizer":
 
 
 def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer":
-    """Train a byte-level BPE. Ids from 0 on: <|endoftext|>, `special_tokens`, all 256 bytes (so every text can be encoded), then merges.
+    """Train a byte-level BPE. Ids from 0 on: <|endoftext|>, `special_tokens`, all 256 bytes (so every text can be
+    encoded), then merges.
 
     The same texts give the same tokenizer, on any number of cores.
 
@@ -103,14 +108,17 @@ def train_tokenizer(texts: Iterator[str], spec: TrainedTokenizer) -> "Tokenizer"
 def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> "Tokenizer":
     """Load a tokenizer.json; text that looks like a special token is then encoded as ordinary text.
 
-    Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, or no token `end_of_text`.
+    Raises DataError: the file is missing or invalid, uses BPE dropout, has an id of `MAX_VOCAB` or above, or no token
+    `end_of_text`.
     """
     content = read_tokenizer_file(path, "data.tokenizer.path")
     return _parse_named_content(lambda: content.decode(), end_of_text, str(path), "data.tokenizer.path")
 
 
 def _parse_named_content(content: Callable[[], str], end_of_text: str, source: str, key: str) -> "Tokenizer":
-    """Make a tokenizer from the text of a tokenizer.json that `content()` returns; errors name its `source` and the configuration `key`."""
+    """Make a tokenizer from the text of a tokenizer.json that `content()` returns; errors name its `source` and the
+    configuration `key`.
+    """
     with library_errors(f"{source}: {NO_TOKENIZER}", f" ({key})"):
         try:
             return parse_tokenizer(content(), end_of_text)
@@ -119,7 +127,9 @@ def _parse_named_content(content: Callable[[], str], end_of_text: str, source: s
 
 
 def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
-    """Make a tokenizer, as `load_tokenizer` does, from the text of a tokenizer.json; the library's errors are not converted."""
+    """Make a tokenizer, as `load_tokenizer` does, from the text of a tokenizer.json; the library's errors are not
+    converted.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(json)
@@ -143,7 +153,9 @@ def parse_tokenizer(json: str, end_of_text: str) -> "Tokenizer":
 
 
 def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens. Raises DataError if the library can't encode a text."""
+    """Return the token ids of each text, without special tokens. Raises DataError if the library can't encode a
+    text.
+    """
     try:
         with library_errors("data.tokenizer: can't encode text"):
             return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -154,7 +166,9 @@ def encode(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 
 def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
-    """Encode a text without special tokens; the result has `ids` and `offsets` (characters). Raises DataError if the library can't."""
+    """Encode a text without special tokens; the result has `ids` and `offsets` (characters). Raises DataError if the
+    library can't.
+    """
     with library_errors(
         f"data.tokenizer: can't encode a text that begins {text[:40]!r}", "; use another tokenizer, or other text"
     ):
@@ -162,13 +176,17 @@ def encoding_of(tokenizer: "Tokenizer", text: str) -> "Encoding":
 
 
 def decode(tokenizer: "Tokenizer", tokens: Sequence[int], special: bool = False) -> str:
-    """Return the text of token ids; `special`: include special tokens. Raises DataError if the library can't decode the ids."""
+    """Return the text of token ids; `special`: include special tokens. Raises DataError if the library can't decode the
+    ids.
+    """
     with library_errors(f"data.tokenizer: can't decode {len(tokens)} tokens", "; use another tokenizer"):
         return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
 def words(tokenizer: "Tokenizer", text: str) -> list[tuple[str, tuple[int, int]]]:
-    """Return (word, (start, stop)) for each word into which the pre-tokenizer cuts a text. Raises DataError if the library can't cut it."""
+    """Return (word, (start, stop)) for each word into which the pre-tokenizer cuts a text. Raises DataError if the
+    library can't cut it.
+    """
     with library_errors("data.tokenizer: can't cut text into words", "; use another tokenizer"):
         return tokenizer.pre_tokenizer.pre_tokenize_str(text)
 
@@ -186,7 +204,9 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> np.ndarray | None:
-    """Return the number of UTF-8 bytes of each token's text, (V,) fp32, 0 for special tokens; None if the tokenizer is not byte-level."""
+    """Return the number of UTF-8 bytes of each token's text, (V,) fp32, 0 for special tokens; None if the tokenizer is
+    not byte-level.
+    """
     from tokenizers import decoders, pre_tokenizers
 
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -221,7 +241,8 @@ CLASS_FILES = (TOKENIZER_CONFIG, "config.json")  # files in which transformers f
 
 
 def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
-    """Return the text of a pretrained model's tokenizer.json, and the model's commit on the hub, or "" for a local folder.
+    """Return the text of a pretrained model's tokenizer.json, and the model's commit on the hub, or "" for a local
+    folder.
 
     Raises DataError: there is no such folder or model, it has no tokenizer, or the hub can't be reached.
     """
@@ -235,11 +256,13 @@ def pretrained(spec: PretrainedTokenizer) -> tuple[str, str]:
 
 
 def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str = "") -> Path:
-    """Download the files of a model on the hub whose names match `patterns`. Returns their folder in the cache, named by the commit.
+    """Download the files of a model on the hub whose names match `patterns`. Returns their folder in the cache, named
+    by the commit.
 
     suffix: text appended to error messages.
 
-    Raises DataError: `name` is no valid name or no model of the hub, or there is no network and the files are not in the cache.
+    Raises DataError: `name` is no valid name or no model of the hub, or there is no network and the files are not in
+    the cache.
     """
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise DataError(
@@ -256,10 +279,11 @@ def downloaded(name: str, revision: str | None, patterns: list[str], suffix: str
 
 
 def find_tokenizer_json(path: Path) -> str | None:
-    """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from `OLDER_FILES` in the folder; None if
-    the folder has neither.
+    """Return the text of the tokenizer.json at `path`, a file or its folder, or of one converted from `OLDER_FILES` in
+    the folder; None if the folder has neither.
 
-    Raises DataError: files can't be read, or transformers, which converts them, or a package that it needs is not installed.
+    Raises DataError: files can't be read, or transformers, which converts them, or a package that it needs is not
+    installed.
     """
     tokenizer_path = path / TOKENIZER_FILE if path.is_dir() else path
     if tokenizer_path.is_file():
@@ -292,7 +316,10 @@ def find_tokenizer_json(path: Path) -> str | None:
         is_gpt2_pair = all((path / name).is_file() for name in OLDER_FILES[:2]) and not any(
             (path / name).is_file() for name in CLASS_FILES
         )
-        remedy = f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / VOCABULARY}, merges: {path / 'merges.txt'}}}"
+        remedy = (
+            f"two files alone are named: data.tokenizer={{name: gpt2, vocab: {path / VOCABULARY}, merges: "
+            f"{path / 'merges.txt'}}}"
+        )
         raise DataError(
             f"{path}: its tokenizer can't be converted: {remedy if is_gpt2_pair else one_line(error, 200)}"
         ) from None
@@ -301,13 +328,16 @@ def find_tokenizer_json(path: Path) -> str | None:
             f"transformers leaves out {len(missing_tokens):,} of the {len(vocabulary):,} tokens of its {VOCABULARY}"
         )
         raise DataError(
-            f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right one?"
+            f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right "
+            "one?"
         )
     return tokenizer.to_str(pretty=True)
 
 
 def require_tokenizer_json(path: Path) -> str:
-    """Return the text of a tokenizer.json as `find_tokenizer_json` does, but raise DataError if there is none at `path`."""
+    """Return the text of a tokenizer.json as `find_tokenizer_json` does, but raise DataError if there is none at
+    `path`.
+    """
     content = find_tokenizer_json(path)
     if content is None:
         raise DataError(f"{path}: no tokenizer there: neither {TOKENIZER_FILE} nor {', '.join(OLDER_FILES)}")
@@ -318,7 +348,10 @@ def require_tokenizer_json(path: Path) -> str:
 
 
 # The pattern with which each tiktoken encoding cuts text into words, and the id of its <|endoftext|>.
-_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _R50K = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _O200K = "|".join(
     (
@@ -335,7 +368,9 @@ ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o20
 
 
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
-    """Make a tokenizer from GPT-2's encoder.json (`vocab`) and vocab.bpe (`merges`). Raises DataError if a file is missing or invalid."""
+    """Make a tokenizer from GPT-2's encoder.json (`vocab`) and vocab.bpe (`merges`). Raises DataError if a file is
+    missing or invalid.
+    """
     try:
         ids = convert(dict[str, int], json.loads(read_tokenizer_file(vocab, "data.tokenizer.vocab")))
     except (ValueError, RecursionError):
@@ -358,9 +393,11 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
 
 
 def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
-    """Make a tokenizer from tiktoken's rank file: each line has a token's bytes in base64 and its id, which is also the merge rank.
+    """Make a tokenizer from tiktoken's rank file: each line has a token's bytes in base64 and its id, which is also the
+    merge rank.
 
-    tiktoken merges the neighbours whose concatenation has the lowest rank, so each pair of tokens that concatenate to a token is a merge.
+    tiktoken merges the neighbours whose concatenation has the lowest rank, so each pair of tokens that concatenate to a
+    token is a merge.
 
     Raises DataError: the file is missing or not a rank file.
     """
@@ -430,7 +467,9 @@ def _byte_characters() -> list[str]:
 
 
 def read_tokenizer_file(path: Path, key: str) -> bytes:
-    """Return the bytes of a tokenizer's file. Raises DataError with the file, the reason and the configuration key `key`."""
+    """Return the bytes of a tokenizer's file. Raises DataError with the file, the reason and the configuration key
+    `key`.
+    """
     try:
         return expand_home(path).read_bytes()
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Attention rows (a query's scores and weights in one head, over the keys that it sees), and statistics of all rows of a model.
+"""Attention rows (a query's scores and weights in one head, over the keys that it sees), and statistics of all rows of
+a model.
 
 Shapes: H heads, T queries, S keys; one sequence at a time.
 """
@@ -51,18 +52,22 @@ def score_moments(scores: Tensor, visible: Tensor) -> Moments:
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Attention rows (scores and weights over visible keys) of some queries of one sequence, in all heads of one layer."""
+    """Attention rows (scores and weights over visible keys) of some queries of one sequence, in all heads of one
+    layer.
+    """
 
     layer: int  # from 0
     queries: Tensor  # (T,) int64, index of each query in the sequence
     n_later_queries: Tensor  # (T,) int64, for each query the number of described queries after it in the sequence
     normalizer: Normalizer  # the layer's normalizer: its `normalize` turns scores into weights
     layout: AttentionLayout  # where queries and keys stand in their documents
-    scores: Tensor  # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
+    # (H, T, S) fp32, which the normalizer turns into weights (`Normalizer.scores`); meaningless for invisible keys
+    scores: Tensor
     weights: (
         Tensor  # (H, T, S) fp32, 0 for keys that are not visible; not negative in most families, summing to one in many
     )
-    visible: Tensor  # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
+    # (T, S) bool, the keys that a query may give weight to: keys of its document up to the query, or of its window
+    visible: Tensor
     inputs: AttentionInputs | None = (
         None  # the layer's x (1, L, C), q, k (1, H, L, D) and v (1, H, L, E), of all L tokens of the sequence
     )
@@ -123,7 +128,8 @@ class AttentionRows:
 
     @cached_property
     def scores_without_decay(self) -> Tensor:
-        """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear attention).
+        """Scores (H, T, S) without the part that depends on distance alone (ALiBi's slope, the decay of linear
+        attention).
 
         Shuffled scores are returned unchanged, as this part can't be told from the rest any more.
         """
@@ -137,7 +143,9 @@ class AttentionRows:
 
     @cached_property
     def features(self) -> tuple[Tensor, Tensor]:
-        """Features of the queries (H, T, F) and of the keys (H, S, F) of linear attention (`Normalizer.features`), fp32."""
+        """Features of the queries (H, T, F) and of the keys (H, S, F) of linear attention (`Normalizer.features`),
+        fp32.
+        """
         q, k = self.inputs.q[:, :, self.queries].float(), self.inputs.k[:, :, : self.visible.size(-1)].float()
         query, key = self.normalizer.features(q, k)
         return query[0], key[0]
@@ -154,7 +162,9 @@ class AttentionRows:
 
     @cached_property
     def is_defined(self) -> Tensor:
-        """Mask, (H, T) bool, of rows that can be described: their scores and weights are finite, and not all weights are 0."""
+        """Mask, (H, T) bool, of rows that can be described: their scores and weights are finite, and not all weights
+        are 0.
+        """
         return self.is_finite & (self.magnitudes.sum(-1) > 0)
 
     def select(self, queries: Tensor) -> "AttentionRows":
@@ -173,7 +183,9 @@ class AttentionRows:
 
     @cached_property
     def without_first(self) -> "AttentionRows":
-        """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys do not change."""
+        """The rows with the first token of the document made invisible and its weight set to 0; weights of other keys
+        do not change.
+        """
         return replace(
             self,
             weights=self.weights.masked_fill(self.is_first_token, 0.0),
@@ -183,9 +195,11 @@ class AttentionRows:
     def shuffled(self, order: Tensor) -> "AttentionRows":
         """The rows with each query's scores in another order among the keys that it sees, normalized again.
 
-        The order is the same for all heads. A control: weights then depend on which scores there are, but not on which key has which score.
+        The order is the same for all heads. A control: weights then depend on which scores there are, but not on which
+        key has which score.
 
-        order: (T queries, S keys), numbers. The i-th visible key of the sequence gives its score to the visible key with the i-th smallest
+        order: (T queries, S keys), numbers. The i-th visible key of the sequence gives its score to the visible key
+        with the i-th smallest
             number.
         """
         origins = torch.argsort(
@@ -210,10 +224,11 @@ def _query_by_key(values: Tensor) -> Tensor:
 
 
 def query_indices(length: int, count: int) -> list[int]:
-    """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `MIN_KEYS` keys to the last query.
+    """Indices of up to `count` queries of a sequence, ascending, from the first query that can see `MIN_KEYS` keys to
+    the last query.
 
-    The queries are evenly spread over the logarithm of the number of keys, so that each octave has equally many queries. Short sequences
-    have fewer queries than `count`, as indices are not repeated.
+    The queries are evenly spread over the logarithm of the number of keys, so that each octave has equally many
+    queries. Short sequences have fewer queries than `count`, as indices are not repeated.
     """
     key_counts = np.geomspace(MIN_KEYS, length, count) if length >= MIN_KEYS else []
     return sorted({round(float(keys)) - 1 for keys in key_counts})
@@ -224,7 +239,9 @@ def query_indices(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic with one value for each row (head and query); values of rows that are not `is_defined` are not used."""
+    """A statistic with one value for each row (head and query); values of rows that are not `is_defined` are not
+    used.
+    """
 
     name: str  # as tables and pictures show it
     unit: str  # such as `keys` or `nats`; empty: no unit. A `fraction` lies within 0 and 1
@@ -239,7 +256,9 @@ class Statistic:
 
     @property
     def without_first(self) -> "Statistic":
-        """The same statistic of `AttentionRows.without_first`, with `NO_FIRST` added to its name; reports do not show it."""
+        """The same statistic of `AttentionRows.without_first`, with `NO_FIRST` added to its name; reports do not show
+        it.
+        """
         return replace(
             self, name=self.name + NO_FIRST, measure=lambda rows: self.measure(rows.without_first), in_reports=False
         )
@@ -247,7 +266,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums for each head over rows of a sequence that are defined (`AttentionRows.is_defined`), such as sums of weights by key position.
+    """Sums for each head over rows of a sequence that are defined (`AttentionRows.is_defined`), such as sums of weights
+    by key position.
 
     P: the shape of one head's sums, such as (2 x length,).
     """
@@ -256,8 +276,8 @@ class QuerySums:
     unit: str  # as in `Statistic`
     shape: Callable[[int], tuple[int, ...]]  # tokens of a sequence -> P
     sums: Callable[[AttentionRows, int], Tensor | None]  # rows, tokens of the sequence -> (H, *P); None: does not apply
-    # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined. If `head_values` is
-    # None, `StatisticFamily.derive` alone uses the sums.
+    # Sums of each sequence (N, layers, H, *P) float64 -> a number for each head (layers, H), NaN where not defined. If
+    # `head_values` is None, `StatisticFamily.derive` alone uses the sums.
     head_values: Callable[[np.ndarray], np.ndarray] | None = None
     in_reports: bool = False  # as in `Statistic`
 
@@ -276,7 +296,8 @@ class MeasuredValues:
 
 @dataclass(frozen=True, eq=False)
 class DerivedNumbers:
-    """Numbers computed from several statistics (`StatisticFamily.derive`): `values` is one number, (1,), or one for each point of `axis`.
+    """Numbers computed from several statistics (`StatisticFamily.derive`): `values` is one number, (1,), or one for
+    each point of `axis`.
 
     label: words that distinguish several results with the same `name`.
     """
@@ -319,18 +340,22 @@ class Measures:
         self.query_sums = [sums for family in families for sums in family.query_sums]
         # Values by row: the number of keys that its query sees, two reasons for being undefined, and each statistic.
         self.names = ["n", NOT_FINITE, NO_WEIGHT, *(statistic.name for statistic in self.query_statistics)]
-        # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each `QuerySums`.
+        # Shapes of the parts of a vector: values by row (names, layers, H, T), and sums (layers, H, *P) for each
+        # `QuerySums`.
         self.shapes = [(len(self.names), layers, heads, len(queries))]
         self.shapes += [(layers, heads, *accumulator.shape(length)) for accumulator in self.query_sums]
 
     @property
     def vector_length(self) -> int:
-        """The length of one vector that `vectors` returns: the number of values of all statistics, for one sequence and model."""
+        """The length of one vector that `vectors` returns: the number of values of all statistics, for one sequence and
+        model.
+        """
         return sum(map(math.prod, self.shapes))
 
     @torch.no_grad()
     def vectors(self, decoder: Decoder, batch: Batch, index: int = 0, order: Tensor | None = None) -> list[Tensor]:
-        """The vector of all statistics of a sequence, (`vector_length`,); with `order` a second vector, of the rows with shuffled scores.
+        """The vector of all statistics of a sequence, (`vector_length`,); with `order` a second vector, of the rows
+        with shuffled scores.
 
         Scores and weights are fp32. Memory holds scores and weights of some queries of one layer at a time.
 
@@ -357,7 +382,9 @@ class Measures:
         return [torch.cat([part.flatten() for part in parts]) for parts in vectors]
 
     def _write_statistics(self, parts: list[Tensor], rows: AttentionRows, start: int) -> None:
-        """Write statistics of rows with `MIN_KEYS` or more keys into `parts`, of `shapes`; `start`: the first row's index in `queries`."""
+        """Write statistics of rows with `MIN_KEYS` or more keys into `parts`, of `shapes`; `start`: the first row's
+        index in `queries`.
+        """
         indices = (rows.n >= MIN_KEYS).nonzero().squeeze(-1)
         if not len(indices):
             return
@@ -386,7 +413,9 @@ class Measures:
 
 
 def shuffling_numbers(index: int, queries: int, length: int) -> Tensor:
-    """Random numbers (queries, length) by which scores of sequence `index` are shuffled, the same for each model: `index` is the seed."""
+    """Random numbers (queries, length) by which scores of sequence `index` are shuffled, the same for each model:
+    `index` is the seed.
+    """
     return torch.rand(queries, length, generator=torch.Generator().manual_seed(index))
 
 
@@ -398,13 +427,17 @@ def mean(values: np.ndarray, axes: tuple[int, ...] | int | None = None) -> np.nd
 
 
 def visible_keys_axis(ranges: Sequence[tuple[int, int]]) -> Axis:
-    """The x axis of series with a value for each range (first, last) of the number of visible keys; x is the geometric mean of its ends."""
+    """The x axis of series with a value for each range (first, last) of the number of visible keys; x is the geometric
+    mean of its ends.
+    """
     middles = tuple(float(round(math.sqrt(first * last))) for first, last in ranges)
     return Axis(KEYS, "tokens", "where queries see about", middles)
 
 
 def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
-    """Half octaves of the number of keys, (first, last), in which some of the numbers `n` lie (not NaN); an edge is the training length."""
+    """Half octaves of the number of keys, (first, last), in which some of the numbers `n` lie (not NaN); an edge is the
+    training length.
+    """
     counts = n[np.isfinite(n)]
     if not len(counts):
         return []
@@ -418,7 +451,8 @@ def half_octaves(n: np.ndarray, train_length: int) -> list[tuple[int, int]]:
 
 
 def exponent(values: np.ndarray, n: np.ndarray, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both (layers, H).
+    """Fit value ~ n^exponent to each head by least squares on logarithms; returns the exponents and R^2, both (layers,
+    H).
 
     NaN where n spans fewer than two octaves. Values without a finite logarithm are left out.
 

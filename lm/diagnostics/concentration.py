@@ -1,7 +1,8 @@
 """The concentration of attention: the number of keys with most weight, the weight on the first token and on near keys.
 
-Magnitudes |a| stand for weights, which may be negative or need not sum to one. Statistics whose names end in `, no first` describe the
-same rows without the first token of the document, which may be an attention sink. Fractions are then fractions of the other keys' weight.
+Magnitudes |a| stand for weights, which may be negative or need not sum to one. Statistics whose names end in `, no
+first` describe the same rows without the first token of the document, which may be an attention sink. Fractions are
+then fractions of the other keys' weight.
 """
 
 import math
@@ -16,13 +17,15 @@ WEIGHT_FRACTION = 0.95  # fraction of the weight in `keys with 95% of the weight
 
 
 def effective_keys(rows: AttentionRows) -> Tensor:
-    """N_eff = (sum |a|)^2 / sum a^2 of each row's weights a: 1 for weight on one key, the number of visible keys for equal weights."""
+    """N_eff = (sum |a|)^2 / sum a^2 of each row's weights a: 1 for weight on one key, the number of visible keys for
+    equal weights.
+    """
     return sparsity(rows.weights, rows.visible).square() * rows.n
 
 
 def entropy(rows: AttentionRows) -> Tensor | None:
-    """Entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a. None for normalizers whose weights do not sum to one, NaN
-    for rows with a negative weight."""
+    """Entropy -sum p ln p of each row, nats, with p = a / sum |a| for weights a. None for normalizers whose weights do
+    not sum to one, NaN for rows with a negative weight."""
     if not rows.normalizer.options.rows_sum_to_one:
         return None
     p = rows.weights / rows.abs_sum.unsqueeze(-1)
@@ -30,7 +33,9 @@ def entropy(rows: AttentionRows) -> Tensor | None:
 
 
 def relative_entropy(rows: AttentionRows) -> Tensor | None:
-    """Each row's entropy divided by ln (number of visible keys): 0 for weight on one key, 1 for equal weights; None as for `entropy`."""
+    """Each row's entropy divided by ln (number of visible keys): 0 for weight on one key, 1 for equal weights; None as
+    for `entropy`.
+    """
     nats = entropy(rows)
     return None if nats is None else nats / rows.n.log()
 
@@ -42,21 +47,27 @@ def keys_with_most_weight(rows: AttentionRows) -> Tensor:
 
 
 def log_sum(rows: AttentionRows) -> Tensor | None:
-    """ln Z of each row (`Normalizer.log_sum`); Z is its sum of unnormalized weights, e.g. e^score for softmax, relu(score)^2 for relu2.
+    """ln Z of each row (`Normalizer.log_sum`); Z is its sum of unnormalized weights, e.g. e^score for softmax,
+    relu(score)^2 for relu2.
 
-    Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p is 1.
+    Su's argument about dividing by n (kexue.fm 9019) depends on p in Z ~ n^p: dividing by Z is dividing by n only if p
+    is 1.
     """
     sums = rows.normalizer.log_sum(rows.scores.unsqueeze(0), rows.layout)
     return None if sums is None else sums[0]
 
 
 def weighted_mean(rows: AttentionRows, values: Tensor) -> Tensor:
-    """Each row's mean of `values` of keys, weighted by |weights|; of a mask it is the fraction of the row's weight on the keys in it."""
+    """Each row's mean of `values` of keys, weighted by |weights|; of a mask it is the fraction of the row's weight on
+    the keys in it.
+    """
     return (rows.magnitudes * values).sum(-1) / rows.abs_sum
 
 
 def concentration_statistics(top_k: list[int], nearest: list[int]) -> StatisticFamily:
-    """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are summed."""
+    """All statistics of concentration (docs/diagnostics.md); `top_k`, `nearest`: numbers of keys over which weights are
+    summed.
+    """
 
     def largest_weight(n_keys: int) -> Statistic:
         return Statistic(

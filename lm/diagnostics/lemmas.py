@@ -1,15 +1,16 @@
-"""Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: bounds on weights, and on the rate at which they
-change with the scores.
+"""Lemmas 1 and 2 of Mudarisov et al. 2025 (arXiv 2508.17821) as statistics of rows: bounds on weights, and on the rate
+at which they change with the scores.
 
-Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is max F / min F over [-a, a], a the
-largest |score| of the row, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. It is measured by the norm of each row's
-Jacobian d weights / d scores, and by finite differences in one direction. Both need only the map of scores to weights
-(`Normalizer.normalize`), and so work for every normalizer.
+Lemma 1: weights F(score) / sum F(score), F > 0, of n keys lie between C1 / n and C2 / n. C2 is max F / min F over [-a,
+a], a the largest |score| of the row, and C1 = 1 / C2. Lemma 2 bounds the change of weights with scores. It is measured
+by the norm of each row's Jacobian d weights / d scores, and by finite differences in one direction. Both need only the
+map of scores to weights (`Normalizer.normalize`), and so work for every normalizer.
 
-The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the spectral norm this is
-wrong: its supremum is 1 / (2 T), at two equal leading logits. 1 / (4 T) bounds the largest entry of J, and sqrt 2 the distance of two rows
-of weights. A finite difference over a step of length e is thus at most min(1 / (2 T), sqrt 2 / e). The paper measures the difference in one
-random direction. This estimates the Frobenius norm of J divided by sqrt(n), far below the spectral norm.
+The paper's Cor. 3 takes |J| <= min(1 / (4 T), sqrt 2) for softmax(l / T), J the Jacobian by the logits l. For the
+spectral norm this is wrong: its supremum is 1 / (2 T), at two equal leading logits. 1 / (4 T) bounds the largest entry
+of J, and sqrt 2 the distance of two rows of weights. A finite difference over a step of length e is thus at most min(1
+/ (2 T), sqrt 2 / e). The paper measures the difference in one random direction. This estimates the Frobenius norm of J
+divided by sqrt(n), far below the spectral norm.
 """
 
 import math
@@ -34,7 +35,8 @@ def spectral_norm(
 ) -> Tensor:
     """The largest singular value, (...), of each row's Jacobian J = d weights / d scores, by power iteration on J^T J.
 
-    The result is at most the true value. In rows with nearly all weight on one key, fp32 rounding errors are up to a third of the value.
+    The result is at most the true value. In rows with nearly all weight on one key, fp32 rounding errors are up to a
+    third of the value.
 
     scores: (..., S) fp32 or fp64; visible: bool, broadcastable to the scores: the keys whose scores matter.
     """
@@ -56,7 +58,8 @@ def spectral_norm(
 
 
 def finite_difference(normalize: Normalize, scores: Tensor, step: float, direction: Tensor) -> Tensor:
-    """|weights(scores + step x direction) - weights(scores)| / step for each row, (...); fp64, whatever the scores' dtype.
+    """|weights(scores + step x direction) - weights(scores)| / step for each row, (...); fp64, whatever the scores'
+    dtype.
 
     direction: (..., S), of length 1 over the keys that a row sees.
     """
@@ -80,30 +83,40 @@ def _unit_vectors(v: Tensor) -> Tensor:
 
 
 def log_of_n_times_largest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
+    """ln (n x largest weight) of each row of n keys, at most `log_c2` by Lemma 1 (arXiv 2508.17821); None where it does
+    not apply.
+    """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.amax(-1)
 
 
 def log_of_n_times_smallest(rows: AttentionRows) -> Tensor | None:
-    """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1 (arXiv 2508.17821); None where it does not apply."""
+    """ln (n x smallest weight) of each row of n keys, at least -`log_c2` by Lemma 1 (arXiv 2508.17821); None where it
+    does not apply.
+    """
     logs = _log_n_times_weights(rows)
     return None if logs is None else logs.masked_fill(~rows.visible, math.inf).amin(-1)
 
 
 def log_c2(rows: AttentionRows) -> Tensor | None:
-    """ln C2, 2 x the largest |score| of each row. By Lemma 1 (arXiv 2508.17821) no weight exceeds C2 / n; None where it does not apply."""
+    """ln C2, 2 x the largest |score| of each row. By Lemma 1 (arXiv 2508.17821) no weight exceeds C2 / n; None where it
+    does not apply.
+    """
     return 2 * rows.scores.masked_fill(~rows.visible, 0.0).abs().amax(-1) if lemma_1_applies(rows) else None
 
 
 def lemma_1_applies(rows: AttentionRows) -> bool:
-    """Whether weights are the softmax of scores that do not depend on the number of keys, as in Lemma 1 of arXiv 2508.17821."""
+    """Whether weights are the softmax of scores that do not depend on the number of keys, as in Lemma 1 of arXiv
+    2508.17821.
+    """
     normalizer = rows.normalizer
     return normalizer.options.rows_sum_to_one and normalizer.score_map == "exp" and not _scores_depend_on_length(rows)
 
 
 def _scores_depend_on_length(rows: AttentionRows) -> bool:
-    """Whether the scores of the sequence's last query change if other tokens, as many as the sequence has, come before the sequence."""
+    """Whether the scores of the sequence's last query change if other tokens, as many as the sequence has, come before
+    the sequence.
+    """
     x, q, k, _ = rows.inputs
     length = x.size(1)
     query_layout = AttentionLayout.full(length, x.device).select(torch.tensor([length - 1], device=x.device), length)
@@ -115,23 +128,29 @@ def _scores_depend_on_length(rows: AttentionRows) -> bool:
 
 
 def _log_n_times_weights(rows: AttentionRows) -> Tensor | None:
-    """ln (n x weight) of n keys, (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma 1 does not apply."""
+    """ln (n x weight) of n keys, (H, T, S), from the scores, since weights may be rounded to 0; None where Lemma 1 does
+    not apply.
+    """
     if not lemma_1_applies(rows):
         return None
     return rows.scores.masked_fill(~rows.visible, -math.inf).log_softmax(-1) + rows.n.log().unsqueeze(-1)
 
 
 def jacobian_norm(rows: AttentionRows) -> Tensor:
-    """The spectral norm of each row's d weights / d scores, computed in fp64, as fp32 rounds it badly if one key has nearly all weight."""
+    """The spectral norm of each row's d weights / d scores, computed in fp64, as fp32 rounds it badly if one key has
+    nearly all weight.
+    """
     generator = torch.Generator().manual_seed(0)
     return spectral_norm(rows.normalize, rows.scores.double(), rows.visible, generator).to(rows.scores.dtype)
 
 
 def jacobian_ceiling(rows: AttentionRows) -> Tensor | None:
-    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a `score_map`.
+    """A bound on `jacobian_norm`: 1 / 2 for softmax, with or without a sink; None for normalizers without a
+    `score_map`.
 
-    With another score map F, a row's weights are F(score) times a factor of the row, and the bound is max |F'| times |factor|. Where the
-    factor is 1 / (sum of F over the row), this is multiplied by max(1, sqrt(n) |weights|), |weights| the L2 norm of the row's weights.
+    With another score map F, a row's weights are F(score) times a factor of the row, and the bound is max |F'| times
+    |factor|. Where the factor is 1 / (sum of F over the row), this is multiplied by max(1, sqrt(n) |weights|),
+    |weights| the L2 norm of the row's weights.
     """
     name = rows.normalizer.score_map
     if name == "exp":

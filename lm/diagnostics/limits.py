@@ -1,21 +1,25 @@
-"""The limits of normalization (Mudarisov et al. 2025, arXiv 2508.17821) in a model's attention: the family `limits` of statistics.
+"""The limits of normalization (Mudarisov et al. 2025, arXiv 2508.17821) in a model's attention: the family `limits` of
+statistics.
 
-`lm.diagnostics.lemmas` has Lemmas 1 and 2 by row. This module has Theorems 1 and 2, the critical number of keys (Algorithm 3, by two-sample
-Kolmogorov-Smirnov tests) and the temperatures of Lemma 2. Where the paper leaves a choice open (which vectors, divided by their length or
-not, with or without the first token) `eval.diagnostics.limits` has an option.
+`lm.diagnostics.lemmas` has Lemmas 1 and 2 by row. This module has Theorems 1 and 2, the critical number of keys
+(Algorithm 3, by two-sample Kolmogorov-Smirnov tests) and the temperatures of Lemma 2. Where the paper leaves a choice
+open (which vectors, divided by their length or not, with or without the first token) `eval.diagnostics.limits` has an
+option.
 
-Both theorems say how far a query's weighted keys lie from the sum of some of them. A query gives key i the weight a_i; x_i is the vector of
-key i. For a set I of N keys, s = sum over I of a_i x_i, and
+Both theorems say how far a query's weighted keys lie from the sum of some of them. A query gives key i the weight a_i;
+x_i is the vector of key i. For a set I of N keys, s = sum over I of a_i x_i, and
 
     d~ = sum over i not in I of |a_i x_i - s|    (the paper's Eqs. 6 and 7).
 
-Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 counts N_s, the number of keys among the N whose
-a_i x_i lies within r of s. r is the distance from s to the nearest a_j x_j of any other key. The bounds are reconstructed from the paper's
-words, as its typeset equations could not be read. The bound of Theorem 1 is proved, and holds for weights of any sum.
+Theorem 1 compares the N keys of the largest weights with N keys drawn at random. Theorem 2 counts N_s, the number of
+keys among the N whose a_i x_i lies within r of s. r is the distance from s to the nearest a_j x_j of any other key. The
+bounds are reconstructed from the paper's words, as its typeset equations could not be read. The bound of Theorem 1 is
+proved, and holds for weights of any sum.
 
-All distances are computed from inner products of vectors. Sums over a model's rows, (H, octaves, 2, quantities, points), hold for each
-octave of visible keys the sums over its rows, and the number of these rows. Points are numbers N, or pairs of temperature and step.
-Shapes: H heads, T queries, S keys, E entries of a vector, R rows of any heads, G numbers of keys N, ascending. Tensors are fp32.
+All distances are computed from inner products of vectors. Sums over a model's rows, (H, octaves, 2, quantities,
+points), hold for each octave of visible keys the sums over its rows, and the number of these rows. Points are numbers
+N, or pairs of temperature and step. Shapes: H heads, T queries, S keys, E entries of a vector, R rows of any heads, G
+numbers of keys N, ascending. Tensors are fp32.
 """
 
 import math
@@ -49,10 +53,11 @@ from lm.runs.evaluations import Axis
 
 
 class TopKeys(NamedTuple):
-    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|: (G, R) for G numbers N, R queries.
+    """Quantities of Theorems 1 and 2 (arXiv 2508.17821) for the N keys with the largest |weights|: (G, R) for G numbers
+    N, R queries.
 
-    NaN where a query sees too few keys. The module's docstring defines s, d~ and r. The envelopes are no bounds: they assume keys that lie
-    uniformly on a sphere, independently of weights, and take r from the data.
+    NaN where a query sees too few keys. The module's docstring defines s, d~ and r. The envelopes are no bounds: they
+    assume keys that lie uniformly on a sphere, independently of weights, and take r from the data.
     """
 
     distance: Tensor  # d~, the sum over the other keys of |a_i x_i - s|; 0 where the N keys are all keys
@@ -67,17 +72,20 @@ class TopKeys(NamedTuple):
 class RandomKeys(NamedTuple):
     """Expected d~ (see the module) of N random keys (Theorem 1, arXiv 2508.17821): (G, R) for G numbers N, R queries.
 
-    NaN where a query sees too few keys. In the formulas n is the number of visible keys, and x- is the sum of a_j x_j over all of them.
+    NaN where a query sees too few keys. In the formulas n is the number of visible keys, and x- is the sum of a_j x_j
+    over all of them.
     """
 
     uncorrected: Tensor  # (n - N) / n sum |(a_i + N / (n - 1)) x_i - x-|: Theorem 1 as quoted, which is too large
     corrected: Tensor  # (n - N) / n sum |(1 + c) a_i x_i - c x-|, c = N / (n - 1): norms of means, a lower bound
-    upper: Tensor  # as `corrected`, with roots of mean squares in place of norms of means: an upper bound of the expectation
+    # as `corrected`, with roots of mean squares in place of norms of means: an upper bound of the expectation
+    upper: Tensor
     sampled: Tensor  # d~ of one random set of keys for each row, a set that grows with N; unbiased (Monte Carlo)
 
 
 def top_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int]) -> TopKeys:
-    """`TopKeys` of R queries for each N in `counts`: distances from the sum of N weighted keys, and bounds on them (arXiv 2508.17821).
+    """`TopKeys` of R queries for each N in `counts`: distances from the sum of N weighted keys, and bounds on them
+    (arXiv 2508.17821).
 
     weights: (R, S), 0 where not visible; visible: (R, S) bool; x: (S, E), the keys' vectors.
     """
@@ -117,7 +125,9 @@ def top_distances(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[
 
 
 def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[int], draws: Tensor) -> RandomKeys:
-    """`RandomKeys` for each N in `counts`; the keys with the largest of the random numbers `draws`, (R queries, S keys), are the sample."""
+    """`RandomKeys` for each N in `counts`; the keys with the largest of the random numbers `draws`, (R queries, S
+    keys), are the sample.
+    """
     order = draws.masked_fill(~visible, -torch.inf).topk(min(counts[-1], weights.size(1)), -1).indices
     n, square = visible.sum(-1, keepdim=True).to(weights.dtype), x.square().sum(-1)
     product = (weights @ x) @ x.T  # x_i . x-
@@ -145,7 +155,8 @@ def random_keys(weights: Tensor, visible: Tensor, x: Tensor, counts: Sequence[in
 
 
 def _keys_by_weight(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> Tensor:
-    """For each of R queries the indices of its N keys of largest |weight|, in descending order, N the largest of `counts`: (R, N) int64.
+    """For each of R queries the indices of its N keys of largest |weight|, in descending order, N the largest of
+    `counts`: (R, N) int64.
 
     Invisible keys come last.
     """
@@ -153,14 +164,18 @@ def _keys_by_weight(weights: Tensor, visible: Tensor, counts: Sequence[int]) -> 
 
 
 def _added_keys(order: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """Yield, for each N in `counts`, the keys that it adds to the previous N's: columns previous N to N - 1 of `order`, (R, keys)."""
+    """Yield, for each N in `counts`, the keys that it adds to the previous N's: columns previous N to N - 1 of `order`,
+    (R, keys).
+    """
     return (order[:, start:stop] for start, stop in pairwise([0, *counts]))
 
 
 def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Squared distances from each key to the farthest of the first N keys in a query's `order`, and between the closest two of these N.
+    """Squared distances from each key to the farthest of the first N keys in a query's `order`, and between the closest
+    two of these N.
 
-    The first are (G, R, S); the others, (G, R), are infinite for N = 1. Shapes: G numbers N in `counts`, R queries, S keys.
+    The first are (G, R, S); the others, (G, R), are infinite for N = 1. Shapes: G numbers N in `counts`, R queries, S
+    keys.
     """
 
     def pairs(keys: Tensor, others: Tensor) -> Tensor:
@@ -179,7 +194,9 @@ def _extreme_distances(x: Tensor, order: Tensor, counts: Sequence[int]) -> tuple
 
 
 def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
-    """The sum of |a_i x_i - s| over keys i beyond the first N in `order`, s the sum of a_i x_i over these N: (G numbers N, R queries)."""
+    """The sum of |a_i x_i - s| over keys i beyond the first N in `order`, s the sum of a_i x_i over these N: (G numbers
+    N, R queries).
+    """
     distance_sums = [
         (distance * rest_mask).sum(-1) for rest_mask, _, distance in _sum_gaps(weights, visible, x, order, counts)
     ]
@@ -191,9 +208,11 @@ def _distances(weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, count
 def _sum_gaps(
     weights: Tensor, visible: Tensor, x: Tensor, order: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for each N in `counts`, three (R, S): mask of the keys beyond the first N in `order`, |a_i x_i - s|^2 - |s|^2, |a_i x_i - s|.
+    """Yield, for each N in `counts`, three (R, S): mask of the keys beyond the first N in `order`, |a_i x_i - s|^2 -
+    |s|^2, |a_i x_i - s|.
 
-    s is the sum of a_i x_i over the first N. The difference of squares tells small weights apart, as their distances round to |s|.
+    s is the sum of a_i x_i over the first N. The difference of squares tells small weights apart, as their distances
+    round to |s|.
     """
     rest_mask, square, s = visible, x.square().sum(-1), x.new_zeros(len(order), x.size(1))
     for count, keys in zip(counts, _added_keys(order, counts), strict=True):
@@ -204,10 +223,11 @@ def _sum_gaps(
 
 
 def _envelopes(alpha: Tensor, longest: Tensor, nearest: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper envelope, (R,) each, of the fraction of N keys with a_i x_i within r of their sum s (Theorem 2, arXiv 2508.17821).
+    """Lower and upper envelope, (R,) each, of the fraction of N keys with a_i x_i within r of their sum s (Theorem 2,
+    arXiv 2508.17821).
 
-    They are 1 - mean(xi_i) / r and mean exp(-(xi_i - r)_+^2 / (2 longest^2)), where x_i is the vector of key i. xi_i bounds |a_i x_i - s|
-    from above, if weights are not negative. R is the number of queries.
+    They are 1 - mean(xi_i) / r and mean exp(-(xi_i - r)_+^2 / (2 longest^2)), where x_i is the vector of key i. xi_i
+    bounds |a_i x_i - s| from above, if weights are not negative. R is the number of queries.
 
     alpha: (R, N), weights a_i of the N keys; r: (R,), a radius.
     longest, nearest: (R,) each, the largest |x| of the N keys, and the smallest squared distance between two of them.
@@ -251,7 +271,9 @@ def octaves(length: int) -> list[tuple[int, int]]:
 
 
 def many_key_counts(length: int) -> list[int]:
-    """The numbers of keys N for which Theorem 1 is measured: from 1 in steps of a tenth of N, at least 1, to a quarter of `length` keys."""
+    """The numbers of keys N for which Theorem 1 is measured: from 1 in steps of a tenth of N, at least 1, to a quarter
+    of `length` keys.
+    """
     counts, largest = [1], length // 4
     while counts[-1] < largest:
         counts.append(min(largest, max(counts[-1] + 1, round(counts[-1] * 1.1))))
@@ -264,7 +286,8 @@ def few_key_counts(length: int) -> list[int]:
 
 
 def query_means(sums: np.ndarray) -> np.ndarray:
-    """Divide the totals in `sums` by the numbers of queries in it (`totals_and_counts`): (octaves, quantities, points, ...).
+    """Divide the totals in `sums` by the numbers of queries in it (`totals_and_counts`): (octaves, quantities, points,
+    ...).
 
     NaN where no query was counted.
     """
@@ -274,7 +297,8 @@ def query_means(sums: np.ndarray) -> np.ndarray:
 
 
 def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split `sums`, (..., octaves, 2, quantities, points), into sums over queries and numbers of queries. Octaves are of visible keys.
+    """Split `sums`, (..., octaves, 2, quantities, points), into sums over queries and numbers of queries. Octaves are
+    of visible keys.
 
     Both results are (octaves, quantities, points, ...).
     """
@@ -284,13 +308,15 @@ def totals_and_counts(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Theorems:
-    """Computes sums over a model's queries of the quantities in Theorems 1 and 2 and Lemma 2 (arXiv 2508.17821), with options `config`."""
+    """Computes sums over a model's queries of the quantities in Theorems 1 and 2 and Lemma 2 (arXiv 2508.17821), with
+    options `config`.
+    """
 
     config: LimitsConfig
 
     def distances(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of d~ (see the module) for the N keys of largest weight and N random keys (`DISTANCES`), and counts of queries:
-        (H, octaves of visible keys, 2, distances, numbers N). None without queries."""
+        """Sums over queries of d~ (see the module) for the N keys of largest weight and N random keys (`DISTANCES`),
+        and counts of queries: (H, octaves of visible keys, 2, distances, numbers N). None without queries."""
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts = [count for count in many_key_counts(length) if count <= max_keys / 4]
@@ -311,8 +337,10 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def separability(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Sums over queries of quantities of N keys of largest weight (`SEPARABLE`), and counts of queries: (H, octaves of visible keys,
-        2, quantities, numbers N). The last two quantities are for whole layers; the result is None without queries."""
+        """Sums over queries of quantities of N keys of largest weight (`SEPARABLE`), and counts of queries: (H, octaves
+        of visible keys, 2, quantities, numbers N). The last two quantities are for whole layers; the result is None
+        without queries.
+        """
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
             counts, heads = few_key_counts(length), len(octave_rows.weights)
@@ -337,11 +365,12 @@ class Theorems:
         return self._sums_within(rows, octaves(length), measure)
 
     def differences(self, rows: AttentionRows, length: int) -> Tensor | None:
-        """Rates at which the last query's weights change with its logits (`DIFFERENCES`), by temperature and step of the finite difference.
+        """Rates at which the last query's weights change with its logits (`DIFFERENCES`), by temperature and step of
+        the finite difference.
 
-        The rates are computed in fp64, spectral norms in fp32. The result is None if `rows` do not hold the last query, or its number of
-        keys is outside the last octave of visible keys. Logits are scores times sqrt(D), D the head size, because arXiv 2508.17821 divides
-        q.k by T. So T = sqrt(D) is the model as it is.
+        The rates are computed in fp64, spectral norms in fp32. The result is None if `rows` do not hold the last query,
+        or its number of keys is outside the last octave of visible keys. Logits are scores times sqrt(D), D the head
+        size, because arXiv 2508.17821 divides q.k by T. So T = sqrt(D) is the model as it is.
         """
 
         def measure(octave_rows: AttentionRows, max_keys: int) -> Tensor:
@@ -412,7 +441,8 @@ class Theorems:
     def _sums_within(
         self, rows: AttentionRows, bounds: Sequence[tuple[int, int]], measure: Callable[[AttentionRows, int], Tensor]
     ) -> Tensor | None:
-        """Sums over queries, and numbers of queries, in each range of `bounds`: (H, ranges, 2, quantities, points); None without queries.
+        """Sums over queries, and numbers of queries, in each range of `bounds`: (H, ranges, 2, quantities, points);
+        None without queries.
 
         bounds: ranges (first, last) of the number of visible keys.
         measure: rows of a range, the range's `last` -> values (quantities, points, H, T), NaN where not defined.
@@ -437,9 +467,11 @@ def _generator(rows: AttentionRows) -> torch.Generator:
 
 
 def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """D and p, (columns,) each, of two-sided Kolmogorov-Smirnov tests of two samples, (size, columns) each, column by column.
+    """D and p, (columns,) each, of two-sided Kolmogorov-Smirnov tests of two samples, (size, columns) each, column by
+    column.
 
-    Values that are not finite are left out; NaN where a sample is empty. D is the largest difference of the two distribution functions.
+    Values that are not finite are left out; NaN where a sample is empty. D is the largest difference of the two
+    distribution functions.
     """
     from scipy.stats import ks_2samp
 
@@ -450,18 +482,23 @@ def two_sample_tests(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray,
 
 
 def critical_count(p: np.ndarray, counts: Sequence[int], level: float) -> float:
-    """The smallest of `counts` (numbers of keys) whose test has `p` of at least `level`, so shows no difference; NaN if there is none."""
+    """The smallest of `counts` (numbers of keys) whose test has `p` of at least `level`, so shows no difference; NaN if
+    there is none.
+    """
     accepted_indices = np.flatnonzero(p >= level)
     return float(counts[accepted_indices[0]]) if len(accepted_indices) else math.nan
 
 
 def head_mean_samples(sums: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
-    """Up to `size` means of single heads, (means, points), so that models with any number of heads are tested with equal power.
+    """Up to `size` means of single heads, (means, points), so that models with any number of heads are tested with
+    equal power.
 
-    The sequences are divided into size / heads groups, rounded up; if there are fewer sequences, each sequence is a group. Each head has
-    a mean for each group. If there are more than `size` means, `size` evenly spread means are taken.
+    The sequences are divided into size / heads groups, rounded up; if there are fewer sequences, each sequence is a
+    group. Each head has a mean for each group. If there are more than `size` means, `size` evenly spread means are
+    taken.
 
-    sums: (N, heads, points), sums over queries in each of N sequences; counts: (N, heads, points), numbers of these queries.
+    sums: (N, heads, points), sums over queries in each of N sequences; counts: (N, heads, points), numbers of these
+    queries.
     """
     sequences, heads, _ = sums.shape
     groups = min(sequences, -(-size // heads))
@@ -550,7 +587,8 @@ def _mean_over_heads(values: np.ndarray) -> np.ndarray:
 def _derived_distances(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
     """Yield d~, a distance that the module's docstring defines, of the N keys of largest weight and of N random keys.
 
-    First by N, for queries that see the most keys (the last octave of visible keys); then by octave for N = `LENGTH_CURVE_KEYS`.
+    First by N, for queries that see the most keys (the last octave of visible keys); then by octave for N =
+    `LENGTH_CURVE_KEYS`.
     """
     counts = many_key_counts(values.length)
     distances = _mean_over_heads(query_means(values.sums["distances"].sum(0)))  # (octaves, quantities, N)
@@ -565,10 +603,11 @@ def _derived_distances(config: LimitsConfig, values: MeasuredValues) -> Iterator
 
 
 def _derived_critical(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
-    """Yield D of Kolmogorov-Smirnov tests by N in the last octave of visible keys, and by octave the critical N / number of visible keys.
+    """Yield D of Kolmogorov-Smirnov tests by N in the last octave of visible keys, and by octave the critical N /
+    number of visible keys.
 
-    The tests compare d~ (see the module) of the N keys of largest weight and of N random keys. The critical N is the least N at which they
-    show no difference.
+    The tests compare d~ (see the module) of the N keys of largest weight and of N random keys. The critical N is the
+    least N at which they show no difference.
     """
     counts, bounds = many_key_counts(values.length), octaves(values.length)
     key_counts = [values.n[(values.n >= low) & (values.n <= high)] for low, high in bounds]
@@ -598,8 +637,8 @@ def _derived_critical(config: LimitsConfig, values: MeasuredValues) -> Iterator[
 
 
 def _distance_samples(config: LimitsConfig, values: MeasuredValues, octave: int, expectation: int) -> list[np.ndarray]:
-    """Two samples of heads' mean d~ (see the module) in one octave of visible keys, (size, numbers N) each: for the largest weights, then
-    for `DISTANCES[expectation]`."""
+    """Two samples of heads' mean d~ (see the module) in one octave of visible keys, (size, numbers N) each: for the
+    largest weights, then for `DISTANCES[expectation]`."""
     total, counts = totals_and_counts(values.sums["distances"])  # (octaves, quantities, N, sequences, layers, H)
     sample_pair = []
     for quantity in (0, expectation):
@@ -612,8 +651,10 @@ def _distance_samples(config: LimitsConfig, values: MeasuredValues, octave: int,
 
 
 def _derived_separable(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
-    """Yield the quantities `SEPARABLE` by N, means over heads in the last octave of visible keys, N_s / N (`TopKeys.separable`) at
-    N = `PLATEAU_KEYS`, and the fraction of keys that at least one of H independent heads would separate."""
+    """Yield the quantities `SEPARABLE` by N, means over heads in the last octave of visible keys, N_s / N
+    (`TopKeys.separable`) at N = `PLATEAU_KEYS`, and the fraction of keys that at least one of H independent heads would
+    separate.
+    """
     counts = few_key_counts(values.length)
     axis = _counts_axis(counts)
     separability = query_means(values.sums["separability"].sum(0))[-1]  # (quantities, N, layers, H)
@@ -642,7 +683,9 @@ def _derived_separable(config: LimitsConfig, values: MeasuredValues) -> Iterator
 
 
 def _derived_differences(config: LimitsConfig, values: MeasuredValues) -> Iterator[DerivedNumbers]:
-    """Yield rates of change of weights (`DIFFERENCES`) by temperature, each for the head of the largest mean, as in arXiv 2508.17821."""
+    """Yield rates of change of weights (`DIFFERENCES`) by temperature, each for the head of the largest mean, as in
+    arXiv 2508.17821.
+    """
     shape = len(config.temperatures), len(config.steps)
     by_head = query_means(values.sums["differences"].sum(0))[0]
     largest = np.nan_to_num(by_head, nan=-np.inf).max((-2, -1)).reshape(len(DIFFERENCES), *shape)

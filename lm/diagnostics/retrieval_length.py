@@ -1,9 +1,10 @@
-"""Prediction, from scores at one length, of the length at which attention loses the key that it is to retrieve (docs/half-length.md).
+"""Prediction, from scores at one length, of the length at which attention loses the key that it is to retrieve
+(docs/half-length.md).
 
-A query sees n keys; one of them, the needle, has the score z*. A key's weight is e^z / (sum of e^z). When the sequence grows by `growth`
-tokens like its filler, scores are multiplied by 1 + slope ln((n + growth) / n). Each new token adds the mean of e^z over filler to the sum.
-The slope is d ln(scale) / d ln n at n, where `scale` is the factor on scores. It is 0 for softmax, and 1 / ln n for a scale proportional
-to ln n. The needle's weight is
+A query sees n keys; one of them, the needle, has the score z*. A key's weight is e^z / (sum of e^z). When the sequence
+grows by `growth` tokens like its filler, scores are multiplied by 1 + slope ln((n + growth) / n). Each new token adds
+the mean of e^z over filler to the sum. The slope is d ln(scale) / d ln n at n, where `scale` is the factor on scores.
+It is 0 for softmax, and 1 / ln n for a scale proportional to ln n. The needle's weight is
 
     w = 1 / (1 + (sum over other keys of e^(z - z*)) + growth (mean over filler of e^(z - z*))),
 
@@ -54,7 +55,9 @@ class Retrieval:
 
     @property
     def margin(self) -> np.ndarray:
-        """The needle's score minus the log of filler's mean e^score, (Q,) nats: e^margin keys of filler weigh as much as the needle."""
+        """The needle's score minus the log of filler's mean e^score, (Q,) nats: e^margin keys of filler weigh as much
+        as the needle.
+        """
         filler = np.where(self.is_filler, np.exp(self.other_scores - self.needle[:, None]), 0.0)
         return -np.log(filler.sum(1) / self.is_filler.sum(1))
 
@@ -76,12 +79,14 @@ class RetrievingHead:
 def retrieving_head(
     decoder: Decoder, examples: list[Example], filler: range, any_map: bool = False
 ) -> RetrievingHead | None:
-    """The head with the largest mean weight on the needle in sequences of one length; None if the module's formula holds for no layer.
+    """The head with the largest mean weight on the needle in sequences of one length; None if the module's formula
+    holds for no layer.
 
-    The formula holds for weights e^score / (sum of e^score) on all keys up to the query, if they do not depend on distance. A key is
-    filler if its token's id and the id of the token before it are in `filler`. With `any_map` heads with other weights are searched, too,
-    if queries see all keys before them. The slope is taken as 0 if such weights are not e^score times a factor of the query, or have
-    a window or a decay as in ALiBi. A key's score is then the log of its fraction of the query's weight.
+    The formula holds for weights e^score / (sum of e^score) on all keys up to the query, if they do not depend on
+    distance. A key is filler if its token's id and the id of the token before it are in `filler`. With `any_map` heads
+    with other weights are searched, too, if queries see all keys before them. The slope is taken as 0 if such weights
+    are not e^score times a factor of the query, or have a window or a decay as in ALiBi. A key's score is then the log
+    of its fraction of the query's weight.
     """
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     formula_holds: dict[int, bool] = {}
@@ -118,8 +123,10 @@ def retrieving_head(
 def _block_scores(
     block: QueryBlock, rows: AttentionRows, example: Example, filler: range, is_exp_map: bool
 ) -> tuple[np.ndarray, ...]:
-    """Arrays for Q questions of a sequence of L tokens: `Retrieval`'s needle (Q, H), other_scores (Q, H, L), is_filler (Q, L), n (Q,) and
-    slope (Q, H), then the weight on the needle, effective keys 1 / (sum of squared weights) and the entropy, (Q, H) each."""
+    """Arrays for Q questions of a sequence of L tokens: `Retrieval`'s needle (Q, H), other_scores (Q, H, L), is_filler
+    (Q, L), n (Q,) and slope (Q, H), then the weight on the needle, effective keys 1 / (sum of squared weights) and the
+    entropy, (Q, H) each.
+    """
     length, keys, device = len(example.tokens) - 1, rows.visible.size(-1), rows.visible.device
     evidence, questions = (
         torch.as_tensor(example.evidence[:, 0], device=device),
@@ -148,7 +155,9 @@ def _block_scores(
 
 
 def _shifted_scale(block: QueryBlock, rows: AttentionRows, length: int) -> Tensor:
-    """The factor, (Q, H) fp64, by which the scores of the block's queries and keys change if `length` more tokens stand before them."""
+    """The factor, (Q, H) fp64, by which the scores of the block's queries and keys change if `length` more tokens stand
+    before them.
+    """
     queries, keys = block.inputs.q[:, :, block.queries], block.inputs.k[:, :, : rows.visible.size(-1)]
     shifted_scores = block.normalizer.scores(queries, keys, shifted_layout(block.layout, length))[0].double()
     scores = rows.scores.double().masked_fill(~rows.visible, 0.0)
@@ -161,14 +170,18 @@ def median_weights(scores: Retrieval, length: int) -> np.ndarray:
 
 
 def candidate_lengths(length: int) -> np.ndarray:
-    """Lengths among which the length of failure is sought, (R,) tokens: `STEPS_AN_OCTAVE` in each of `OCTAVES` doublings of `length`."""
+    """Lengths among which the length of failure is sought, (R,) tokens: `STEPS_AN_OCTAVE` in each of `OCTAVES`
+    doublings of `length`.
+    """
     return length * 2 ** (np.arange(OCTAVES * STEPS_AN_OCTAVE + 1) / STEPS_AN_OCTAVE)
 
 
 def half_length(weights: np.ndarray, length: int, threshold: float = 0.5) -> float:
-    """The least length, tokens, at which the median weight on the needle (`median_weights`) is below `threshold`, else infinite.
+    """The least length, tokens, at which the median weight on the needle (`median_weights`) is below `threshold`, else
+    infinite.
 
-    Between the lengths of `candidate_lengths` the log odds of the weight are taken as linear in the logarithm of the length.
+    Between the lengths of `candidate_lengths` the log odds of the weight are taken as linear in the logarithm of the
+    length.
     """
     indices = np.flatnonzero(weights < threshold)
     if not len(indices):

@@ -1,25 +1,29 @@
-"""Compares the sparsity S = E|a| / sqrt(E[a^2]) of a query's weights a with closed forms, and measures the variance that positions explain.
+"""Compares the sparsity S = E|a| / sqrt(E[a^2]) of a query's weights a with closed forms, and measures the variance
+that positions explain.
 
-S is at most 1, where all weights are equal; it is 1 / sqrt(n) where one of n keys has all the weight. A factor on the weights does not
-change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta + gamma eps, eps ~ N(0, 1). beta and
-gamma are the mean and the standard deviation of a query's scores, and r = beta / gamma. Phi and phi are the normal distribution function
-and its density at r. The closed forms are elementwise in tensors of any shape, fp32 or wider, and give NaN where they are not defined.
+S is at most 1, where all weights are equal; it is 1 / sqrt(n) where one of n keys has all the weight. A factor on the
+weights does not change S. The closed forms (after Su, kexue.fm 9889) suppose infinitely many keys whose scores are beta
++ gamma eps, eps ~ N(0, 1). beta and gamma are the mean and the standard deviation of a query's scores, and r = beta /
+gamma. Phi and phi are the normal distribution function and its density at r. The closed forms are elementwise in
+tensors of any shape, fp32 or wider, and give NaN where they are not defined.
 
-Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on distance alone. This part
-has a closed form of its own, by which S is multiplied: S of products of independent weights is the product of their S. In shuffled scores
-the two parts cannot be told apart any more, so weights with such a part then have no closed form.
+Moments are moments of the normalizer's scores, with every scale and temperature, without the part that depends on
+distance alone. This part has a closed form of its own, by which S is multiplied: S of products of independent weights
+is the product of their S. In shuffled scores the two parts cannot be told apart any more, so weights with such a part
+then have no closed form.
 
-Beside S, this module measures how far attention follows from positions alone, whatever the tokens are. The measure is the fraction of the
-weights' variance that the key's position, or its distance from the query, explains. A query's weights are standardised over the keys that
-it sees (mean 0, variance 1), so that every query counts alike. The mean of these values at a key position (or distance) is its effect. The
-effects' mean square is the fraction of the variance that positions explain. A square is estimated by products of means of different
-sequences, as within a sequence all queries see the same tokens at a position. The square of one mean would count a key's content, and
-chance, as an effect of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
+Beside S, this module measures how far attention follows from positions alone, whatever the tokens are. The measure is
+the fraction of the weights' variance that the key's position, or its distance from the query, explains. A query's
+weights are standardised over the keys that it sees (mean 0, variance 1), so that every query counts alike. The mean of
+these values at a key position (or distance) is its effect. The effects' mean square is the fraction of the variance
+that positions explain. A square is estimated by products of means of different sequences, as within a sequence all
+queries see the same tokens at a position. The square of one mean would count a key's content, and chance, as an effect
+of its position. The estimate has no bias, and so may be slightly negative where there is no effect.
 
-Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the fraction that one
-of them explains with the fraction that any function of both explains: where distance alone explains as much, key position adds nothing.
-Only queries whose positions are within a factor of two are taken together: standardised weights that fall with distance, say, are larger
-for a query that sees more keys.
+Under a causal mask key position and distance go together: late keys are near to the queries that see them. Compare the
+fraction that one of them explains with the fraction that any function of both explains: where distance alone explains
+as much, key position adds nothing. Only queries whose positions are within a factor of two are taken together:
+standardised weights that fall with distance, say, are larger for a query that sees more keys.
 """
 
 import math
@@ -37,36 +41,45 @@ LOWEST_RATIO = (
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """Sparsity S = E|a| / sqrt(E[a^2]), (...), of a query's weights a, (..., keys), E the mean over keys that it sees; NaN if all are 0."""
+    """Sparsity S = E|a| / sqrt(E[a^2]), (...), of a query's weights a, (..., keys), E the mean over keys that it sees;
+    NaN if all are 0.
+    """
     a = weights.abs().masked_fill(~visible, 0.0)
     a = a / a.amax(-1, keepdim=True)  # squares of small weights would underflow
     return a.sum(-1) / (a.square().sum(-1) * visible.sum(-1)).sqrt()
 
 
 def exp_sparsity(std: Tensor) -> Tensor:
-    """Sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean; it holds for n keys if std < `condensation_scale(n)`."""
+    """Sparsity S = exp(-std^2 / 2) of weights e^score, whatever the scores' mean; it holds for n keys if std <
+    `condensation_scale(n)`.
+    """
     return (-std.square() / 2).exp()
 
 
 def condensation_scale(n: Tensor) -> Tensor:
-    """sqrt(ln n / 2), the standard deviation of n Gaussian scores above which the sparsity S of weights e^score leaves `exp_sparsity`.
+    """sqrt(ln n / 2), the standard deviation of n Gaussian scores above which the sparsity S of weights e^score leaves
+    `exp_sparsity`.
 
-    If scores have the standard deviation std, E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is 2 std standard
-    deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean. With std > sqrt(ln n / 2), n keys
-    thus lack the scores that make up this expectation, and S stays above its closed form.
+    If scores have the standard deviation std, E[e^(2 score)] stems from scores about 2 std^2 above their mean, which is
+    2 std standard deviations. The largest of n Gaussian scores lies sqrt(2 ln n) standard deviations above the mean.
+    With std > sqrt(ln n / 2), n keys thus lack the scores that make up this expectation, and S stays above its closed
+    form.
     """
     return (n.log() / 2).sqrt()
 
 
 def simulated_sparsity(std: Tensor, n: int, draws: int = 64, seed: int = 0) -> Tensor:
-    """Sparsity S, (K,), of e^score for n Gaussian scores of each standard deviation in `std`, (K,); a mean over `draws` random samples."""
+    """Sparsity S, (K,), of e^score for n Gaussian scores of each standard deviation in `std`, (K,); a mean over `draws`
+    random samples.
+    """
     noise = torch.randn(draws, n, generator=torch.Generator().manual_seed(seed), dtype=std.dtype)
     visible = torch.ones(n, dtype=torch.bool)
     return torch.stack([sparsity((scale * noise).softmax(-1), visible).mean() for scale in std])
 
 
 def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights relu(score), r = mean / std of Gaussian scores, Phi(r) the normal distribution function, phi(r) its density.
+    """Sparsity S of weights relu(score), r = mean / std of Gaussian scores, Phi(r) the normal distribution function,
+    phi(r) its density.
 
     S = (r Phi + phi) / sqrt((r^2 + 1) Phi + r phi), which is 1 / sqrt(pi) at r = 0.
     """
@@ -75,7 +88,8 @@ def relu_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights relu(score)^2, r = mean / std of Gaussian scores, Phi(r) the normal distribution function, phi(r) its density.
+    """Sparsity S of weights relu(score)^2, r = mean / std of Gaussian scores, Phi(r) the normal distribution function,
+    phi(r) its density.
 
     S = ((r^2 + 1) Phi + r phi) / sqrt((r^4 + 6 r^2 + 3) Phi + (r^3 + 5 r) phi), which is 1 / sqrt(6) at r = 0.
     """
@@ -84,9 +98,11 @@ def relu2_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S = E|a| / sqrt(E[a^2]) of weights a that equal Gaussian scores, negative ones included: at least sqrt(2 / pi) = .798.
+    """Sparsity S = E|a| / sqrt(E[a^2]) of weights a that equal Gaussian scores, negative ones included: at least sqrt(2
+    / pi) = .798.
 
-    S is 1 for equal weights, and small where few keys have most of the weight. With this lower bound, weights can't concentrate.
+    S is 1 for equal weights, and small where few keys have most of the weight. With this lower bound, weights can't
+    concentrate.
     """
     beta, gamma = mean.double(), std.double()
     mean_magnitude = math.sqrt(2 / math.pi) * gamma * (-(beta / gamma).square() / 2).exp() + beta * torch.erf(
@@ -96,9 +112,11 @@ def identity_sparsity(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Sparsity S of weights query.key of D non-negative features, if a key's features are independent, with the mean and std given.
+    """Sparsity S of weights query.key of D non-negative features, if a key's features are independent, with the mean
+    and std given.
 
-    S = 1 / sqrt(1 + ((std / mean) ||q||_2 / ||q||_1)^2), q = `query` (..., D). The ratio of norms is between 1 / sqrt(D) and 1.
+    S = 1 / sqrt(1 + ((std / mean) ||q||_2 / ||q||_1)^2), q = `query` (..., D). The ratio of norms is between 1 /
+    sqrt(D) and 1.
     """
     return 1 / (1 + (std / mean * query.norm(dim=-1) / query.norm(1, -1)).square()).sqrt()
 
@@ -106,8 +124,8 @@ def independent_features_sparsity(query: Tensor, mean: Tensor, std: Tensor) -> T
 def decay_sparsity(log_decay: Tensor, n: Tensor) -> Tensor:
     """Sparsity S of weights g^t on n keys, t = 0 ... n - 1 tokens back, g = e^log_decay <= 1; S is 1 for g = 1.
 
-    If g^n is small, S is near sqrt((1 + g) / (n - n g)). S of products of independent weights is the product of their S, so S of a decay
-    multiplies S of the weights without the decay.
+    If g^n is small, S is near sqrt((1 + g) / (n - n g)). S of products of independent weights is the product of their
+    S, so S of a decay multiplies S of the weights without the decay.
     """
     log_g, n = torch.broadcast_tensors(log_decay.double(), n.double())
     g = log_g.exp()
@@ -126,7 +144,8 @@ def _ratio(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Each query's weights (..., S), standardised to mean 0 and standard deviation 1, and a mask of the weights that count, both (..., S).
+    """Each query's weights (..., S), standardised to mean 0 and standard deviation 1, and a mask of the weights that
+    count, both (..., S).
 
     Keys that a query does not see do not count, nor does a query whose weights are all equal, or not finite.
     """
@@ -141,7 +160,8 @@ def standardised_weights(weights: Tensor, visible: Tensor) -> tuple[Tensor, Tens
 
 
 def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Tensor:
-    """Sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in each group: (..., 2 size).
+    """Sums of `values` over each of `size` groups of (query, key) pairs, then the number of pairs that count in each
+    group: (..., 2 size).
 
     values, (..., T, S), are 0 for pairs that don't count; counts, (..., T, S), is the mask of pairs that do.
     groups: int64, broadcastable to (T, S), each pair's group, such as its key position or distance.
@@ -153,7 +173,8 @@ def group_sums(values: Tensor, counts: Tensor, groups: Tensor, size: int) -> Ten
 
 
 def variance_explained(sums: np.ndarray) -> np.ndarray:
-    """The fraction of weights' variance that groups of keys explain, (...) float64, by `group_sums` of N sequences, (N, ..., 2 size).
+    """The fraction of weights' variance that groups of keys explain, (...) float64, by `group_sums` of N sequences, (N,
+    ..., 2 size).
 
     Only groups (key positions or distances) that occur in two sequences or more count; NaN where no group does.
     """
@@ -169,7 +190,8 @@ def variance_explained(sums: np.ndarray) -> np.ndarray:
 
 
 def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callable[[AttentionRows, int], Tensor]:
-    """A function (rows, length) -> `group_sums` of standardised weights, (H, 2 length), by key position in the document or by distance.
+    """A function (rows, length) -> `group_sums` of standardised weights, (H, 2 length), by key position in the document
+    or by distance.
 
     Only queries from position `first_position(length)` on count.
     """
@@ -183,7 +205,8 @@ def position_sums(by_key: bool, first_position: Callable[[int], int]) -> Callabl
     return sums
 
 
-VARIANCE_SOURCES = {  # queries in the second half of the sequence; for the last query distance and key position are the same
+# queries in the second half of the sequence; for the last query distance and key position are the same
+VARIANCE_SOURCES = {
     "key position": position_sums(True, lambda length: length // 2),
     "distance": position_sums(False, lambda length: length // 2),
     "both, last query": position_sums(False, lambda length: length - 1),
@@ -204,10 +227,12 @@ CLOSED_FORMS: dict[
 
 
 def closed_form(rows: AttentionRows) -> Tensor | None:
-    """Sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for weights without a closed form.
+    """Sparsity S of each query's weights in closed form, from the moments of its scores, (H, T); None for weights
+    without a closed form.
 
-    For non-negative features the closed form supposes independent components, with the moments of all features of the keys that a query
-    sees. Moments of the query's products with keys are not used: with these the formula would hold even for dependent components.
+    For non-negative features the closed form supposes independent components, with the moments of all features of the
+    keys that a query sees. Moments of the query's products with keys are not used: with these the formula would hold
+    even for dependent components.
     """
     name, log_decay = rows.normalizer.score_map, rows.normalizer.log_decay(rows.scores)
     if rows.is_shuffled and (log_decay.any() or name == "features"):
@@ -227,19 +252,23 @@ def closed_form(rows: AttentionRows) -> Tensor | None:
 
 
 def is_condensed(rows: AttentionRows) -> Tensor | None:
-    """1 for queries whose scores have a standard deviation above `condensation_scale`, else 0, (H, T); None if weights are no e^score."""
+    """1 for queries whose scores have a standard deviation above `condensation_scale`, else 0, (H, T); None if weights
+    are no e^score.
+    """
     return (rows.moments.std > condensation_scale(rows.n)).float() if rows.normalizer.score_map == "exp" else None
 
 
 def difference(rows: AttentionRows) -> Tensor | None:
-    """The sparsity S (`sparsity`) of each query's weights minus the S that a closed form predicts for the moments of its scores, (H, T);
-    None for a normalizer whose S has no closed form."""
+    """The sparsity S (`sparsity`) of each query's weights minus the S that a closed form predicts for the moments of
+    its scores, (H, T); None for a normalizer whose S has no closed form."""
     expected_sparsity = closed_form(rows)
     return None if expected_sparsity is None else sparsity(rows.weights, rows.visible) - expected_sparsity
 
 
 def sparsity_statistics() -> StatisticFamily:
-    """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that positions explain."""
+    """Statistics of sparsity: S against its closed form, the moments of scores, and the variance of weights that
+    positions explain.
+    """
     by_row = [
         Statistic("score standard deviation", "", lambda rows: rows.moments.std, in_reports=True, has_exponent=True),
         Statistic("score mean", "", lambda rows: rows.moments.mean),

@@ -1,4 +1,6 @@
-"""Accuracy, in fp32, of recall by sequence length, and on needles in a haystack by length and depth, with heads' attention to needles."""
+"""Accuracy, in fp32, of recall by sequence length, and on needles in a haystack by length and depth, with heads'
+attention to needles.
+"""
 
 import copy
 import hashlib
@@ -45,7 +47,9 @@ LENGTH_REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """A model's answers to questions in some sequences. Arrays have an entry per answer token, in the order of sequences and questions."""
+    """A model's answers to questions in some sequences. Arrays have an entry per answer token, in the order of
+    sequences and questions.
+    """
 
     nll: np.ndarray  # (N,) fp32, nats: -log p of the token given the tokens before it
     hits: np.ndarray  # (N,) bool: the token is the most likely one given the tokens before it
@@ -56,16 +60,19 @@ class Answers:
     token_index: np.ndarray  # (N,) int64, the token's index within its answer
 
     def whole_answers(self, token_hits: np.ndarray) -> np.ndarray:
-        """Mask, (answers,) bool, of the answers for which `token_hits`, (N,) bool, is true at every token of the answer."""
+        """Mask, (answers,) bool, of the answers for which `token_hits`, (N,) bool, is true at every token of the
+        answer.
+        """
         return np.minimum.reduceat(token_hits, np.flatnonzero(self.token_index == 0)).astype(bool)
 
 
 def read_answers(decoder: Decoder, examples: list[Example], device: Device, progress: Advance = ignore) -> Answers:
     """Read a model's answers in sequences of one length, in fp32, teacher-forced and in a roll-out. All ranks call it.
 
-    Teacher-forced, a sequence holds the correct answers to earlier questions; in the roll-out it holds the model's own (`roll_out`).
-    An answer token is right if it is the model's most probable token there. Memory holds logits of answer tokens only. It holds no T x T
-    attention weights of T tokens, unless the normalizer needs them. `progress` is called with the number of sequences done.
+    Teacher-forced, a sequence holds the correct answers to earlier questions; in the roll-out it holds the model's own
+    (`roll_out`). An answer token is right if it is the model's most probable token there. Memory holds logits of answer
+    tokens only. It holds no T x T attention weights of T tokens, unless the normalizer needs them. `progress` is called
+    with the number of sequences done.
     """
     spans = [(index, *span) for index, item in enumerate(examples) for span in item.questions]
     tokens = np.array([(index, end, end - start) for index, start, stop in spans for end in range(start, stop)])
@@ -104,16 +111,20 @@ def read_answers(decoder: Decoder, examples: list[Example], device: Device, prog
 
 
 def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Tensor) -> Tensor:
-    """Answer tokens, (N,) int64, of greedy decoding in sequences that hold the model's own earlier answers in place of the correct answers.
+    """Answer tokens, (N,) int64, of greedy decoding in sequences that hold the model's own earlier answers in place of
+    the correct answers.
 
-    A sequence is read again with the model's answers in it until the answers no longer change. Each reading settles at least the next
-    answer token, and mostly all, since an answer token depends on earlier tokens alone. A settled sequence leaves the batch. A sequence
-    whose answer tokens are all correct, except perhaps the last, is not read again. In the sequences that are read again, the tokens before
-    the first answer token are read once, and later tokens in each reading.
+    A sequence is read again with the model's answers in it until the answers no longer change. Each reading settles at
+    least the next answer token, and mostly all, since an answer token depends on earlier tokens alone. A settled
+    sequence leaves the batch. A sequence whose answer tokens are all correct, except perhaps the last, is not read
+    again. In the sequences that are read again, the tokens before the first answer token are read once, and later
+    tokens in each reading.
 
     Args:
-        locations: (2, N) int64, ascending: for each answer token the index of its sequence in the batch, and the position that predicts it.
-        predictions: (N,) int64, the most probable token at each of these positions if the sequence holds the correct answers.
+        locations: (2, N) int64, ascending: for each answer token the index of its sequence in the batch, and the
+            position that predicts it.
+        predictions: (N,) int64, the most probable token at each of these positions if the sequence holds the correct
+            answers.
     """
     is_last = locations[0] != torch.cat(
         (locations[0, 1:], locations.new_tensor([-1]))
@@ -147,15 +158,17 @@ def roll_out(decoder: Decoder, batch: Batch, locations: Tensor, predictions: Ten
 
 
 class AnswerMeasurement(Measurement):
-    """Base class of measurements of answers to questions, in fp32, under each inference setting and at each of several sequence lengths
-    (the option `length_factors`, in training lengths)."""
+    """Base class of measurements of answers to questions, in fp32, under each inference setting and at each of several
+    sequence lengths (the option `length_factors`, in training lengths)."""
 
     haystack: Text | None  # the corpus that fills sequences of its tasks; None: all tasks are over symbols
 
     def check_fits(
         self, task: Task, length: int, key: str, count: int = 1, subset: Subset = "test", remedy: str = LENGTH_REMEDY
     ) -> None:
-        """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of `length` tokens."""
+        """Raise ConfigError, which names the option `key`, unless `task` can make `count` different sequences of
+        `length` tokens.
+        """
         try:
             check_task(task, QUESTION_SEED, length, subset, count, self.haystack)
         except TaskError as error:
@@ -173,8 +186,8 @@ class AnswerMeasurement(Measurement):
         return lengths_from_factors(self.eval_config.length_factors, self.config.data)
 
     def length_series(self, metric: str, unit: str, samples: list[Sample], **fields: object) -> Series:
-        """A series over `lengths` with the weighted mean of each of `samples`, one per length. Higher is better for fractions, lower for
-        other units. `fields`: other fields of `Series`."""
+        """A series over `lengths` with the weighted mean of each of `samples`, one per length. Higher is better for
+        fractions, lower for other units. `fields`: other fields of `Series`."""
         means = np.array([np.average(sample.values[:, 0], weights=sample.weights) for sample in samples])
         better = "higher" if unit == "fraction" else "lower"
         return self.series(
@@ -182,10 +195,15 @@ class AnswerMeasurement(Measurement):
         )
 
     def accuracy(self, samples: list[Sample], chance: float | None, setting: str, **fields: object) -> Series:
-        """A series, for reports, of the fraction of correct whole answers. `chance` is the mean accuracy of guessing, None if unknown."""
+        """A series, for reports, of the fraction of correct whole answers. `chance` is the mean accuracy of guessing,
+        None if unknown.
+        """
         amount = f"{int(samples[0].weights.sum()):,} different ones a length"
         levels = "chance, picking among the answers shown and not yet given"
-        caption = f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} after the model's own"
+        caption = (
+            f"accuracy by sequence length, given the correct answers to earlier questions, or in a {ROLL_OUT} "
+            "after the model's own"
+        )
         display = Shown("Accuracy by sequence length", "sequences with questions", amount, caption, levels)
         name = f"chance, {ROLL_OUT}" if setting.endswith(ROLL_OUT) else "chance"
         fields |= {
@@ -198,8 +216,8 @@ class AnswerMeasurement(Measurement):
 
 
 def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray) -> Sample:
-    """A sample of each sequence's mean of its `values`, (N,), weighted by the number of these. `sequence_index`, (N,), is the sequence of
-    each value, from 0."""
+    """A sample of each sequence's mean of its `values`, (N,), weighted by the number of these. `sequence_index`, (N,),
+    is the sequence of each value, from 0."""
     counts = np.bincount(sequence_index)
     return Sample(sha256, (np.bincount(sequence_index, values) / counts)[:, None], counts, np.arange(len(counts)))
 
@@ -207,13 +225,16 @@ def sequence_sample(sha256: str, sequence_index: np.ndarray, values: np.ndarray)
 class Recall(AnswerMeasurement):
     """Accuracy of whole answers and of answer tokens, and the loss of answers, by sequence length.
 
-    Whole answers are measured teacher-forced and, where sequences have several questions, also in a roll-out (`read_answers`).
+    Whole answers are measured teacher-forced and, where sequences have several questions, also in a roll-out
+    (`read_answers`).
     """
 
     kind = "recall"
 
     def __init__(self, config: Config, store: Store):
-        """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the task."""
+        """Raises ConfigError: a task does not fit into one of the lengths, or the held-out text is too short for the
+        task.
+        """
         super().__init__(config, store)
         self.tasks = self.eval_config.asked_tasks(config.data)
         self.haystack = Text(store) if any(task.vocab_size is None for task in self.tasks) else None
@@ -282,7 +303,9 @@ HEADS_DEPTH = 0.5  # depth of the needles that heads' attention is measured on
 
 @dataclass(frozen=True)
 class Trial:
-    """A question about a number in a text: the prompt, the correct answer, and other answers among which the correct one is ranked."""
+    """A question about a number in a text: the prompt, the correct answer, and other answers among which the correct
+    one is ranked.
+    """
 
     prompt: np.ndarray  # (T,) int64
     answer: np.ndarray  # (A,) int64
@@ -293,7 +316,8 @@ class Trial:
 
 
 SCORED = (  # metric and unit of each column of `score`
-    # 1 if what greedy decoding writes begins with the whole number; more digits may follow, as the loss on answers teaches no model to stop
+    # 1 if what greedy decoding writes begins with the whole number; more digits may follow, as the loss on answers
+    # teaches no model to stop
     ("exact", "fraction"),
     ("first digit", "fraction"),  # 1 if the first digit of that number is correct
     # 1 if each answer token is the most probable one after the tokens before it (then greedy decoding gives it)
@@ -309,7 +333,8 @@ SCORED = (  # metric and unit of each column of `score`
 
 
 def score(decoder: Decoder, questions: list[Trial], length: int, text: Text) -> Tensor:
-    """Scores of questions with equally long prompts: (questions, metrics) fp32, with a column for each metric that `SCORED` lists.
+    """Scores of questions with equally long prompts: (questions, metrics) fp32, with a column for each metric that
+    `SCORED` lists.
 
     Each prompt is the beginning of a sequence of `length` tokens.
     """
@@ -344,7 +369,9 @@ def _greedy_tokens(decoder: Decoder, first_logits: Tensor, cache: DecodingCache,
 def _candidate_nll(
     decoder: Decoder, candidates: list[np.ndarray], first_logits: Tensor, cache: DecodingCache
 ) -> tuple[Tensor, bool]:
-    """Losses -log p of whole candidates, (candidates,), nats, and whether each token of the first candidate is the most probable one."""
+    """Losses -log p of whole candidates, (candidates,), nats, and whether each token of the first candidate is the most
+    probable one.
+    """
     tokens = pad_sequence([torch.from_numpy(candidate) for candidate in candidates], batch_first=True).to(
         first_logits.device
     )
@@ -359,7 +386,9 @@ def _candidate_nll(
 
 
 def trials(task: Needle, length: int, count: int, text: Text) -> list[Trial]:
-    """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every model."""
+    """`count` questions about needles in test sequences of `length` tokens; the questions are the same for every
+    model.
+    """
     sequences = (example(task, QUESTION_SEED, index, length, "test", text) for index in range(count))
     questions = (
         _make_trial(item, question, index, text)
@@ -388,10 +417,10 @@ def _make_trial(sequence: Example, question: int, index: int, text: Text) -> Tri
 def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: Text, device: Device) -> Decoder:
     """A copy of the decoder, fine-tuned on the loss of answers in training sequences with needles, of `seq_len` tokens.
 
-    AdamW has betas 0.9 and 0.999 and no weight decay; gradients are clipped to norm 1. The learning rate rises in the first third of the
-    steps, is constant in the second, and falls towards 0 in the last (after arXiv 2505.17083, App. G.2). With `model.transfer` the
-    configured rate is that of a base model of another size, and is scaled to this model as in training. `decoder` is not changed. Every
-    rank does the same work.
+    AdamW has betas 0.9 and 0.999 and no weight decay; gradients are clipped to norm 1. The learning rate rises in the
+    first third of the steps, is constant in the second, and falls towards 0 in the last (after arXiv 2505.17083, App.
+    G.2). With `model.transfer` the configured rate is that of a base model of another size, and is scaled to this model
+    as in training. `decoder` is not changed. Every rank does the same work.
     """
     options = config.finetune
     model = copy.deepcopy(decoder).train().requires_grad_(True)
@@ -436,10 +465,11 @@ def finetuned_copy(decoder: Decoder, config: NeedleConfig, seq_len: int, text: T
 
 
 def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
-    """Each head's attention from the prompt's last token to the needle's number, and to the needle's sentence: (2, layers, H) fp32.
+    """Each head's attention from the prompt's last token to the needle's number, and to the needle's sentence: (2,
+    layers, H) fp32.
 
-    The whole sequence has `length` tokens. The attention to a span is the sum of weights on its tokens; arXiv 2501.19399 (Figs. 7 and 8)
-    states no definition, so this definition is ours. Memory holds the weights of one query.
+    The whole sequence has `length` tokens. The attention to a span is the sum of weights on its tokens; arXiv
+    2501.19399 (Figs. 7 and 8) states no definition, so this definition is ours. Memory holds the weights of one query.
     """
     tokens = torch.from_numpy(trial.prompt[None]).to(decoder.head.weight.device)
     blocks = attention_blocks(decoder, Batch(tokens, tokens, None), [-1], length)
@@ -450,7 +480,9 @@ def head_scores(decoder: Decoder, trial: Trial, length: int) -> Tensor:
 
 
 class NeedleMeasurement(AnswerMeasurement):
-    """Accuracy on needles in a haystack by sequence length and depth, a control without the needle, and heads' attention to the needle."""
+    """Accuracy on needles in a haystack by sequence length and depth, a control without the needle, and heads'
+    attention to the needle.
+    """
 
     kind = "needle"
 
@@ -513,7 +545,9 @@ class NeedleMeasurement(AnswerMeasurement):
         return series + heads_series
 
     def _finetuned_decoder(self, decoder: Decoder, device: Device) -> Decoder:
-        """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks, as the copies of the ranks might come to differ."""
+        """Fine-tune a copy on every rank, and return the copy of rank 0 on all ranks, as the copies of the ranks might
+        come to differ.
+        """
         copies: list[Decoder] = []
 
         def finetune() -> Tensor:
@@ -533,7 +567,9 @@ class NeedleMeasurement(AnswerMeasurement):
         )
 
     def _chance(self, task: Needle) -> float | None:
-        """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or the only number."""
+        """Mean accuracy, over trials, of guessing among the numbers not yet asked for; None if the needle is absent or
+        the only number.
+        """
         candidates = (
             task.needles + task.distractors
         )  # earlier questions of a sequence stand in the prompt with their answers
@@ -544,8 +580,8 @@ class NeedleMeasurement(AnswerMeasurement):
     def _answer_series(
         self, decoder: Decoder, label: str, setting_label: str, device: Device, progress: Advance
     ) -> list[Series]:
-        """Accuracy series for reports, over all depths and for the control without needle; then a series for each metric that `SCORED`
-        lists, at each depth and for the control."""
+        """Accuracy series for reports, over all depths and for the control without needle; then a series for each
+        metric that `SCORED` lists, at each depth and for the control."""
         scores = {
             name: [self._scores(decoder, task, length, device, progress) for length in self.lengths]
             for name, task in self.tasks.items()
@@ -592,13 +628,17 @@ class NeedleMeasurement(AnswerMeasurement):
         return _Scores(questions, by_sequence([decoder], lengths, (len(SCORED),), device, measure, progress))
 
     def _pooled_sample(self, depths: Sequence["_Scores"]) -> Sample:
-        """A sample of each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the same question."""
+        """A sample of each trial's fraction of exact answers over `depths`; a trial counts once, as all depths ask the
+        same question.
+        """
         identity = json.dumps([to_plain(self.eval_config.finetune), *(scores.sha256 for scores in depths)])
         fractions = np.mean([scores.values[:, EXACT_COLUMN] for scores in depths], axis=0)
         return replace(depths[0].sample(fractions[:, None]), sha256=hashlib.sha256(identity.encode()).hexdigest())
 
     def _head_series(self, decoder: Decoder, setting_label: str, device: Device) -> list[Series]:
-        """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and correct first digits."""
+        """Series, by trial, of every head's attention to needles at depth `HEADS_DEPTH`, and of exact answers and
+        correct first digits.
+        """
         length, shape = self.heads_length, (2, len(decoder.normalizers()), decoder.normalizers()[0].layer.n_head)
         scores = self._scores(
             decoder, Needle(needles=1, distractors=self.eval_config.distractors, depth=HEADS_DEPTH), length, device
@@ -642,5 +682,7 @@ class _Scores:
         return tokens_sha256(part for trial in self.trials for part in (trial.prompt, trial.answer))
 
     def sample(self, values: np.ndarray) -> Sample:
-        """A sample of `values`, (trials, columns), by trial; trials of one sequence form a group, as they depend on each other."""
+        """A sample of `values`, (trials, columns), by trial; trials of one sequence form a group, as they depend on
+        each other.
+        """
         return Sample(self.sha256, values, np.ones(len(values)), np.array([trial.sequence for trial in self.trials]))

@@ -1,4 +1,6 @@
-"""`lm diagnose --text`: the attention weights of single heads on a text, for several models side by side, as pictures and a table."""
+"""`lm diagnose --text`: the attention weights of single heads on a text, for several models side by side, as pictures
+and a table.
+"""
 
 import math
 import os
@@ -33,7 +35,9 @@ from lm.schema import Plain
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """Maps, K x K cells each, of all heads' attention on one sequence. A cell shows the weight of one of its queries on one of its keys."""
+    """Maps, K x K cells each, of all heads' attention on one sequence. A cell shows the weight of one of its queries on
+    one of its keys.
+    """
 
     size: int  # tokens along each side of a cell; 1: every weight has its own cell
     weights: (
@@ -46,16 +50,20 @@ class Maps:
     )  # (layers, H), mean over queries of `effective_keys` / visible keys, without first token; small if concentrated
 
     def most_concentrated(self, count: int) -> list[tuple[int, int]]:
-        """Pairs (layer, head), ascending, of the `count` most concentrated heads (lowest `effective`); of all heads if there are fewer."""
+        """Pairs (layer, head), ascending, of the `count` most concentrated heads (lowest `effective`); of all heads if
+        there are fewer.
+        """
         order = np.argsort(np.nan_to_num(self.effective, nan=np.inf), axis=None, kind="stable")[:count]
         return sorted(divmod(index, self.effective.shape[1]) for index in order.tolist())
 
 
 @torch.no_grad()
 def attention_maps(decoder: Decoder, tokens: Tensor, cells: int) -> Maps:
-    """Maps of a decoder's attention on `tokens` (L,), with up to `cells` cells per side. Memory holds weights of some queries of one layer.
+    """Maps of a decoder's attention on `tokens` (L,), with up to `cells` cells per side. Memory holds weights of some
+    queries of one layer.
 
-    A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight, such as a sink.
+    A cell of a long sequence shows its weight of largest magnitude: a mean would lose single keys with much weight,
+    such as a sink.
     """
     length = len(tokens)
     size = -(-length // cells)
@@ -122,7 +130,9 @@ class ShownModel:
 
 
 def attention_picture(models: Sequence[ShownModel]) -> Picture:
-    """A picture with a map of each shown head, on one logarithmic scale of colours, which has both sides of 0 if any weight is negative."""
+    """A picture with a map of each shown head, on one logarithmic scale of colours, which has both sides of 0 if any
+    weight is negative.
+    """
     shown_weights = np.concatenate(
         [model.maps.weights[layer, head].ravel() for model in models for layer, head in model.heads]
     )
@@ -145,7 +155,9 @@ def attention_picture(models: Sequence[ShownModel]) -> Picture:
 
 
 def _labels(model: ShownModel) -> list[str]:
-    """Axis labels: each token's text if there are at most `MAX_LABELS` tokens, else the token index (and character index) of five cells."""
+    """Axis labels: each token's text if there are at most `MAX_LABELS` tokens, else the token index (and character
+    index) of five cells.
+    """
     count, size = len(model.tokens), model.maps.size
     if count <= MAX_LABELS:
         return [token_label(token) for token in model.tokens]
@@ -187,10 +199,12 @@ def show_attention(
     Args:
         sources: run folders, checkpoints, exports and other model folders.
         text: a UTF-8 file, or the text itself.
-        layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are over `MAX_HEADS`.
+        layers, heads: indices, from 0, to show; None: all. Both None: all heads, or the most concentrated if there are
+            over `MAX_HEADS`.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: changes `key=value` of eval.diagnostics.inference and of keys of trainer.
-        table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of the first model.
+        table_path: file of the table, .csv or .json; the pictures lie beside it. None: attention.csv in the folder of
+            the first model.
 
     Raises LMError: no model at a source, no text, a text that is too long, no such layer or head.
     """
@@ -221,7 +235,9 @@ def show_attention(
 
 
 def read_text(text_or_path: str) -> str:
-    """The text of the file `text_or_path`, else the argument itself. Raises RunError: an empty text, no UTF-8, a path without a file."""
+    """The text of the file `text_or_path`, else the argument itself. Raises RunError: an empty text, no UTF-8, a path
+    without a file.
+    """
     is_file = os.path.isfile(Path(text_or_path))  # False, too, for a name that is too long, or has a null byte
     looks_like_a_path = "/" in text_or_path or Path(text_or_path).suffix in (".txt", ".md", ".json", ".csv")
     if not is_file and looks_like_a_path and len(text_or_path.split()) == 1:
@@ -277,7 +293,9 @@ def _shown_models(
 
 
 def cells_of(model: ShownModel) -> Iterator[dict[str, Plain]]:
-    """Table rows of the shown heads, one for each cell in which a query sees a key: the cell's weight, and this weight's query and key."""
+    """Table rows of the shown heads, one for each cell in which a query sees a key: the cell's weight, and this
+    weight's query and key.
+    """
     for layer, head in model.heads:
         head_fields = {"run": str(model.source), "setting": model.setting, "layer": layer, "head": head}
         queries, keys, weights = (

@@ -1,4 +1,6 @@
-"""The picture of diagnostics: statistics by the number of visible keys, maps of heads, and sparsity of heads' weights against theory."""
+"""The picture of diagnostics: statistics by the number of visible keys, maps of heads, and sparsity of heads' weights
+against theory.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -32,10 +34,11 @@ HeadsAxis, FrameFunction = (
 
 
 def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
-    """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there is nothing to show.
+    """A picture with a row for each statistic in reports, with its curve and each model's map of heads; None if there
+    is nothing to show.
 
-    A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The panels of
-    `sparsity_panels` come last.
+    A metric derived from several statistics (`StatisticFamily.derive`) has a row with a panel for each model. The
+    panels of `sparsity_panels` come last.
     """
     entries = [entry for entry in series if entry.axis and entry.axis.name != HEAD and entry.shown]
     curves = [entry for entry in entries if entry.axis.name == KEYS and not entry.what]
@@ -66,7 +69,8 @@ def diagnostics_picture(series: Sequence[Series]) -> Picture | None:
 
 def _curve_panel(curves: list[Series], settings: list[str]) -> Panel:
     traces = [
-        Trace(settings.index(curve.setting), curve.setting, np.array(curve.axis.values), curve.means, "mean", dashes=curve.control,
+        Trace(settings.index(curve.setting), curve.setting, np.array(curve.axis.values), curve.means, "mean",
+            dashes=curve.control,
               hollow=curve.control) for curve in curves
     ]  # fmt: skip
     example = curves[0]
@@ -77,7 +81,9 @@ def _curve_panel(curves: list[Series], settings: list[str]) -> Panel:
 
 
 def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], settings: list[str]) -> list[Map | None]:
-    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None without values."""
+    """Each model's map of a metric, layers from top to bottom, heads from left to right, on one scale of colours; None
+    without values.
+    """
     layers = [
         layer
         for layer in series
@@ -89,14 +95,17 @@ def _maps(metric: str, series: Sequence[Series], curve_settings: list[str], sett
     finite_values = np.concatenate([values[np.isfinite(values)] for values in heads.values()])
     low, top = (float(finite_values.min()), float(finite_values.max())) if len(finite_values) else (0.0, 1.0)
     return [
-        Map(f"{metric}\n{setting}", "head", [*map(str, range(heads[setting].shape[1]))], [*map(str, range(len(heads[setting])))],
+        Map(f"{metric}\n{setting}", "head", [*map(str, range(heads[setting].shape[1]))], [*map(str,
+            range(len(heads[setting])))],
             heads[setting], top, low, shows_values=False, y_label="layer") if len(heads.get(setting, ())) else None
         for setting in settings
     ]  # fmt: skip
 
 
 def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[Panel | Map | None]:
-    """A panel for each model, on one y scale, with a line for each of the model's series; None for a model without series."""
+    """A panel for each model, on one y scale, with a line for each of the model's series; None for a model without
+    series.
+    """
     finite_values, axis = (
         np.concatenate([entry.means[np.isfinite(entry.means)] for entry in derived_series]),
         derived_series[0].axis,
@@ -129,11 +138,13 @@ def _derived_panels(derived_series: list[Series], settings: list[str]) -> list[P
 
 
 def sparsity_panels(series: Sequence[Series], settings: list[str]) -> list[list[Panel]]:
-    """Rows of panels of each head's sparsity S = E|a| / sqrt(E[a^2]), E the mean over keys of its weights a, with closed forms of S.
+    """Rows of panels of each head's sparsity S = E|a| / sqrt(E[a^2]), E the mean over keys of its weights a, with
+    closed forms of S.
 
-    One row is for all keys, one leaves first tokens out. The x axis of the first column, for weights e^score, is the scores' standard
-    deviation. In the second, for other weights, it is the scores' mean divided by their standard deviation. In the third, for all weights,
-    it is the closed form of S. Columns without heads are left out; if no series has a closed form, the result is [].
+    One row is for all keys, one leaves first tokens out. The x axis of the first column, for weights e^score, is the
+    scores' standard deviation. In the second, for other weights, it is the scores' mean divided by their standard
+    deviation. In the third, for all weights, it is the closed form of S. Columns without heads are left out; if no
+    series has a closed form, the result is [].
     """
     if not any(entry.metric == CLOSED_FORM for entry in series):
         return []
@@ -167,9 +178,11 @@ def _theory_panel(
 
 
 def _head_metrics(series: Sequence[Series], ending: str) -> dict[str, Heads]:
-    """The metrics that `sparsity_panels` draws, as means over all queries for each head, by model and inference setting, then by metric.
+    """The metrics that `sparsity_panels` draws, as means over all queries for each head, by model and inference
+    setting, then by metric.
 
-    ending: the end of the metrics' names: empty for metrics that count all keys, `NO_FIRST` for metrics that leave out first tokens.
+    ending: the end of the metrics' names: empty for metrics that count all keys, `NO_FIRST` for metrics that leave out
+    first tokens.
     """
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     metric_names = {name + ending: name for name in (CLOSED_FORM, STD, MEAN, DIFFERENCE)} | {
@@ -195,8 +208,8 @@ def _theory_trace(
 
 
 def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of the x axis (scores' standard deviation), curves of the sparsity S (`sparsity_panels`) of weights e^score, and
-    lines at `condensation_scale`, where S leaves its closed form."""
+    """Label and range of the x axis (scores' standard deviation), curves of the sparsity S (`sparsity_panels`) of
+    weights e^score, and lines at `condensation_scale`, where S leaves its closed form."""
     std = torch.linspace(0, 1.1 * x_max, CURVE_POINTS, dtype=torch.float64)
     curves = [_theory_trace("closed form, e^score", std, exp_sparsity(std), 0)]
     for dashes, n in enumerate(keys, 1):
@@ -209,8 +222,8 @@ def _exp_frame(x_max: float, keys: KeyCounts) -> Frame:
 
 
 def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of the x axis (scores' mean over their standard deviation), and closed forms of the sparsity S (`sparsity_panels`)
-    for weights other than e^score."""
+    """Label and range of the x axis (scores' mean over their standard deviation), and closed forms of the sparsity S
+    (`sparsity_panels`) for weights other than e^score."""
     ratio, unit_std = torch.linspace(-4, 4, CURVE_POINTS, dtype=torch.float64), torch.tensor(1.0)
     curves = {
         "relu(score)^2": relu2_sparsity(ratio, unit_std),
@@ -226,7 +239,9 @@ def _ratio_frame(x_max: float, keys: KeyCounts) -> Frame:
 
 
 def _identity_frame(x_max: float, keys: KeyCounts) -> Frame:
-    """Label and range of the x axis (the closed form of the sparsity S, `sparsity_panels`), and the line on which measured S equals it."""
+    """Label and range of the x axis (the closed form of the sparsity S, `sparsity_panels`), and the line on which
+    measured S equals it.
+    """
     return "S in closed form at the measured moments", (-0.02, 1.02), [_theory_trace("equal", (0, 1), (0, 1), 0)]
 
 

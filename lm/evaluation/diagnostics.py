@@ -1,4 +1,6 @@
-"""Diagnostics (`lm diagnose`): attention statistics of a trained model, the untrained model, and the trained model with shuffled scores."""
+"""Diagnostics (`lm diagnose`): attention statistics of a trained model, the untrained model, and the trained model with
+shuffled scores.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +93,8 @@ def families(options: DiagnosticsConfig) -> tuple[StatisticFamily, ...]:
 
 
 def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfig) -> HeldOut:
-    """Up to `options.sequences` windows of `options.text`, else of held-out data; within single documents if not of the training length.
+    """Up to `options.sequences` windows of `options.text`, else of held-out data; within single documents if not of the
+    training length.
 
     Raises:
         ConfigError: no document is long enough, or sequences are so short that no query sees `MIN_KEYS` keys.
@@ -116,7 +119,9 @@ def diagnostic_sequences(store: Store, config: Config, options: DiagnosticsConfi
 
 
 def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
-    """Tokens in a sequence, for a model trained on sequences of `seq_len`. Raises ConfigError if no query would see `MIN_KEYS` keys."""
+    """Tokens in a sequence, for a model trained on sequences of `seq_len`. Raises ConfigError if no query would see
+    `MIN_KEYS` keys.
+    """
     length = round(options.length_factor * seq_len)
     if length < MIN_KEYS:
         reason = f"makes sequences of {length} tokens, in which no query sees the {MIN_KEYS} keys that statistics need"
@@ -125,7 +130,8 @@ def sequence_length(options: DiagnosticsConfig, seq_len: int) -> int:
 
 
 def sequences_of_text(tokenizer: Tokenizer, end_of_text: int, options: DiagnosticsConfig, length: int) -> HeldOut:
-    """Up to `options.sequences` windows of the text file `options.text`, spread evenly, without overlap; the file counts as one document.
+    """Up to `options.sequences` windows of the text file `options.text`, spread evenly, without overlap; the file
+    counts as one document.
 
     Raises RunError: the file can't be read, is not UTF-8, or has too few tokens.
     """
@@ -155,11 +161,12 @@ def read_file(path: str, prefix: str) -> str:
 
 
 class Diagnostics(Measurement):
-    """Statistics of attention weights by layer, head and number of visible keys, in fp32, of three models under each inference setting.
+    """Statistics of attention weights by layer, head and number of visible keys, in fp32, of three models under each
+    inference setting.
 
-    The models are the trained model, the untrained model of its configuration and seed, and the trained model with each query's scores
-    shuffled among the query's visible keys. A result that holds for the untrained model, too, says nothing about training. A result
-    that holds for shuffled scores, too, follows from the distribution of the scores.
+    The models are the trained model, the untrained model of its configuration and seed, and the trained model with each
+    query's scores shuffled among the query's visible keys. A result that holds for the untrained model, too, says
+    nothing about training. A result that holds for shuffled scores, too, follows from the distribution of the scores.
     """
 
     kind = KIND
@@ -217,9 +224,11 @@ def diagnostic_series(
     fingerprint: str,
     progress: Advance = ignore,
 ) -> list[Series]:
-    """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head. All ranks call it.
+    """Measure diagnostics of a decoder on `device`, and return series of means: overall, by visible keys, or by head.
+    All ranks call it.
 
-    seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come from.
+    seed: seed of the untrained model to compare with; fingerprint: fingerprint of the data that the sequences come
+    from.
     """
     untrained_decoder = Decoder(decoder.config, decoder.vocab_size, decoder.seq_len, seed=seed).to(device.device)
     values_by_setting: dict[str, MeasuredValues] = {}
@@ -245,10 +254,11 @@ def statistics_of(
     device: Device,
     progress: Advance = ignore,
 ) -> tuple[Measures, np.ndarray]:
-    """Return what is measured (`Measures`), and its values in each of N sequences for the model, the untrained model, and the model with
-    shuffled scores: (N, 3, values) fp32.
+    """Return what is measured (`Measures`), and its values in each of N sequences for the model, the untrained model,
+    and the model with shuffled scores: (N, 3, values) fp32.
 
-    Sequences are split over the ranks of `device`; every rank returns the statistics of all sequences. All ranks call it.
+    Sequences are split over the ranks of `device`; every rank returns the statistics of all sequences. All ranks call
+    it.
     """
     queries = query_indices(held_out.length, options.queries)
     heads = max(normalizer.layer.n_head for normalizer in decoder.normalizers())
@@ -271,13 +281,14 @@ def statistics_of(
 
 
 def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
-    """Predictions for a model of recall (docs/half-length.md), two series for each inference setting, on the head whose mean weight on the
-    key asked for is largest. The first is the length from which on this head's median weight on that key is below 1/2; the second is
-    this median weight by sequence length.
+    """Predictions for a model of recall (docs/half-length.md), two series for each inference setting, on the head whose
+    mean weight on the key asked for is largest. The first is the length from which on this head's median weight on that
+    key is below 1/2; the second is this median weight by sequence length.
 
-    The prediction was not tested on models with RoPE or learned positions, of other tasks, or of recall whose pairs are one symbol
-    (`MQAR.joined`); they have no series. A setting has no series if no layer suits `retrieving_head`, or a query sees no filler. Its first
-    series is left out if the weight is below 1/2 at the training length already, or at no length.
+    The prediction was not tested on models with RoPE or learned positions, of other tasks, or of recall whose pairs are
+    one symbol (`MQAR.joined`); they have no series. A setting has no series if no layer suits `retrieving_head`, or a
+    query sees no filler. Its first series is left out if the weight is below 1/2 at the training length already, or at
+    no length.
     """
     task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
     if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
@@ -337,7 +348,9 @@ class _ModelSeries:
     def _model_values(
         self, statistics: Iterable[Statistic | QuerySums]
     ) -> Iterator[tuple[Statistic | QuerySums, str, MeasuredValues]]:
-        """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are left out."""
+        """Tuples (statistic, setting, values) for each statistic and model; statistics without a value in any model are
+        left out.
+        """
         for statistic in statistics:
             arrays = [
                 (values.by_query | values.by_head).get(statistic.name) for values in self.values_by_setting.values()
@@ -346,8 +359,10 @@ class _ModelSeries:
                 yield from ((statistic, setting, values) for setting, values in self.values_by_setting.items())
 
     def overall_means(self) -> Iterator[Series]:
-        """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a value for each query.
-        Further series give the mean over heads and layers of b in fits statistic ~ n^b, where n is the number of visible keys."""
+        """Series of each statistic's mean over queries, heads and layers, with intervals over documents if it has a
+        value for each query. Further series give the mean over heads and layers of b in fits statistic ~ n^b, where n
+        is the number of visible keys.
+        """
         statistics = [*self.measures.query_statistics, *UNDEFINED_FRACTIONS, *self.measures.query_sums]
         for statistic, setting, values in self._model_values(statistics):
             logged = (f"{KIND}/{statistic.name}",) if statistic.in_reports and setting == self.first_setting else ()
@@ -362,7 +377,9 @@ class _ModelSeries:
             yield self._series(statistic, setting, mean(exponents), _exponent_of(statistic))
 
     def curves(self) -> Iterator[Series]:
-        """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over documents."""
+        """Series of each statistic's means over heads and layers by the number of visible keys, with intervals over
+        documents.
+        """
         for statistic, setting, values in self._model_values(self.measures.query_statistics if self.bins else []):
             by_bin = np.stack(
                 [self._mean_within(statistic, values, bounds, (1, 2, 3)) for bounds in self.bins], 1
@@ -380,8 +397,8 @@ class _ModelSeries:
                     )
 
     def head_means(self) -> Iterator[Series]:
-        """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit statistic ~ n^b.
-        Here n is the number of visible keys."""
+        """Series by layer and head of each statistic's mean over sequences and queries, and of b and R^2 of the fit
+        statistic ~ n^b. Here n is the number of visible keys."""
         statistics = [*self.measures.query_statistics, *self.measures.query_sums, *UNDEFINED_FRACTIONS]
         for statistic, setting, values in self._model_values(statistics):
             by_head = values.by_head.get(statistic.name)
@@ -399,8 +416,8 @@ class _ModelSeries:
                 yield from self._head_series(statistic, setting, by_head, suffix=f", {low:,} to {high:,} keys")
 
     def _fits(self) -> Iterator[tuple[Statistic, str, np.ndarray, np.ndarray]]:
-        """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that see
-        n <= `train_length` keys. The arrays b and R^2 have the shape (layers, H)."""
+        """Tuples (statistic, setting, b, R^2) for each statistic and model, from fits statistic ~ n^b to queries that
+        see n <= `train_length` keys. The arrays b and R^2 have the shape (layers, H)."""
         statistics = (statistic for statistic in self.measures.query_statistics if statistic.has_exponent)
         for statistic, setting, values in self._model_values(statistics):
             n = np.where(values.n <= values.train_length, values.n, np.nan)
@@ -411,7 +428,9 @@ class _ModelSeries:
     def _mean_within(
         self, statistic: Statistic, values: MeasuredValues, bounds: tuple[int, int], axes: tuple[int, ...]
     ) -> np.ndarray:
-        """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends included."""
+        """Means over `axes` of the values of queries whose number of visible keys lies within `bounds`, ends
+        included.
+        """
         n = values.n[:, :, None]
         return mean(np.where((n >= bounds[0]) & (n <= bounds[1]), values.by_query[statistic.name], np.nan), axes)
 
@@ -430,9 +449,12 @@ class _ModelSeries:
         metric: str = "",
         **fields: object,
     ) -> Series:
-        """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed from the statistic."""
+        """A series with the values `means` of a statistic, or of `metric`, a number without a unit that is computed
+        from the statistic.
+        """
         return Series(
-            KIND, metric or statistic.name, "" if metric else statistic.unit, "none", self.values_by_setting[setting].train_length,
+            KIND, metric or statistic.name, "" if metric else statistic.unit, "none",
+            self.values_by_setting[setting].train_length,
             np.atleast_1d(np.asarray(means, "f8")), setting=setting, control=setting != self.first_setting,
             interval="documents" if fields.get("samples") else "none", data_fingerprint=self.fingerprint, **fields,
         )  # fmt: skip
@@ -454,11 +476,13 @@ def _exponent_of(statistic: Statistic) -> str:
 
 
 def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[str] = ()) -> list[EvaluationResult]:
-    """Measure diagnostics of models, and return the results; a run folder keeps its results in evaluations/, as with `lm eval`.
+    """Measure diagnostics of models, and return the results; a run folder keeps its results in evaluations/, as with
+    `lm eval`.
 
     Args:
-        sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model folders are
-            measured on. A model folder without a training run needs such a configuration, or eval.diagnostics.text.
+        sources: run folders, checkpoints, exports and other model folders, and configurations of the text that model
+            folders are measured on. A model folder without a training run needs such a configuration, or
+            eval.diagnostics.text.
         checkpoint: the checkpoint of run folders: `last`, `best` or a step.
         overrides: `key=value` of keys that act in `lm diagnose`, such as eval.diagnostics.sequences=32.
 
@@ -477,7 +501,8 @@ def diagnose(sources: list[Path], checkpoint: str = "last", overrides: Sequence[
     for source, folder in zip(sources, folders, strict=True):
         if files and not (folder / DESCRIPTION).is_file():
             raise RunError(
-                f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} out"
+                f"{source}: of a run: it is measured on the text of that, not on that of {files[0]}; leave {files[0]} "
+                "out"
             )
         if checkpoint != "last" and not source.is_dir():
             raise RunError(f"{source}: not a run folder, of which a checkpoint ({checkpoint}) could be chosen")
@@ -509,7 +534,9 @@ def check_source(source: Path) -> None:
 
 
 def _diagnose_model(model: LoadedModel, changes: dict[str, Plain]) -> EvaluationResult:
-    """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not cached."""
+    """Diagnose a model folder on the held-out text of its run, or on `eval.diagnostics.text`; the result is not
+    cached.
+    """
     config = config_of(model, changes)
     options = config.eval.diagnostics
     if options.text:
@@ -533,7 +560,9 @@ def _diagnose_model(model: LoadedModel, changes: dict[str, Plain]) -> Evaluation
 
 
 def config_of(model: LoadedModel, changes: dict[str, Plain]) -> Config:
-    """A model's training configuration, or defaults with the model's shape if it has no training run; `changes` are merged in."""
+    """A model's training configuration, or defaults with the model's shape if it has no training run; `changes` are
+    merged in.
+    """
     config = model.config
     if config is None:
         config = Config(name=model.folder.resolve().name, model=model.spec.model, eval=_diagnostics_alone())
@@ -542,5 +571,7 @@ def config_of(model: LoadedModel, changes: dict[str, Plain]) -> Config:
 
 
 def _diagnostics_alone(diagnostics: DiagnosticsConfig | None = None) -> EvalConfig:
-    """Options of `eval` that ask for validation and diagnostics alone, since other evaluations may not work for the model."""
+    """Options of `eval` that ask for validation and diagnostics alone, since other evaluations may not work for the
+    model.
+    """
     return EvalConfig(long_context=LongContextConfig(length_factor=0), diagnostics=diagnostics)

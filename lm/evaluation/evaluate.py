@@ -1,4 +1,6 @@
-"""`lm eval`: measure checkpoints of runs on their held-out text, and models without a training run on the text of a configuration."""
+"""`lm eval`: measure checkpoints of runs on their held-out text, and models without a training run on the text of a
+configuration.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -52,7 +54,8 @@ def evaluate_runs(
     if files and (runs := [folder for folder in folders if folder not in models]):
         require_run(runs[0], CONFIG)
         raise RunError(
-            f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that out"
+            f"{runs[0]}: a run folder: it is measured on its own held-out text, not on that of {files[0]}; leave that "
+            "out"
         )
     if models and not files:
         remedy = (
@@ -73,8 +76,8 @@ def evaluate_runs(
 
 
 def suite_changes(name: str, config: Config) -> dict[str, Plain]:
-    """Changes that the suite `name` (as in `evaluate_runs`) makes to a configuration. Raises ConfigError: no such suite, or a suite file
-    with more than an `eval` block."""
+    """Changes that the suite `name` (as in `evaluate_runs`) makes to a configuration. Raises ConfigError: no such
+    suite, or a suite file with more than an `eval` block."""
     if not name or name in SUITES:
         models = [config.model_in(phase) for phase in range(len(config.plan))]  # the checkpoint may be of any phase
         model = next((model for model in models if not model.scales_with_q), models[0])
@@ -91,7 +94,9 @@ def suite_changes(name: str, config: Config) -> dict[str, Plain]:
 
 
 def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate the checkpoint `path` of the run `folder` by `config`, as `evaluate_runs` does; `kinds` names evaluations, if not all."""
+    """Evaluate the checkpoint `path` of the run `folder` by `config`, as `evaluate_runs` does; `kinds` names
+    evaluations, if not all.
+    """
     model = load(path)
     metadata = model.metadata
     environment = check_environment(folder / ENVIRONMENT, metadata, path)
@@ -100,7 +105,9 @@ def evaluate(config: Config, folder: Path, path: Path, kinds: list[str] | None =
 
 
 def evaluate_model(config: Config, model: LoadedModel, kinds: list[str] | None = None) -> list[EvaluationResult]:
-    """Evaluate a model folder by `config`, which `text_config` made, as `evaluate_runs` does; `kinds` names evaluations, if not all."""
+    """Evaluate a model folder by `config`, which `text_config` made, as `evaluate_runs` does; `kinds` names
+    evaluations, if not all.
+    """
     return _measure(config, model.folder, *model_on_text(model, config), open_device(config, {}), kinds)
 
 
@@ -126,12 +133,16 @@ def _measure(
 
 
 def open_store(config: Config, model: LoadedModel) -> Store:
-    """The token store that a model was trained on, found by its fingerprint, or built again from the sources if it is gone.
+    """The token store that a model was trained on, found by its fingerprint, or built again from the sources if it is
+    gone.
 
     Raises RunError: no store has these tokens, and the sources are gone or give other tokens.
     """
     fingerprint = model.metadata["data_fingerprint"]
-    absence = f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in {config.data.folder.resolve()}"
+    absence = (
+        f"{model.path}: was trained on tokens {fingerprint[:16]}, of which there is no store in "
+        f"{config.data.folder.resolve()}"
+    )
     remedy = "set data.root to where the store is, start where the run was trained, or bring the sources back"
     try:
         store = prepare(config.data, progress=True, store_fingerprint=fingerprint)
@@ -145,8 +156,8 @@ def open_store(config: Config, model: LoadedModel) -> Store:
 
 
 def open_device(config: Config, environment: dict[str, Plain]) -> Device:
-    """The device to measure on, in the precision that `config` sets, else in that of training, from `environment` (environment.json).
-    Also sets torch's number of CPU threads."""
+    """The device to measure on, in the precision that `config` sets, else in that of training, from `environment`
+    (environment.json). Also sets torch's number of CPU threads."""
     config = replace(
         config, trainer=replace(config.trainer, devices=1, num_nodes=1)
     )  # one device, however many the run was trained on
@@ -163,10 +174,11 @@ def split_configurations(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def text_config(model: LoadedModel, files: list[Path]) -> Config:
-    """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of `files`.
+    """A configuration with the model's shape, tokenizer and training length, and otherwise the text, seed and `eval` of
+    `files`.
 
-    Of their `trainer` it has the keys that `lm eval` reads, of their `data` no tasks. It is not checked against the model's limits, such as
-    learned positions: overrides may still change it, and `parse` then checks the result.
+    Of their `trainer` it has the keys that `lm eval` reads, of their `data` no tasks. It is not checked against the
+    model's limits, such as learned positions: overrides may still change it, and `parse` then checks the result.
 
     Raises ConfigError: a configuration is wrong, or has no text; RunError: the model has no tokenizer.
     """
@@ -185,12 +197,14 @@ def text_config(model: LoadedModel, files: list[Path]) -> Config:
     folder = model.folder.resolve()
     return Config(
         name=folder.name, runs=str(folder.parent), seed=base.seed, data=data, model=spec.model, eval=base.eval,
-        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(base.trainer, name) for name in trainer_keys}),
+        optim=OptimConfig(batch_tokens=spec.seq_len), trainer=TrainerConfig(**{name: getattr(base.trainer,
+            name) for name in trainer_keys}),
     )  # fmt: skip
 
 
 def model_on_text(model: LoadedModel, config: Config) -> tuple[LoadedModel, Store]:
-    """The model, with metadata of a training of 0 steps on the text of `config` (from `text_config`), and the store of this text.
+    """The model, with metadata of a training of 0 steps on the text of `config` (from `text_config`), and the store of
+    this text.
 
     Raises LMError: the text can't be prepared, or is shorter than the sequences that the model was trained on.
     """

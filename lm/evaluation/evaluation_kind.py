@@ -1,4 +1,5 @@
-"""A kind of evaluation: the options that decide its results, the series that it measures, and the file of its result in a run folder.
+"""A kind of evaluation: the options that decide its results, the series that it measures, and the file of its result in
+a run folder.
 
 `lm.config.eval_config` names the class that measures each kind.
 """
@@ -30,11 +31,14 @@ Advance = Callable[[int], None]  # called with the units of work done since the 
 
 
 def ignore(units: int) -> None:
-    """Do nothing. A measurement whose progress is not displayed calls this function as its progress callback (type `Advance`)."""
+    """Do nothing. A measurement whose progress is not displayed calls this function as its progress callback (type
+    `Advance`).
+    """
 
 
 class Measurement(ABC):
-    """Base class of all evaluations, which measure series of a decoder by a configuration's options and keep results in run folders.
+    """Base class of all evaluations, which measure series of a decoder by a configuration's options and keep results in
+    run folders.
 
     Raises LMError when constructed: the store does not hold the data that the evaluation needs.
     """
@@ -49,16 +53,22 @@ class Measurement(ABC):
 
     @property
     def eval_config(self) -> Timing:
-        """The evaluation's options in the configuration, under `eval`, including those that set when it runs during training."""
+        """The evaluation's options in the configuration, under `eval`, including those that set when it runs during
+        training.
+        """
         return self.config.eval.kinds[self.kind]
 
     @property
     def plain_eval_config(self) -> dict[str, Plain]:
-        """The evaluation's options in the configuration, without those that set when it runs during training and how long it may take."""
+        """The evaluation's options in the configuration, without those that set when it runs during training and how
+        long it may take.
+        """
         return {name: value for name, value in to_plain(self.eval_config).items() if name not in TIMING_KEYS}
 
     def with_settings(self, **fields: Plain) -> dict[str, Plain]:
-        """Options of an evaluation under several inference settings: the training length, `fields`, and the settings."""
+        """Options of an evaluation under several inference settings: the training length, `fields`, and the
+        settings.
+        """
         settings: list[Plain] = [to_plain(setting) for setting in self.eval_config.inference]
         return {"seq_len": self.config.data.seq_len, **fields, "inference": settings}
 
@@ -74,14 +84,20 @@ class Measurement(ABC):
 
     @abstractmethod
     def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
-        """Measure a decoder and return its series. All ranks call it; the decoder and the random state are not changed."""
+        """Measure a decoder and return its series. All ranks call it; the decoder and the random state are not
+        changed.
+        """
 
     def picture(self, series: Sequence[Series]) -> bytes | None:
-        """A PNG file that shows the series. None: the evaluation has no picture of its own, and reports draw its series themselves."""
+        """A PNG file that shows the series. None: the evaluation has no picture of its own, and reports draw its series
+        themselves.
+        """
         return None
 
     def cacheable(self, series: Sequence[Series]) -> bool:
-        """Whether a run folder keeps a result to use again. Results that are not finite are not kept, as a repetition may be finite."""
+        """Whether a run folder keeps a result to use again. Results that are not finite are not kept, as a repetition
+        may be finite.
+        """
         return all(entry.is_finite for entry in series)
 
     def precision(self, device: Device) -> str:
@@ -89,12 +105,16 @@ class Measurement(ABC):
         return device.precision
 
     def series(self, metric: str, unit: str, better: Better, means: np.ndarray | float, **fields: object) -> Series:
-        """A series with this evaluation's kind and the run's training length filled in; `fields`: other fields of `Series`."""
+        """A series with this evaluation's kind and the run's training length filled in; `fields`: other fields of
+        `Series`.
+        """
         return Series(self.kind, metric, unit, better, self.config.data.seq_len, np.atleast_1d(means), **fields)
 
     @property
     def code(self) -> dict[str, str]:
-        """Digests of the code that the result depends on: lm, and plugin packages that define normalizers, tasks or the evaluation."""
+        """Digests of the code that the result depends on: lm, and plugin packages that define normalizers, tasks or the
+        evaluation.
+        """
         tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.eval_config, "tasks", ())]
         task_names = [
             task.name for task in tasks if not isinstance(task, str)
@@ -105,18 +125,23 @@ class Measurement(ABC):
     def evaluate(
         self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore
     ) -> Evaluation:
-        """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call it."""
+        """Measure a decoder trained for `step` steps and `tokens_seen` tokens, and return the result. All ranks call
+        it.
+        """
         weights = weights_sha256(decoder.state_dict())
         series = self.measure(decoder, device, progress)
         if not isinstance(series, Sequence):
             raise TypeError(f"`measure` gives {type(series).__name__}, not a list of Series")
         return Evaluation(
-            self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(device), weights, tuple(series),
+            self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(device), weights,
+            tuple(series),
             self.config.eval.measured_options(self.kind), self.code,
         )  # fmt: skip
 
     def write(self, run: Path, evaluation: Evaluation, with_picture: bool = True) -> Path:
-        """Write a result to its file in a run folder, and with `with_picture` also its picture if it has one; return the file's path."""
+        """Write a result to its file in a run folder, and with `with_picture` also its picture if it has one; return
+        the file's path.
+        """
         path, picture = (
             evaluation_path(run, evaluation.kind, evaluation.step),
             self.picture(evaluation.series) if with_picture else None,
@@ -126,7 +151,9 @@ class Measurement(ABC):
         return path
 
     def cache_path(self, run: Path, weights: str, device: Device) -> Path:
-        """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data and precision."""
+        """The path at which a run folder keeps the result of `weights` (a sha256), by kind, code, options, model, data
+        and precision.
+        """
         model = function_options(self.config.model)
         key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
         if ":" in getattr(
@@ -136,7 +163,9 @@ class Measurement(ABC):
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:
-        """The result of `weights` that a run folder keeps; None if no file holds it, or if the file is damaged, which a note reports."""
+        """The result of `weights` that a run folder keeps; None if no file holds it, or if the file is damaged, which a
+        note reports.
+        """
         path = self.cache_path(run, weights, device)
         if not path.is_file():
             return None
@@ -157,7 +186,8 @@ class Measurement(ABC):
 
 
 def measurements(config: Config, store: Store, kinds: Iterable[str] | None = None) -> list[Measurement]:
-    """The measurements that `config.eval` asks for, the validation first; with `kinds` only measurements of these kinds.
+    """The measurements that `config.eval` asks for, the validation first; with `kinds` only measurements of these
+    kinds.
 
     Raises LMError: the store does not hold the data that a measurement needs.
     """

@@ -26,9 +26,11 @@ class Sampling:
 
 
 class Continuation:
-    """Sequences of equal length that are continued together, each by one sampled token at a time, with a cache of keys and values.
+    """Sequences of equal length that are continued together, each by one sampled token at a time, with a cache of keys
+    and values.
 
-    For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is `length` from the start (docs/n.md).
+    For a normalizer with `n: visible`, n is the number of tokens so far; with `n: sample` it is `length` from the start
+    (docs/n.md).
 
     Args:
         prompts: token ids that each sequence begins with; all prompts have the same length, of at least one.
@@ -60,7 +62,9 @@ class Continuation:
 
 
 def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-    """New token ids after `prompt` (at least one id), each as soon as it is sampled. Raises RunError: the logits are not finite."""
+    """New token ids after `prompt` (at least one id), each as soon as it is sampled. Raises RunError: the logits are
+    not finite.
+    """
     continuation = Continuation(decoder, [prompt], len(prompt) + max_new_tokens, [sampling])
     for _ in range(max_new_tokens):
         yield continuation.draw()[0]
@@ -70,7 +74,8 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """A token id sampled from next-token logits (V,) fp32. Raises RunError if the logits are not finite."""
     if not logits.isfinite().all():
         raise RunError(
-            "the model's logits are not finite: its weights are too large to compute with; use those of an earlier checkpoint"
+            "the model's logits are not finite: its weights are too large to compute with; use those of an earlier "
+            "checkpoint"
         )
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -88,7 +93,8 @@ def generate_text(source: Path, checkpoint: str, prompt: str, max_new_tokens: in
 
     Raises:
         RunError: no model to load at `source`, or no tokenizer with it.
-        ConfigError: options out of range, a prompt that the tokenizer has no tokens for, or more tokens than learned positions.
+        ConfigError: options out of range, a prompt that the tokenizer has no tokens for, or more tokens than learned
+            positions.
     """
     temperature, top_k, top_p, seed = vars(sampling).values()
     limits = (

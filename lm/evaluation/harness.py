@@ -1,4 +1,6 @@
-"""Downstream tasks of EleutherAI's lm-evaluation-harness (lm-eval) as an evaluation, and lm's models as the harness sees them."""
+"""Downstream tasks of EleutherAI's lm-evaluation-harness (lm-eval) as an evaluation, and lm's models as the harness
+sees them.
+"""
 
 import difflib
 import hashlib
@@ -57,10 +59,12 @@ TokenWindow = tuple[list[int], int]  # token ids, and how many of them, at the e
 
 
 class HarnessLM(LM):
-    """A trained model as lm-evaluation-harness (lm-eval) takes one: `lm_eval.simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
+    """A trained model as lm-evaluation-harness (lm-eval) takes one:
+    `lm_eval.simple_evaluate(model=HarnessLM(lm.load(RUN)), ...)`.
 
-    Every text starts a document, so the end-of-text token comes before it. A text that is longer than `max_length` loses tokens
-    on the left. Batches hold sequences of one length, without padding, so that n (docs/n.md) counts each sequence's own tokens.
+    Every text starts a document, so the end-of-text token comes before it. A text that is longer than `max_length`
+    loses tokens on the left. Batches hold sequences of one length, without padding, so that n (docs/n.md) counts each
+    sequence's own tokens.
 
     Args:
         model: the model that `lm.load` gives; its decoder is moved to the device.
@@ -95,7 +99,8 @@ class HarnessLM(LM):
         return encoding_of(self.tokenizer, string).ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of the context, with the end-of-text token first, and of the continuation; together they spell both texts.
+        """Token ids of the context, with the end-of-text token first, and of the continuation; together they spell both
+        texts.
 
         White space at the end of the context goes to the continuation, as everywhere in lm-eval. If the tokens of the
         whole text don't start with the tokens of the context, the continuation is encoded by itself.
@@ -109,7 +114,8 @@ class HarnessLM(LM):
         return [self.prefix_token_id, *context_ids], continuation_ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return for each (context, continuation) log p(continuation | context), nats, and whether all its tokens are the most probable.
+        """Return for each (context, continuation) log p(continuation | context), nats, and whether all its tokens are
+        the most probable.
 
         A continuation longer than `max_length` is scored in several windows, as `loglikelihood_rolling` does.
         """
@@ -122,7 +128,9 @@ class HarnessLM(LM):
         return self._keep_answers("loglikelihood", requests, self._request_scores(windows, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return log p(text), nats, for each (text,). Tokens are scored once (`split_windows`), the first after the end-of-text token."""
+        """Return log p(text), nats, for each (text,). Tokens are scored once (`split_windows`), the first after the
+        end-of-text token.
+        """
         windows = [self.split_windows([self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
         return self._keep_answers(
             "loglikelihood_rolling", requests, [log_p for log_p, _ in self._request_scores(windows, disable_tqdm)]
@@ -137,8 +145,8 @@ class HarnessLM(LM):
     def split_windows(self, context: list[int], continuation: list[int]) -> list[TokenWindow]:
         """Windows of at most `max_length` + 1 tokens in which each token of `continuation` is predicted once.
 
-        There is one window, cut on the left, if it can hold the continuation. Else the continuation is cut into consecutive windows, as in
-        lm-eval, and the last window begins so early that it has `max_length` inputs.
+        There is one window, cut on the left, if it can hold the continuation. Else the continuation is cut into
+        consecutive windows, as in lm-eval, and the last window begins so early that it has `max_length` inputs.
         """
         if len(continuation) <= self.max_length:
             return [((context + continuation)[-self.max_length - 1 :], len(continuation))] if continuation else []
@@ -146,7 +154,9 @@ class HarnessLM(LM):
         return [([*inputs, targets[-1]], len(targets)) for inputs, targets in windows]
 
     def _request_scores(self, request_windows: list[list[TokenWindow]], quiet: bool) -> list[tuple[float, bool]]:
-        """For each request, log p of the scored tokens of its windows, in nats, and whether each scored token is the most probable one."""
+        """For each request, log p of the scored tokens of its windows, in nats, and whether each scored token is the
+        most probable one.
+        """
         scores = iter(self.score([window for windows in request_windows for window in windows], quiet))
         request_scores = [[next(scores) for _ in windows] for windows in request_windows]
         return [
@@ -156,7 +166,8 @@ class HarnessLM(LM):
 
     @torch.no_grad()
     def score(self, windows: list[TokenWindow], quiet: bool = False) -> list[tuple[float, bool]]:
-        """Return for each window the sum of -log p (nats) over its scored tokens, and whether every scored token is the most probable one.
+        """Return for each window the sum of -log p (nats) over its scored tokens, and whether every scored token is the
+        most probable one.
 
         Windows that differ only in the last token, as the choices of many tasks do, are computed once.
         """
@@ -189,10 +200,12 @@ class HarnessLM(LM):
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return for each (context, options) the generated text, up to a stop string (`until`), an end token, or the limit of new tokens.
+        """Return for each (context, options) the generated text, up to a stop string (`until`), an end token, or the
+        limit of new tokens.
 
-        Contexts of one length with one limit are continued together. If context and new tokens exceed `max_length`, the context loses
-        tokens on the left, down to half of `max_length`. If that is not enough, the limit is lowered. The i-th request samples with seed i.
+        Contexts of one length with one limit are continued together. If context and new tokens exceed `max_length`, the
+        context loses tokens on the left, down to half of `max_length`. If that is not enough, the limit is lowered. The
+        i-th request samples with seed i.
         """
         texts = [self._text_request(request, seed) for seed, request in enumerate(requests)]
         answers = [""] * len(texts)
@@ -206,7 +219,9 @@ class HarnessLM(LM):
         return self._keep_answers("generate_until", requests, answers)
 
     def _text_request(self, request: Instance, seed: int) -> "_TextRequest":
-        """Read a request of `generate_until`, and cut its context to fit `max_length`. Raises ConfigError: an unsupported option."""
+        """Read a request of `generate_until`, and cut its context to fit `max_length`. Raises ConfigError: an
+        unsupported option.
+        """
         (context, options), task = request.args, request.task_name
         unknown_names = [
             name for name in options if name not in _GENERATION_KEYS and (name, options[name]) != ("num_beams", 1)
@@ -235,7 +250,9 @@ class HarnessLM(LM):
         )
 
     def _generate(self, texts: list["_TextRequest"]) -> list[str]:
-        """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the batch."""
+        """Texts generated after contexts of one length, with one limit of new tokens; a text that has ended leaves the
+        batch.
+        """
         writings = [Writing(self.tokenizer, text.ids) for text in texts]
         starts, answers, active_indices = (
             [len(writing.shown) for writing in writings],
@@ -277,9 +294,11 @@ class _TextRequest:
 
 
 def _find_tasks(options: DownstreamConfig) -> tuple[list[str], "TaskManager"]:
-    """Names of the tasks that match `options.tasks`, and lm-eval's task manager. Raises ConfigError: no such folder or task.
+    """Names of the tasks that match `options.tasks`, and lm-eval's task manager. Raises ConfigError: no such folder or
+    task.
 
-    Reading lm-eval's own 14,000 tasks takes a quarter of a minute; they are not read if `options.include_path` has all named tasks.
+    Reading lm-eval's own 14,000 tasks takes a quarter of a minute; they are not read if `options.include_path` has all
+    named tasks.
     """
     from lm_eval.tasks import TaskManager
 
@@ -319,8 +338,10 @@ def _evaluate(
 
     try:
         return lm_eval.simple_evaluate(
-            model=model, tasks=names, task_manager=manager, num_fewshot=options.num_fewshot, limit=options.limit, log_samples=True,
-            metadata=options.metadata or None, bootstrap_iters=0,  # standard errors are computed from documents, where needed
+            model=model, tasks=names, task_manager=manager, num_fewshot=options.num_fewshot, limit=options.limit,
+            log_samples=True,
+            # standard errors are computed from documents, where needed
+            metadata=options.metadata or None, bootstrap_iters=0,
         )  # fmt: skip
     except (LMError, RuntimeError, MemoryError):
         raise
@@ -332,7 +353,9 @@ def _evaluate(
 
 
 class Downstream(Measurement):
-    """Tasks of lm-eval as an evaluation: a series for each metric of a task, with values by document if the metric is their mean."""
+    """Tasks of lm-eval as an evaluation: a series for each metric of a task, with values by document if the metric is
+    their mean.
+    """
 
     kind = "downstream"
 
@@ -377,7 +400,9 @@ class Downstream(Measurement):
         return [series for task in results["samples"] for series in self._series(task, results, model)]
 
     def _series(self, task: str, results: dict[str, Plain], model: HarnessLM) -> Iterator[Series]:
-        """Series of a task's metrics in lm-eval's results; reports also show how many of its requests were too long for the model."""
+        """Series of a task's metrics in lm-eval's results; reports also show how many of its requests were too long for
+        the model.
+        """
         notes = {
             "requests lost tokens on the left": model.n_cut[task],
             "may write fewer tokens than they ask for": model.n_shortened[task],

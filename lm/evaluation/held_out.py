@@ -1,4 +1,6 @@
-"""Held-out sequences, measured values of each sequence, and evaluations of loss at the training length, by position and by length."""
+"""Held-out sequences, measured values of each sequence, and evaluations of loss at the training length, by position and
+by length.
+"""
 
 import hashlib
 import math
@@ -86,7 +88,9 @@ class HeldOut:
 
     @property
     def target_mask(self) -> np.ndarray:
-        """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else all predictions."""
+        """Mask, (N, length) bool, of the predictions that means include: predictions of answer tokens in tasks, else
+        all predictions.
+        """
         return np.ones((len(self.sequences), self.length), bool) if self.answers is None else self.answers
 
     def batch(self, indices: list[int]) -> Batch:
@@ -96,12 +100,14 @@ class HeldOut:
         )
 
     def sample(self, values: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-        """A sample with the row of `values`, (N, columns), of each sequence; rows of one document are a group. `weights` of sequences:
-        (N,), or None if all are equal."""
+        """A sample with the row of `values`, (N, columns), of each sequence; rows of one document are a group.
+        `weights` of sequences: (N,), or None if all are equal."""
         return Sample(self.sha256, values, np.ones(len(values)) if weights is None else weights, self.document_labels)
 
     def means(self, values: np.ndarray, selection: slice | np.ndarray = slice(None)) -> tuple[float, Sample]:
-        """The mean of `values`, (N, length), over `target_mask` of the sequences `selection`, and a sample of sequences' means."""
+        """The mean of `values`, (N, length), over `target_mask` of the sequences `selection`, and a sample of
+        sequences' means.
+        """
         values, target_mask = values[selection], self.target_mask[selection]
         sequence_means = values.mean(1, dtype=np.float64, where=target_mask)[:, None]
         sample = Sample(self.sha256, sequence_means, target_mask.sum(1), self.document_labels[selection])
@@ -109,7 +115,9 @@ class HeldOut:
 
     @classmethod
     def take(cls, store: Store, starts: np.ndarray, length: int, isolate: bool = False) -> "HeldOut":
-        """The sequences of `length` + 1 tokens that begin at `starts` in the held-out split; with `isolate` no document sees another."""
+        """The sequences of `length` + 1 tokens that begin at `starts` in the held-out split; with `isolate` no document
+        sees another.
+        """
         sequences = store.val.take(starts, length + 1)
         ends = np.cumsum([source.n_tokens for source in store.val.sources])
         sources = np.searchsorted(ends, starts, "right")
@@ -118,19 +126,25 @@ class HeldOut:
 
 
 def validation_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; for symbolic tasks `task_sequences`."""
+    """Up to `eval.sequences` windows of the training length, spread evenly over the held-out text; for symbolic tasks
+    `task_sequences`.
+    """
     if config.data.symbolic:
         return task_sequences(store, config, config.data.seq_len, config.eval.sequences)
     return spread_sequences(store, config, config.data.seq_len, config.eval.sequences)
 
 
 def spread_sequences(store: Store, config: Config, length: int, limit: int) -> HeldOut:
-    """At most `limit` sequences of `length`, spread evenly over the held-out text; a token sees other documents if it does in training."""
+    """At most `limit` sequences of `length`, spread evenly over the held-out text; a token sees other documents if it
+    does in training.
+    """
     return HeldOut.take(store, validation_starts(store.val, length, limit), length, config.data.documents == "isolate")
 
 
 def task_sequences(store: Store, config: Config, length: int, count: int) -> HeldOut:
-    """`count` test sequences, divided among tasks by weight, the same for all runs of these tasks. Raises NoRoom if a task does not fit."""
+    """`count` test sequences, divided among tasks by weight, the same for all runs of these tasks. Raises NoRoom if a
+    task does not fit.
+    """
     tasks = config.data.tasks
     ends = np.floor(np.cumsum([task.weight for task in tasks]) * count + 0.5).astype(int)
     sources = np.searchsorted(ends, np.arange(count), "right")
@@ -144,8 +158,8 @@ def task_sequences(store: Store, config: Config, length: int, count: int) -> Hel
 
 
 def long_sequences(store: Store, config: Config) -> HeldOut:
-    """Up to `eval.long_context.sequences` sequences, each within one held-out document; `length_factor: auto` halves their length until two
-    documents are longer. Raises ConfigError: no document is long enough."""
+    """Up to `eval.long_context.sequences` sequences, each within one held-out document; `length_factor: auto` halves
+    their length until two documents are longer. Raises ConfigError: no document is long enough."""
     options, seq_len, longest = config.eval.long_context, config.data.seq_len, store.val.longest
     length = round(options.longest_factor * seq_len)
     if options.length_factor == "auto":
@@ -156,7 +170,10 @@ def long_sequences(store: Store, config: Config) -> HeldOut:
     if length >= longest:
         max_factor = (longest - 1) / seq_len
         alternative = f"{int(max_factor * 10) / 10:g} or less, or to " if max_factor >= 1 else ""
-        reason = f"with data.seq_len = {seq_len} it needs a held-out document of {length + 1:,} tokens, the longest has {longest:,}"
+        reason = (
+            f"with data.seq_len = {seq_len} it needs a held-out document of {length + 1:,} tokens, the longest "
+            f"has {longest:,}"
+        )
         remedy = f"set it to {alternative}0 to train without this evaluation"
         raise ConfigError([Problem("eval.long_context.length_factor", options.length_factor, reason, remedy)])
     return HeldOut.take(store, long_starts(store.val, length, options.sequences), length)
@@ -171,7 +188,9 @@ def tokens_sha256(sequences: Iterable[np.ndarray]) -> str:
 
 
 def batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches of items of equal `length`, in tokens, in the order of `items`; a batch has at most `EVAL_TOKENS` tokens, or one item."""
+    """Batches of items of equal `length`, in tokens, in the order of `items`; a batch has at most `EVAL_TOKENS` tokens,
+    or one item.
+    """
     by_length: dict[int, list[T]] = {}
     for item in items:
         by_length.setdefault(length(item), []).append(item)
@@ -190,7 +209,8 @@ def by_sequence(
 ) -> np.ndarray:
     """Values of each sequence, (N, *shape) fp32, that `measure` computes in batches. All ranks call it.
 
-    Sequences are split over the ranks of `device`; every rank returns all values. Autocast is off, unless `measure` turns it on.
+    Sequences are split over the ranks of `device`; every rank returns all values. Autocast is off, unless `measure`
+    turns it on.
 
     Args:
         models: models that `measure` runs; they are in evaluation mode meanwhile, and without gradients.
@@ -213,7 +233,9 @@ def by_sequence(
 
 
 def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore) -> np.ndarray:
-    """Losses -log p of predicted tokens, (N, length) fp32, nats. Holds no T x T weights or T x V logits of T tokens. All ranks call it."""
+    """Losses -log p of predicted tokens, (N, length) fp32, nats. Holds no T x T weights or T x V logits of T tokens.
+    All ranks call it.
+    """
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
@@ -225,7 +247,9 @@ def nll_by_token(decoder: Decoder, held_out: HeldOut, device: Device, progress: 
 
 
 def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndarray = slice(None)) -> float:
-    """The sum of -log2 p of the predicted tokens of the sequences `selection`, divided by the number of UTF-8 bytes of these tokens."""
+    """The sum of -log2 p of the predicted tokens of the sequences `selection`, divided by the number of UTF-8 bytes of
+    these tokens.
+    """
     n_bytes = (held_out.token_bytes[held_out.sequences[selection, 1:]] * held_out.target_mask[selection]).sum(
         dtype=np.float64
     )
@@ -233,14 +257,18 @@ def bits_per_byte(nll: np.ndarray, held_out: HeldOut, selection: slice | np.ndar
 
 
 def bucket_edges(seq_len: int, length: int) -> np.ndarray:
-    """Edges of position buckets, from 0 to `length`: four buckets per octave, with edges at `seq_len` x 2^i for whole numbers i."""
+    """Edges of position buckets, from 0 to `length`: four buckets per octave, with edges at `seq_len` x 2^i for whole
+    numbers i.
+    """
     quarters = np.arange(-4 * math.ceil(math.log2(seq_len)), 4 * math.ceil(math.log2(length / seq_len)) + 1)
     edges = np.unique(np.rint(seq_len * 2.0 ** (quarters / 4)).astype(int))
     return np.concatenate(([0], edges[(edges > 0) & (edges < length)], [length]))
 
 
 def by_position(held_out: HeldOut, values: np.ndarray, seq_len: int) -> dict[str, object]:
-    """Fields of a `Series` of `values`, (N, length): means by bucket of positions, a sample of sequences' means, and means by position."""
+    """Fields of a `Series` of `values`, (N, length): means by bucket of positions, a sample of sequences' means, and
+    means by position.
+    """
     edges = bucket_edges(seq_len, held_out.length)
     by_bucket = np.add.reduceat(values.astype(np.float64), edges[:-1], axis=1) / np.diff(edges)
     axis = Axis("position in the sequence", "tokens", "at positions", tuple(edges.tolist()), bins=True)
@@ -255,15 +283,17 @@ def lengths_axis(lengths: Iterable[int]) -> Axis:
 # ---------------------------------------------------------------- loss
 
 
-UNIGRAM_TOLERANCE = 0.002  # nats per token: `unigram_loss` is no bound up to this relative entropy of the store's fractions to the weights
+# nats per token: `unigram_loss` is no bound up to this relative entropy of the store's fractions to the weights
+UNIGRAM_TOLERANCE = 0.002
 
 
 def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
-    """Held-out loss of a model that knows only token frequencies of the training mixture, and the loss's name, UNIGRAM or UNIGRAM_BOUND.
+    """Held-out loss of a model that knows only token frequencies of the training mixture, and the loss's name, UNIGRAM
+    or UNIGRAM_BOUND.
 
-    The loss is an upper bound if sources or tasks have weights other than their fractions of the store. A token's probability in the
-    mixture is at least its probability in the store times the least ratio of weight to fraction. The loss is None if a source, a task or
-    all text has weight 0.
+    The loss is an upper bound if sources or tasks have weights other than their fractions of the store. A token's
+    probability in the mixture is at least its probability in the store times the least ratio of weight to fraction. The
+    loss is None if a source, a task or all text has weight 0.
     """
     weights = np.array([weighted.weight for weighted in (data.tasks if data.symbolic else data.sources)])
     if not weights.all() or not (data.symbolic or data.text_weight):
@@ -276,7 +306,9 @@ def unigram_loss(store: Store, data: DataConfig) -> tuple[float | None, str]:
 
 
 class Validation(Measurement):
-    """Loss at the training length: nats per token, bits per byte, and each sequence's mean loss for paired comparison."""
+    """Loss at the training length: nats per token, bits per byte, and each sequence's mean loss for paired
+    comparison.
+    """
 
     kind = VALIDATION
 
@@ -286,7 +318,9 @@ class Validation(Measurement):
 
     @property
     def trained_mask(self) -> np.ndarray:
-        """Mask, (N,) bool, of the sequences of sources that are trained on, or of all sequences if no source is trained on."""
+        """Mask, (N,) bool, of the sequences of sources that are trained on, or of all sequences if no source is trained
+        on.
+        """
         data = self.config.data
         untrained = [] if data.symbolic else [number for number, source in enumerate(data.sources) if not source.weight]
         mask = ~np.isin(self.held_out.sources, untrained)
@@ -391,7 +425,8 @@ class OtherTexts(Measurement):
             sequence_means = nll.mean(1, dtype=np.float64)[:, None]
             series += [
                 self.series(
-                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name, samples=(sequences.sample(sequence_means),),
+                    "loss", NATS, "lower", float(nll.mean(dtype=np.float64)), what=name,
+                    samples=(sequences.sample(sequence_means),),
                     data_fingerprint=fingerprint if splits else "", interval="documents", shown=display,
                     logged=(self.eval_config.metric(name),),
                 ),
@@ -404,7 +439,9 @@ class OtherTexts(Measurement):
 
 
 class LongContext(Measurement):
-    """Loss by position in sequences beyond the training length, once for each inference setting (arXiv 2501.19399, Fig. 5)."""
+    """Loss by position in sequences beyond the training length, once for each inference setting (arXiv 2501.19399, Fig.
+    5).
+    """
 
     kind = "long_context"
 
@@ -427,8 +464,10 @@ class LongContext(Measurement):
             nll = nll_by_token(for_inference(decoder, setting), sequences, device, progress)
             series += [
                 self.series(
-                    "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len), setting=setting.label, shown=display,
-                    data_fingerprint=self.fingerprint, interval="documents", logged=(self.eval_config.metric(setting.label),),
+                    "loss", NATS, "lower", **by_position(sequences, nll, self.config.data.seq_len),
+                    setting=setting.label, shown=display,
+                    data_fingerprint=self.fingerprint, interval="documents",
+                    logged=(self.eval_config.metric(setting.label),),
                 ),
                 self.series("bits per byte", "", "lower", bits_per_byte(nll, sequences), setting=setting.label),
             ]  # fmt: skip
@@ -436,8 +475,10 @@ class LongContext(Measurement):
 
 
 class ByLength(Measurement):
-    """Mean loss by inference setting of the same held-out tokens, cut into sequences of each of `eval.by_length.lengths`, so that only the
-    context differs. A unit of its samples is a stretch of text of the longest length, with a value for each length."""
+    """Mean loss by inference setting of the same held-out tokens, cut into sequences of each of
+    `eval.by_length.lengths`, so that only the context differs. A unit of its samples is a stretch of text of the
+    longest length, with a value for each length.
+    """
 
     kind = "by_length"
 
@@ -480,8 +521,10 @@ class ByLength(Measurement):
             )
             log_names = tuple(self.eval_config.metric(length, setting.label) for length in self.lengths)
             loss_series = self.series(
-                "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names, axis=lengths_axis(self.lengths),
-                samples=(self.stretches.sample(by_stretch),), shown=display, data_fingerprint=self.fingerprint, interval="documents",
+                "loss", NATS, "lower", by_stretch.mean(0), setting=setting.label, logged=log_names,
+                axis=lengths_axis(self.lengths),
+                samples=(self.stretches.sample(by_stretch),), shown=display, data_fingerprint=self.fingerprint,
+                interval="documents",
             )  # fmt: skip
             series.append(loss_series)
         return series

@@ -1,4 +1,6 @@
-"""`lm swap`: a copy of a trained model with another normalizer, and its effect on loss, next-token distributions and attention."""
+"""`lm swap`: a copy of a trained model with another normalizer, and its effect on loss, next-token distributions and
+attention.
+"""
 
 import shutil
 from collections.abc import Sequence
@@ -51,11 +53,11 @@ DRIFT_SEQUENCES = 4  # sequences of each length whose attention weights are comp
 
 
 def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
-    """Held-out sequences for each of `eval.swap_lengths` (in training lengths), ascending. At the training length they are validation
-    sequences; at other lengths windows within documents, or test sequences of tasks over symbols.
+    """Held-out sequences for each of `eval.swap_lengths` (in training lengths), ascending. At the training length they
+    are validation sequences; at other lengths windows within documents, or test sequences of tasks over symbols.
 
-    Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training length are left
-    out if positions are learned.
+    Lengths that no held-out document has, or into which a task does not fit, are left out. Lengths beyond the training
+    length are left out if positions are learned.
     """
     count = config.eval.long_context.sequences
     sequences = []
@@ -73,11 +75,13 @@ def swap_sequences(store: Store, config: Config) -> list[HeldOut]:
 
 
 class SwapMeasurement(Measurement):
-    """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to RoPE.
+    """A comparison of a decoder before and after a swap of its normalizer, on identical tokens, without a change to
+    RoPE.
 
-    Each length has series by position of the loss before and after (nats per token) and of KL(before || after) of next-token
-    distributions (nats). For tasks over symbols these are means over answer tokens. Each length also has a series of each layer's
-    `attention_drift`. The change of loss and the KL have series by length, with intervals over documents.
+    Each length has series by position of the loss before and after (nats per token) and of KL(before || after) of
+    next-token distributions (nats). For tasks over symbols these are means over answer tokens. Each length also has a
+    series of each layer's `attention_drift`. The change of loss and the KL have series by length, with intervals over
+    documents.
     """
 
     kind = "swap"
@@ -125,7 +129,9 @@ class SwapMeasurement(Measurement):
         return series
 
     def _length_series(self, metric: str, values: list[np.ndarray]) -> Series:
-        """A series of means by length, for reports, with intervals over documents. `values`: (sequences, length) for each length."""
+        """A series of means by length, for reports, with intervals over documents. `values`: (sequences, length) for
+        each length.
+        """
         means, samples = zip(
             *(sequences.means(numbers) for sequences, numbers in zip(self.held_out, values, strict=True)), strict=True
         )
@@ -148,7 +154,9 @@ _LOG_NAMES = {
 def token_losses_and_kl(
     old: Decoder, new: Decoder, held_out: HeldOut, device: Device, progress: Advance = ignore
 ) -> np.ndarray:
-    """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats. All ranks call it."""
+    """Losses -log p of all predicted tokens under `old` and `new`, and KL(old || new): (3, N, length) float64, nats.
+    All ranks call it.
+    """
 
     def measure(indices: list[int]) -> Tensor:
         batch = held_out.batch(indices).to(device.device)
@@ -171,8 +179,8 @@ def token_losses_and_kl(
 def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Device) -> np.ndarray:
     """Half the L1 distance between both models' attention weights, a mean over queries and heads: (layers,) float64.
 
-    It is 0 for equal attention, and at most 1 for weights that sum to one and are not negative. Layers above the first also see the changes
-    of lower layers. Only the first `DRIFT_SEQUENCES` sequences are read. All ranks call it.
+    It is 0 for equal attention, and at most 1 for weights that sum to one and are not negative. Layers above the first
+    also see the changes of lower layers. Only the first `DRIFT_SEQUENCES` sequences are read. All ranks call it.
     """
     layers, count = old.config.n_layer, min(DRIFT_SEQUENCES, len(held_out.sequences))
 
@@ -194,13 +202,16 @@ def attention_drift(old: Decoder, new: Decoder, held_out: HeldOut, device: Devic
 
 
 SHORT_LENGTHS = (16, 256)  # tokens, as in prompts, at which the factor on the scores is printed
-MAX_RATIO = 2.0  # ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
+# ratio of the new to the old factor on the scores, or of the old to the new one, above which a warning is given
+MAX_RATIO = 2.0
 FIT_TOKENS, FIT_BATCHES = 2048, 8  # tokens in a batch, and batches, that `--init fit` reads
 
 
 @dataclass(frozen=True, eq=False)
 class SwapResult:
-    """The evaluation of a swap, the file of its numbers, and text to print: lines about both models, notes after the tables, a warning."""
+    """The evaluation of a swap, the file of its numbers, and text to print: lines about both models, notes after the
+    tables, a warning.
+    """
 
     evaluation: Evaluation
     path: Path
@@ -218,7 +229,8 @@ def swap_run(
     overrides: list[str],
     files: Sequence[Path] = (),
 ) -> SwapResult:
-    """`lm swap`: a copy of a trained model with another normalizer, as a run folder `destination` that holds weights alone.
+    """`lm swap`: a copy of a trained model with another normalizer, as a run folder `destination` that holds weights
+    alone.
 
     Measures both models on identical held-out tokens; the result is kept in `destination`'s evaluations/ and returned.
 
@@ -226,18 +238,23 @@ def swap_run(
         source: a run folder, a checkpoint or an export.
         checkpoint: the checkpoint of a run folder: `last`, `best` or a step.
         normalizer: name of the new normalizer.
-        init: initial values of the new parameters: `match`, `unit`, `fit` (docs/swapping.md) or a number; None: by `overrides` or default.
+        init: initial values of the new parameters: `match`, `unit`, `fit` (docs/swapping.md) or a number; None: by
+            `overrides` or default.
         overrides: changes `key=value` of the new normalizer's options and of evaluation.
         files: configurations of the text to measure on, for a model without a training run.
 
-    Raises LMError: nothing to load, normalizers that can't be swapped, other data than the model was trained on, `destination` not empty.
+    Raises LMError: nothing to load, normalizers that can't be swapped, other data than the model was trained on,
+    `destination` not empty.
     """
     with new_folder(destination) as folder:
         model = load(source, checkpoint)
         if files:
             model = replace(model, config=_text_config(model, files, overrides))
         elif model.config is None:
-            remedy = f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {normalizer} -o {destination}"
+            remedy = (
+                f"name a configuration of text, e.g. lm swap {source} configs/sotu.yaml --to {normalizer} -o "
+                f"{destination}"
+            )
             raise RunError(f"{source}: has no training run behind it, of whose text a swap could be measured; {remedy}")
         with PLUGINS.trusted():
             config = _swapped_config(model, normalizer, init, destination, overrides)
@@ -276,10 +293,14 @@ def swap_run(
     if not evaluation.series:
         model_lines.append("nothing measured")
     if changed_layers := _layers_with_changed_keys(old, new):
-        phrase = "see other keys at the training length than before, which changes the loss, too; --to layers keeps those of single layers"
+        phrase = (
+            "see other keys at the training length than before, which changes the loss, too; --to layers keeps "
+            "those of single layers"
+        )
         model_lines.append(f"layers {', '.join(map(str, changed_layers))} {phrase}")
     notes = [
-        f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} name=..."
+        f"{destination}: weights alone; go on with: lm eval {destination}, or lm train CONFIG init_from={destination} "
+        "name=..."
     ]
     unmatched_layers = [
         str(layer) for layer, normalizer in enumerate(old.normalizers()) if normalizer.scale_by_position() is None
@@ -300,8 +321,8 @@ def swap_run(
 
 
 def _parameter_lines(decoder: Decoder) -> list[str]:
-    """Lines to print, one for each normalizer parameter with one value per head: its mean over layers and heads, and its range. Without
-    such parameters there is one empty line."""
+    """Lines to print, one for each normalizer parameter with one value per head: its mean over layers and heads, and
+    its range. Without such parameters there is one empty line."""
     values: dict[str, list[float]] = {}
     for normalizer in decoder.normalizers():
         for name, parameter in normalizer.named_parameters():
@@ -317,10 +338,11 @@ def _mean_and_range(values: Tensor) -> str:
 
 
 def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
-    """Lines with the factor on q.k / sqrt(D) before and after a swap, at short lengths and the training length, and a warning.
+    """Lines with the factor on q.k / sqrt(D) before and after a swap, at short lengths and the training length, and a
+    warning.
 
-    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; if all are, there are no lines. The warning
-    is empty unless a factor grew or fell by more than `MAX_RATIO` times.
+    Layers whose scores are no multiple of q.k / sqrt(D) before or after are left out; if all are, there are no lines.
+    The warning is empty unless a factor grew or fell by more than `MAX_RATIO` times.
     """
     lengths = sorted({min(length, old.seq_len) for length in (*SHORT_LENGTHS, old.seq_len)})
     old_factors, new_factors = score_factors(old, lengths), score_factors(new, lengths)
@@ -342,12 +364,17 @@ def _factor_lines(old: Decoder, new: Decoder) -> tuple[list[str], str]:
         if not 1 / MAX_RATIO <= ratio <= MAX_RATIO
     ]
     remedy = "measure them by eval.swap_lengths; docs/swapping.md says which options keep the factor"
-    warning = f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much worse; {remedy}"
+    warning = (
+        f"warning: the factor on the scores is {', '.join(deviations)}: documents of such lengths may get much "
+        f"worse; {remedy}"
+    )
     return lines, warning if deviations else ""
 
 
 def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
-    """The layers in which the last query of a training sequence sees other keys after the swap than before, as with a window."""
+    """The layers in which the last query of a training sequence sees other keys after the swap than before, as with a
+    window.
+    """
     length = old.seq_len
     layout = AttentionLayout.full(length).select(slice(length - 1, length), length)
     pairs = enumerate(zip(old.normalizers(), new.normalizers(), strict=True))
@@ -355,18 +382,21 @@ def _layers_with_changed_keys(old: Decoder, new: Decoder) -> list[int]:
 
 
 def _text_config(model: LoadedModel, files: Sequence[Path], overrides: list[str]) -> Config:
-    """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but those of `model`.
-    Raises RunError: the model is in a run folder, whose own text a swap is measured on."""
+    """The configuration by which a swapped model folder is measured, with the text of `files` and all `overrides` but
+    those of `model`. Raises RunError: the model is in a run folder, whose own text a swap is measured on."""
     if (model.folder / CONFIG).is_file():
         raise RunError(
-            f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that out"
+            f"{model.folder}: a run folder: a swap is measured on its own text, not on that of {files[0]}; leave that "
+            "out"
         )
     changes = {name: value for name, value in overrides_in("swap", overrides).items() if name != "model"}
     return parse(merge(to_plain(text_config(model, list(files))), changes))
 
 
 def _swapped_config(model: LoadedModel, name: str, init: str | None, destination: Path, overrides: list[str]) -> Config:
-    """The configuration of the new run folder. Imports plugins that `name` or `overrides` name; `load` has imported the model's plugins."""
+    """The configuration of the new run folder. Imports plugins that `name` or `overrides` name; `load` has imported the
+    model's plugins.
+    """
     changes = overrides_in("swap", overrides)
     try:
         options = OPTIONS[name]

@@ -57,22 +57,26 @@ class TrainingOptions:
     """Options of `lm compare` that control the training of runs."""
 
     jobs: int | None = (
-        None  # number of slots (`lm.experiments.slots`); None: `slots_per_gpu` on each GPU, or one if no run takes a GPU
+        # number of slots (`lm.experiments.slots`); None: `slots_per_gpu` on each GPU, or one if no run takes a GPU
+        None
     )
     retry: bool = False  # whether to try failed runs again
-    anew: bool = False  # whether to train although the folder has none of the file's runs, but ended runs of another configuration
+    # whether to train although the folder has none of the file's runs, but ended runs of another configuration
+    anew: bool = False
     slots_per_gpu: int = 1  # number of slots on each GPU
     engine: Engine | None = None  # the scheduler whose jobs train the runs; None: processes of this machine train them
     workers: int = 1  # number of the scheduler's jobs at a time
     job_options: str = ""  # the options of each job, as `--job-options` gives them
 
     def slots(self, experiment: Experiment) -> Slots:
-        """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there are."""
+        """Return the `Slots` for an experiment's runs. Raises ConfigError: a run needs more GPUs or slots than there
+        are.
+        """
         return Slots(self.workers) if self.engine else slots_of(experiment, self.jobs, self.slots_per_gpu)
 
     def estimated_times(self, procedure: Procedure, run_costs: Costs | None, budget: float) -> tuple[Times, str]:
-        """Estimate the seconds that a run of each size and arm takes on this machine, with at most `budget` seconds for timing. Returns the
-        estimates and their source in words, or {} and the reason why there is no estimate."""
+        """Estimate the seconds that a run of each size and arm takes on this machine, with at most `budget` seconds for
+        timing. Returns the estimates and their source in words, or {} and the reason why there is no estimate."""
         if self.engine:
             return {}, "not estimated for the machines of the jobs"
         if run_costs is None:
@@ -87,7 +91,9 @@ class TrainingOptions:
             return {}, f"not known: {error}"
 
     def cluster(self, folder: Path) -> Cluster | None:
-        """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as `Cluster` does."""
+        """Return the `Cluster` that trains an experiment's runs in jobs; None without a scheduler. Raises LMError as
+        `Cluster` does.
+        """
         return Cluster(folder, read_scheduler_options(self.job_options), self.engine) if self.engine else None
 
 
@@ -164,8 +170,8 @@ def compare_experiments(
 
 
 def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) -> None:
-    """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a scheduler's job, so
-    that precision, compilation and threads are chosen for the machines that train."""
+    """Prepare the training text of an experiment on this machine. If the experiment was never started, start it in a
+    scheduler's job, so that precision, compilation and threads are chosen for the machines that train."""
     experiment = open_experiment(path, overrides, 1, options.anew).experiment
     cluster = options.cluster(experiment.folder)
     prepare(experiment.first_config.data, progress=True)
@@ -175,8 +181,8 @@ def _start_in_job(path: Path, overrides: list[str], options: TrainingOptions) ->
 
 
 def _train_runs(procedure: Procedure, options: TrainingOptions, times: Times) -> Procedure:
-    """Train the runs of an experiment. If a comparison is then undecided, also train runs with the seeds `more_seeds` of the experiment.
-    Returns the `Procedure` with all seeds that were trained. Raises RunsFailed."""
+    """Train the runs of an experiment. If a comparison is then undecided, also train runs with the seeds `more_seeds`
+    of the experiment. Returns the `Procedure` with all seeds that were trained. Raises RunsFailed."""
     experiment = procedure.experiment
     jobs = ExperimentTrainer(procedure, options.slots(experiment), options.cluster(experiment.folder))
     with live_table(jobs, times):
@@ -186,7 +192,9 @@ def _train_runs(procedure: Procedure, options: TrainingOptions, times: Times) ->
 
 
 def print_commands(files: list[Path], overrides: list[str], options: TrainingOptions) -> None:
-    """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError: a file is wrong."""
+    """Print, for each run that can be started now, one line with the shell commands that train it. Raises LMError: a
+    file is wrong.
+    """
     for path in files:
         with redirect_stdout(sys.stderr):  # messages on the text and on other processes are no commands
             procedure = start(path, overrides, options.jobs or 1, options.anew)
@@ -219,8 +227,10 @@ def _print_plans(procedures: list[Procedure], options: TrainingOptions) -> list[
 
 
 def _write_verdicts(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or none. Returns the
-    entries of `summary_entries`. Raises LMError: no run has ended, or a run's file can't be read for the report."""
+    """Print the verdicts. Write verdicts, tuning results and report into the experiment's folder, either all files or
+    none. Returns the entries of `summary_entries`. Raises LMError: no run has ended, or a run's file can't be read for
+    the report.
+    """
     experiment = procedure.experiment
     if not any(run.outcome.ended for run in procedure.known_runs()):
         has_measured_runs = is_measured(experiment)

@@ -1,6 +1,8 @@
-"""The engine that trains the runs of an experiment, in processes of this machine or in jobs that submitit sends to a scheduler.
+"""The engine that trains the runs of an experiment, in processes of this machine or in jobs that submitit sends to a
+scheduler.
 
-One `lm compare` at a time works on an experiment. It starts the runs that can be started, prints their results, and records failures.
+One `lm compare` at a time works on an experiment. It starts the runs that can be started, prints their results, and
+records failures.
 """
 
 import os
@@ -76,11 +78,12 @@ _CRASH_SIGNALS = (
 def experiment_lock(experiment_folder: Path) -> Iterator[None]:
     """Hold the lock of an experiment's folder during the body; the folder is created if it does not exist.
 
-    The operating system's lock of the folder ends with the process that holds it, but other machines may not see this lock. The file LOCK
-    names the process to all machines that see the folder. A LOCK file that a killed process of this host has left behind is replaced.
+    The operating system's lock of the folder ends with the process that holds it, but other machines may not see this
+    lock. The file LOCK names the process to all machines that see the folder. A LOCK file that a killed process of this
+    host has left behind is replaced.
 
-    Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host. The message names
-    that process and a remedy.
+    Raises RunError: the folder can't be made, or another process works on the experiment, or may do so on another host.
+    The message names that process and a remedy.
     """
     path = experiment_folder / LOCK
     try:
@@ -124,7 +127,9 @@ def holder_words(experiment_folder: Path) -> str:
 
 
 def _lock_holder(path: Path) -> dict[str, Plain]:
-    """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is absent or damaged."""
+    """Return what a LOCK file says: host, process ID, start time of the process, start of its work; {} if the file is
+    absent or damaged.
+    """
     with suppress(RunError):
         content = read_json(path)
         return content if content.keys() == {"host", "pid", "born", "since"} else {}
@@ -158,8 +163,8 @@ class Failure:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the next start continues the run, as a signal stopped the run, or killed it for the first time since its last save. A
-        second crash without a save in between is a failure."""
+        """Whether the next start continues the run, as a signal stopped the run, or killed it for the first time since
+        its last save. A second crash without a save in between is a failure."""
         return (self.status < 0 and not self.again) or self.status - 128 in _STOP_SIGNALS
 
     @property
@@ -169,8 +174,10 @@ class Failure:
 
 
 def note_failure(experiment_folder: Path, run: Run, status: int, reason: str = "") -> Failure:
-    """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the run, else `reason`,
-    else the last line of the run's log. Write the failure to a file for `read_failure`, unless a signal stopped the run without a crash."""
+    """Return the failure of a run that ended with the exit status `status`. Its reason is the signal that killed the
+    run, else `reason`, else the last line of the run's log. Write the failure to a file for `read_failure`, unless a
+    signal stopped the run without a crash.
+    """
     log, file, folder = (
         log_path(experiment_folder, run),
         log_path(experiment_folder, run, FAILURE_SUFFIX),
@@ -200,7 +207,9 @@ def note_failure(experiment_folder: Path, run: Run, status: int, reason: str = "
 
 
 def read_failure(experiment_folder: Path, run: Run) -> Failure | None:
-    """Return the failure of a run; None if the run has not failed, or was interrupted. Raises RunError: the failure file is damaged."""
+    """Return the failure of a run; None if the run has not failed, or was interrupted. Raises RunError: the failure
+    file is damaged.
+    """
     failure = _failure_in_file(log_path(experiment_folder, run, FAILURE_SUFFIX))
     return None if failure is None or failure.interrupted else failure
 
@@ -229,7 +238,8 @@ def _failure_in_file(path: Path) -> Failure | None:
 # ---------------------------------------------------------------- jobs of a scheduler
 
 
-_SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"  # variable that names the signal by which submitit announces a job's end, here and in the job
+# variable that names the signal by which submitit announces a job's end, here and in the job
+_SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 # options that submitit has for every engine
 _COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
 _DEFAULT_OPTIONS = {"name": "lm", "timeout_min": 60}
@@ -237,14 +247,18 @@ _MAX_REQUEUES = 1000  # how often a job that meets its time limit is queued agai
 
 
 class Training:
-    """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to end."""
+    """A callable that submitit calls in a job to train a run; submitit calls its `checkpoint` when the job is about to
+    end.
+    """
 
     def __init__(self, run: Run, experiment_folder: Path):
         self.run, self.experiment_folder = run, experiment_folder
         self._children: Children | None = None  # made in the job: its locks can't be pickled
 
     def __call__(self) -> tuple[int, float]:
-        """Train or continue the run, if its job record (`_job_record`) names this job. Returns exit status and seconds of training."""
+        """Train or continue the run, if its job record (`_job_record`) names this job. Returns exit status and seconds
+        of training.
+        """
         self._children = Children(self.experiment_folder)
         return self._children.train(self.run, None) if self._is_recorded_job() else (128 + signal.SIGTERM, 0.0)
 
@@ -258,8 +272,8 @@ class Training:
         return DelayedSubmission(Training(self.run, self.experiment_folder))
 
     def _is_recorded_job(self) -> bool:
-        """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm compare` was killed
-        before it recorded this job, the record may name a later job."""
+        """Wait at most RECORD_WAIT_SECONDS for the run's job record to name this job; return whether it does. If `lm
+        compare` was killed before it recorded this job, the record may name a later job."""
         from submitit import JobEnvironment
 
         job_id, deadline = JobEnvironment().job_id, time.monotonic() + RECORD_WAIT_SECONDS
@@ -271,11 +285,14 @@ class Training:
 
 
 class Cluster:
-    """Trains runs in jobs that submitit sends to a scheduler. Jobs outlive this process; `lm compare` finds them by files (`_job_record`).
+    """Trains runs in jobs that submitit sends to a scheduler. Jobs outlive this process; `lm compare` finds them by
+    files (`_job_record`).
 
     Args:
-        experiment_folder: a folder that all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the jobs.
-        options: options of each job: options of submitit (timeout_min, gpus_per_node, cpus_per_task, mem_gb) or sbatch, such as partition.
+        experiment_folder: a folder that all machines see; its subfolder JOBS_FOLDER holds the scripts and output of the
+            jobs.
+        options: options of each job: options of submitit (timeout_min, gpus_per_node, cpus_per_task, mem_gb) or sbatch,
+            such as partition.
         engine: the scheduler; with `local`, the jobs are processes of this machine.
 
     Raises:
@@ -321,7 +338,8 @@ class Cluster:
 
     def submit(self, function: Callable[[], object]) -> "Job":
         """Submit a job that calls `function`. Raises RunError: the scheduler refuses."""
-        # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process alone.
+        # A job of this machine inherits the blocked signals: Ctrl-C and a closed terminal are to stop this process
+        # alone.
         signals = {signal.SIGINT, signal.SIGHUP}
         with self._lock:
             old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -342,9 +360,11 @@ class Cluster:
             ) from None
 
     def train(self, run: Run, devices: Devices) -> tuple[int, float]:
-        """Wait for the end of the job that trains a run; submit a job unless one is queued or running. Returns the exit status, and the
-        seconds of training since the job's last start. A job that vanished counts as killed, perhaps because it lacked memory. After
-        `stop`, the status is 128 + SIGTERM. Raises RunError: the scheduler refuses the job, or the job failed."""
+        """Wait for the end of the job that trains a run; submit a job unless one is queued or running. Returns the exit
+        status, and the seconds of training since the job's last start. A job that vanished counts as killed, perhaps
+        because it lacked memory. After `stop`, the status is 128 + SIGTERM. Raises RunError: the scheduler refuses the
+        job, or the job failed.
+        """
         record = _job_record(self.experiment_folder, run)
         job = self._executor.job_class(self._executor.folder, str(record["id"])) if record else None
         if job is None or not self._is_alive(job, record["born"]):
@@ -365,11 +385,15 @@ class Cluster:
         )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Stop waiting for the jobs, which continue to run. `number` is ignored; `Children.stop` sends this signal to its processes."""
+        """Stop waiting for the jobs, which continue to run. `number` is ignored; `Children.stop` sends this signal to
+        its processes.
+        """
         self._stopping.set()
 
     def _is_alive(self, job: "Job", birth: Plain) -> bool:
-        """Whether a job is queued or running. A `local` job runs while the process with its ID has the start time `birth`."""
+        """Whether a job is queued or running. A `local` job runs while the process with its ID has the start time
+        `birth`.
+        """
         return bool(birth) and process_start(int(job.job_id)) == birth if self.engine == "local" else not job.done()
 
 
@@ -385,8 +409,8 @@ def read_scheduler_options(text: str) -> dict[str, str]:
 
 
 def _job_record(experiment_folder: Path, run: Run) -> dict[str, Plain]:
-    """Read the file that names the job that trains a run: its scheduler (key `engine`), its ID, and (`born`) the start time of a local
-    job. {} without such a file. Raises RunError: the file is damaged."""
+    """Read the file that names the job that trains a run: its scheduler (key `engine`), its ID, and (`born`) the start
+    time of a local job. {} without such a file. Raises RunError: the file is damaged."""
     path = log_path(experiment_folder, run, JOB_SUFFIX)
     record = read_json(path) if path.exists() else {}
     if record and not record.keys() >= {"engine", "id", "born"}:
@@ -432,8 +456,10 @@ class ExperimentTrainer:
 
         Raises:
             RunsFailed: some runs failed; it is raised when no other run can be started.
-            Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived. Runs of this machine have saved a checkpoint; a scheduler's jobs go on.
-            RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the primary metric.
+            Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived. Runs of this machine have saved a checkpoint; a
+                scheduler's jobs go on.
+            RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the
+                primary metric.
         """
         self._check_jobs()
         self.pending = pending = dict[Future, tuple[Run, Devices]]()
@@ -443,7 +469,8 @@ class ExperimentTrainer:
                     for run in self._startable_runs({run.config.run_folder for run, _ in pending.values()}):
                         devices = self.slots.devices(run.size, run.arm, [devices for _, devices in pending.values()])
                         if devices is None:
-                            break  # no later run starts first: else a run of several GPUs would wait for all smaller ones
+                            # no later run starts first: else a run of several GPUs would wait for all smaller ones
+                            break
                         pending[pool.submit(self.trainer.train, run, devices)] = run, devices
                     if not pending:
                         break
@@ -468,26 +495,36 @@ class ExperimentTrainer:
                 "--retry tries all of them again, without it the killed ones go on" if len(interruptions) > 1 else words
             )
             raise RunsFailed(
-                f"{len(self.failed)} runs failed ({failure_words}); {words}; their output is in {self.folder / LOG_FOLDER}"
+                f"{len(self.failed)} runs failed ({failure_words}); {words}; their output is in "
+                f"{self.folder / LOG_FOLDER}"
             )
 
     def free_runs(self) -> list[Run]:
-        """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains one of the runs."""
+        """List the runs that can start now and that no process of this machine trains. Raises RunError: a job trains
+        one of the runs.
+        """
         self._check_jobs()
         return [run for run in self._startable_runs(set()) if not is_training(run.config.run_folder)]
 
     def _check_jobs(self) -> None:
-        """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait trains a run."""
+        """Delete the job records of runs that have ended. Raises RunError: a job for which this process does not wait
+        trains a run.
+        """
         for run in self.procedure.known_runs():
             record, path = _job_record(self.folder, run), log_path(self.folder, run, JOB_SUFFIX)
             if record and run.outcome.ended:
                 path.unlink(missing_ok=True)
             elif record and record["engine"] != (self.cluster and self.cluster.scheduler_name):
-                remedy = f"add --submit {str(record['engine']).split()[0]} to wait for it, or delete this file once the job is gone"
+                remedy = (
+                    f"add --submit {str(record['engine']).split()[0]} to wait for it, or delete this file once "
+                    "the job is gone"
+                )
                 raise RunError(f"{path}: job {record['id']} of {record['engine']} trains this run; {remedy}")
 
     def _startable_runs(self, running_folders: set[Path]) -> Iterator[Run]:
-        """Yield the runs that can start. They have not ended or failed, train in none of `running_folders`, and wait for no source run."""
+        """Yield the runs that can start. They have not ended or failed, train in none of `running_folders`, and wait
+        for no source run.
+        """
         self.known_runs = self.procedure.known_runs()
         for run in self.known_runs:
             folder, source = run.config.run_folder, run.source
@@ -543,9 +580,9 @@ class ExperimentTrainer:
         print(f"{run.stage}: {run.label}: failed with {failure} ({failure.log})", flush=True)
 
     def _result_words(self, run: Run, outcome: Outcome) -> str:
-        """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared. Both are measured
-        on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return `finished` if no such document is
-        left."""
+        """Describe a tuning run by the metric that chooses rates, a final run by the number by which runs are compared.
+        Both are measured on the held-out documents by which rates are chosen; for an accuracy, on all questions. Return
+        `finished` if no such document is left."""
         experiment = self.procedure.experiment
         quantity_name = experiment.primary.quantity_name
         try:
@@ -557,7 +594,9 @@ class ExperimentTrainer:
         return f"{quantity_name} ({experiment.data_words(quantity_name, 'selection')}) {value}"
 
     def stop(self) -> None:
-        """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a scheduler go on."""
+        """Let the pending runs save a checkpoint, and wait for their end; a second interrupt kills them. Jobs of a
+        scheduler go on.
+        """
         self.trainer.stop()
         try:
             wait(self.pending)

@@ -1,4 +1,6 @@
-"""An experiment as its file describes it (base configuration, arms, seeds, tuning, primary metric), and the configuration of each run."""
+"""An experiment as its file describes it (base configuration, arms, seeds, tuning, primary metric), and the
+configuration of each run.
+"""
 
 import hashlib
 import json
@@ -60,13 +62,17 @@ class Arm:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether the arm gets its own learning rate if the experiment tunes one. If not, it has the rate of the arm it starts from."""
+        """Whether the arm gets its own learning rate if the experiment tunes one. If not, it has the rate of the arm it
+        starts from.
+        """
         return self.trained and self.branch_step is None
 
 
 @dataclass
 class Tune:
-    """The choice of each arm's learning rate, or of its values of other configuration keys, from a grid or from a table of tuning runs."""
+    """The choice of each arm's learning rate, or of its values of other configuration keys, from a grid or from a table
+    of tuning runs.
+    """
 
     grid: list[int | float] | list[list[int | float]] = key(
         [],
@@ -95,7 +101,9 @@ class Tune:
 
     @property
     def rates(self) -> list[Rate]:
-        """The rates to try: all combinations of the grid's values, with one value for each tuned key; [] without a grid."""
+        """The rates to try: all combinations of the grid's values, with one value for each tuned key; [] without a
+        grid.
+        """
         return grid_rates(self.axes) if self.grid else []
 
     @property
@@ -160,7 +168,9 @@ class PrimaryMetric:
 
     @property
     def quantity_name(self) -> str:
-        """The name that tables give the compared quantity, which is the metric, or the tokens until the metric reaches `reach`."""
+        """The name that tables give the compared quantity, which is the metric, or the tokens until the metric reaches
+        `reach`.
+        """
         return self.metric if self.reach is None else f"tokens to {self.metric} {self.reach:g}"
 
 
@@ -171,8 +181,8 @@ class TuningRun:
     key: str  # the configuration keys that are tuned, as `Tune.heading` gives them
     rate: Rate
     seed: int
-    # values of SELECTION (val/loss) and of the compared quantity (`PrimaryMetric.quantity_name`), on the data that choose rates; infinite:
-    # the run diverged, or never reached `primary.reach`; None: not known
+    # values of SELECTION (val/loss) and of the compared quantity (`PrimaryMetric.quantity_name`), on the data that
+    # choose rates; infinite: the run diverged, or never reached `primary.reach`; None: not known
     selection_value: float | None
     primary_value: float | None
     configuration: str  # the settings of the run, as `settings_words` gives them
@@ -184,7 +194,9 @@ class TuningRun:
 
 @dataclass(frozen=True)
 class Departure:
-    """A difference between an experiment and its plan, as recorded in its folder before a run to be judged was measured."""
+    """A difference between an experiment and its plan, as recorded in its folder before a run to be judged was
+    measured.
+    """
 
     words: str  # the difference in words
     exploratory: bool = True  # whether the difference makes verdicts exploratory; if not, it is only noted
@@ -195,7 +207,8 @@ class Departure:
 class Experiment:
     """An experiment as its file describes it; the first arm is the baseline."""
 
-    name: str  # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
+    # the file's name without its suffix; names the experiment's folder, which lies in the base configuration's `runs`
+    name: str
     base: dict[str, Plain]  # plain configuration that all arms share
     arms: tuple[Arm, ...]
     sizes: dict[
@@ -208,7 +221,8 @@ class Experiment:
     file: Path
     overrides: tuple[str, ...]
     table: tuple[TuningRun, ...] = ()  # the runs that the file `tune.table` lists
-    # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during training
+    # configuration keys for the measurement of finished runs at their last step, in addition to the evaluations during
+    # training
     evaluate: dict[str, Plain] = field(default_factory=dict)
     more_seeds: tuple[
         int, ...
@@ -228,7 +242,9 @@ class Experiment:
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
-        """The seeds of the runs that are judged: `seeds`, and `more_seeds`, which are trained if `seeds` leave a comparison undecided."""
+        """The seeds of the runs that are judged: `seeds`, and `more_seeds`, which are trained if `seeds` leave a
+        comparison undecided.
+        """
         return tuple(dict.fromkeys((*self.seeds, *self.more_seeds)))
 
     @property
@@ -247,8 +263,8 @@ class Experiment:
         return SELECTION if self.tune.metric == SELECTION else self.primary.quantity_name
 
     def data_words(self, quantity: str, part: Literal["selection", "report"]) -> str:
-        """Name the data that a quantity is measured on: `all questions` of a task if the quantity is the primary metric and an accuracy,
-        else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
+        """Name the data that a quantity is measured on: `all questions` of a task if the quantity is the primary metric
+        and an accuracy, else the held-out text that chooses rates (`selection`) or reports results (`report`)."""
         return "all questions" if quantity == self.primary.quantity_name and self._asks_questions else f"{part} text"
 
     @cached_property
@@ -259,18 +275,24 @@ class Experiment:
         )
 
     def cost(self, value: float) -> float:
-        """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay infinite."""
+        """Convert a value of the metric by which rates are chosen into a cost to be minimized; infinite values stay
+        infinite.
+        """
         higher_is_better = (
             self.tune.metric == "primary" and self.primary.reach is None and self.primary.better == "higher"
         )
         return -value if higher_is_better and math.isfinite(value) else value
 
     def choice_value(self, run: TuningRun) -> float | None:
-        """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged or never reached `primary.reach`."""
+        """A tuning run's value for the choice of a rate; None if unknown, infinite if the run diverged or never reached
+        `primary.reach`.
+        """
         return run.selection_value if self.tune.metric == SELECTION else run.primary_value
 
     def costs_of(self, runs: Iterable[TuningRun], size: str) -> dict[str, dict[Rate, list[float]]]:
-        """The costs (`Experiment.cost`) of a size's tuning runs, for each arm and rate as a list in ascending order of seeds."""
+        """The costs (`Experiment.cost`) of a size's tuning runs, for each arm and rate as a list in ascending order of
+        seeds.
+        """
         values = values_by_arm_and_rate(runs, size, self.choice_value)
         return {
             arm: {rate: [self.cost(value) for value in by_seed] for rate, by_seed in rates.items()}
@@ -278,7 +300,9 @@ class Experiment:
         }
 
     def tuned_keys(self, size: str, arm: Arm, rate: Rate | None) -> dict[str, Plain]:
-        """The value in `rate` of each tuned key; `optim.groups.normalizer.*` is left out if the arm's normalizers have no parameters."""
+        """The value in `rate` of each tuned key; `optim.groups.normalizer.*` is left out if the arm's normalizers have
+        no parameters.
+        """
         if rate is None:
             return {}
         values = dict(zip(self.tune.keys, key_values(rate), strict=True))
@@ -313,13 +337,15 @@ class Experiment:
         return self.tune.rates[0] if self.tune.grid else self.table[0].rate if self.table else None
 
     def example_config(self, size: str, arm: Arm) -> Config:
-        """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the first seed, at the
-        learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
+        """An example of an arm's configuration, for checks and counts before runs are known: a run named `any`, of the
+        first seed, at the learning rate `any_rate`. Raises ConfigError: the configuration is wrong."""
         return self.config(size, arm, self.seeds[0], self.any_rate, {"name": "any"})
 
     def config(self, size: str, arm: Arm, seed: int, rate: Rate | None, changes: Mapping[str, Plain]) -> Config:
-        """Build the configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all other settings. Runs
-        that differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of the experiment. Raises ConfigError."""
+        """Build the configuration of one run; `rate` holds the values of the tuned keys, and `changes` override all
+        other settings. Runs that differ only in `_UNCACHED_KEYS` share a parsed configuration, also across copies of
+        the experiment. Raises ConfigError.
+        """
         plain = self.base
         for block in (
             self.sizes[size],
@@ -342,7 +368,9 @@ class Experiment:
         return replace(self._configs[cache_key], **own_keys)
 
     def measurement_config(self, config: Config) -> Config:
-        """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises ConfigError."""
+        """Return `config` with the entries of `self.evaluate` laid over it, to measure a run after training. Raises
+        ConfigError.
+        """
         return parse(merge(to_plain(config), self.evaluate)) if self.evaluate else config
 
     @property
@@ -352,7 +380,9 @@ class Experiment:
 
 
 def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Plain]]:
-    """Yield the dotted path and the value of each entry in nested dictionaries; lists and empty dictionaries are values."""
+    """Yield the dotted path and the value of each entry in nested dictionaries; lists and empty dictionaries are
+    values.
+    """
     for name, value in plain.items():
         if is_block(value) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -361,16 +391,20 @@ def _leaves(plain: dict[str, Plain], prefix: str = "") -> Iterator[tuple[str, Pl
 
 
 def config_hash(config: Config) -> str:
-    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with another hash is another
-    run. Null keys (off) are left out, so that new keys of a later version do not change the hash. The paths `init_from` and `branch_from`
-    are hashed as text, so `lm.experiments.procedure` first makes them independent of where the experiment's folder lies."""
+    """Hash all keys that decide what a run learns and how it is measured, to eight hexadecimal digits. A run with
+    another hash is another run. Null keys (off) are left out, so that new keys of a later version do not change the
+    hash. The paths `init_from` and `branch_from` are hashed as text, so `lm.experiments.procedure` first makes them
+    independent of where the experiment's folder lies.
+    """
     return hashlib.sha256(
         json.dumps(deciding_keys(to_plain(config)), sort_keys=True, default=str).encode()
     ).hexdigest()[:8]
 
 
 def deciding_keys(plain: dict[str, Plain]) -> dict[str, Plain]:
-    """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left out."""
+    """The dotted keys, with their values, that decide what a run learns and how it is measured; null values are left
+    out.
+    """
     areas = ("model", "training", "seed", "numerics", "evaluation")
     return {
         path: value for path, value in flatten(plain).items() if value is not None and effect_of(path).affects in areas
@@ -385,7 +419,8 @@ def omitted_keys() -> dict[str, Plain]:
 
 
 def settings_words(config: Config, tuned_keys: Iterable[str], source_name: str) -> str:
-    """Settings of model, data and training that are not at their defaults, as `KEY=VALUE; ...`, without seeds, precision and tuned keys.
+    """Settings of model, data and training that are not at their defaults, as `KEY=VALUE; ...`, without seeds,
+    precision and tuned keys.
 
     source_name: the arm whose weights the run starts from, named in place of their path; empty: random weights.
     """
@@ -413,7 +448,9 @@ def differing_keys(description: str, other_description: str) -> list[str]:
 def values_by_arm_and_rate(
     runs: Iterable[TuningRun], size: str, value_of: Callable[[TuningRun], float | None]
 ) -> dict[str, dict[Rate, list[float]]]:
-    """The values (`value_of`) of a size's tuning runs, without None, for each arm and rate as a list in ascending order of seeds."""
+    """The values (`value_of`) of a size's tuning runs, without None, for each arm and rate as a list in ascending order
+    of seeds.
+    """
     values: dict[str, dict[Rate, list[float]]] = {}
     for run in sorted((run for run in runs if run.size == size), key=lambda run: (run.rate, run.seed)):
         if (value := value_of(run)) is not None:

@@ -127,7 +127,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
     for prefix, changes in blocks.items():
         for path in sorted(fixed_keys & set(flatten(changes))):
             problems.append(Problem(f"{prefix}.{path}", flatten(changes)[path], "is set by the experiment", "drop it"))
-    # Only a block's own keys are checked above: files that its `base` names may hold a key that the experiment sets, such as optim.lr.
+    # Only a block's own keys are checked above: files that its `base` names may hold a key that the experiment sets,
+    # such as optim.lr.
     full_arms: dict[str, Arm] = {}
     for arm in arms:
         changes = merge_bases(arm.changes, file, f"arms.{arm.name}.base")
@@ -157,7 +158,8 @@ def _experiment(file: Path, overrides: list[str]) -> Experiment:
         reason = f"the table {settings.tune.table} is of {', '.join(sorted(wrong_keys))}"
         raise ConfigError([Problem("tune.key", settings.tune.heading, reason)])
     return Experiment(
-        file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table, nest_keys(evaluation_keys),
+        file.stem, base, arms, sizes, seeds, settings.tune, settings.primary, file, tuple(overrides), table,
+        nest_keys(evaluation_keys),
         more_seeds=tuple(settings.more_seeds),
     )  # fmt: skip
 
@@ -217,7 +219,9 @@ def read_arms(arm_blocks: Plain, problems: list[Problem]) -> tuple[Arm, ...]:
 
 
 def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problems: list[Problem]) -> dict[str, Plain]:
-    """Return an arm's changes with the normalizer of `swap` added to them. Problems with this normalizer are added to `problems`."""
+    """Return an arm's changes with the normalizer of `swap` added to them. Problems with this normalizer are added to
+    `problems`.
+    """
     try:
         with PLUGINS.trusted():
             options = OPTIONS[swap.to]
@@ -249,8 +253,10 @@ def _with_normalizer(changes: dict[str, Plain], swap: Swap, prefix: str, problem
 
 
 def read_blocks(key: str, value: Plain, problems: list[Problem]) -> dict[str, dict[str, Plain]]:
-    """Return the configuration keys that each arm or size changes, by its name; an arm or size without changes (null) has {}. `key`: the
-    key in the file, `arms` or `sizes`. `value`: the content of this key. Problems with it are added to `problems`."""
+    """Return the configuration keys that each arm or size changes, by its name; an arm or size without changes (null)
+    has {}. `key`: the key in the file, `arms` or `sizes`. `value`: the content of this key. Problems with it are added
+    to `problems`.
+    """
     if not isinstance(value, dict):
         problems.append(Problem(key, value, "must be a map from names to what they change"))
         return {}
@@ -329,12 +335,13 @@ def _table_number(text: str) -> float:
 
 
 def _with_steps(experiment: Experiment) -> Experiment:
-    """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter` is set. Returns the
-    new experiment. Raises DataError: the size of the vocabulary is not known yet."""
+    """Set `trainer.max_steps` to the baseline's number of steps, in each size for which `trainer.tokens_per_parameter`
+    is set. Returns the new experiment. Raises DataError: the size of the vocabulary is not known yet."""
     sizes = dict(experiment.sizes)
     for size, changes in experiment.sizes.items():
         has_tokens = flatten(merge(experiment.base, changes)).get(TOKENS_KEY) is not None
-        # The baseline comes last: its number of steps replaces another arm's, unless its configuration is wrong or sets max_steps.
+        # The baseline comes last: its number of steps replaces another arm's, unless its configuration is wrong or sets
+        # max_steps.
         for arm in reversed(experiment.arms) if has_tokens else ():
             with suppress(ConfigError):  # `check_experiment` reports the error with size and arm
                 config = experiment.example_config(size, arm)
@@ -378,12 +385,15 @@ _STORE_KEYS = (
     "max_document_bytes",
     "on_error",
 )
-# Evaluation kinds whose lengths are multiples of the training length, so that arms of other training lengths get other sequences.
+# Evaluation kinds whose lengths are multiples of the training length, so that arms of other training lengths get other
+# sequences.
 _LENGTH_KINDS = ("validation", "long_context", "texts")
 
 
 def check_experiment(experiment: Experiment) -> None:
-    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all problems."""
+    """Check the configurations of all arms in all sizes, and the tuning table. Raises ConfigError, which lists all
+    problems.
+    """
     problems = [*_check_table(experiment), *_check_evaluate(experiment)]
     size_arms_by_problem: dict[str, list[tuple[str, str]]] = {}
     configs: dict[tuple[str, str], Config] = {}
@@ -410,8 +420,8 @@ def check_experiment(experiment: Experiment) -> None:
 
 
 def _size_arm_words(experiment: Experiment, size_arms: list[tuple[str, str]]) -> str:
-    """Name the sizes and arms that an error is about, for the beginning of its message. Return an empty text if it is about all of them,
-    but always name a single size that has a name."""
+    """Name the sizes and arms that an error is about, for the beginning of its message. Return an empty text if it is
+    about all of them, but always name a single size that has a name."""
     if len(size_arms) == len(experiment.sizes) * len(experiment.arms) and (
         len(experiment.sizes) > 1 or "" in experiment.sizes
     ):
@@ -435,7 +445,9 @@ def _check_sizes(experiment: Experiment, configs: dict[tuple[str, str], Config])
 
 
 def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Iterator[Problem]:
-    """Check that the arms of a size differ, read the same data, are measured on the same sequences, and fit the arms they start from."""
+    """Check that the arms of a size differ, read the same data, are measured on the same sequences, and fit the arms
+    they start from.
+    """
     name_by_identity, configs = {}, {}
     for arm, config in arms:
         baseline = arms[0][1]
@@ -464,8 +476,8 @@ def _check_arms(experiment: Experiment, arms: list[tuple[Arm, Config]]) -> Itera
 
 
 def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check an arm that continues another arm's run (`source`) from a step. The source must keep a checkpoint of this step, and steps must
-    remain after it. The two may differ only in settings that may change during a run."""
+    """Check an arm that continues another arm's run (`source`) from a step. The source must keep a checkpoint of this
+    step, and steps must remain after it. The two may differ only in settings that may change during a run."""
     interval, steps = source.checkpoint_every, source.trainer.max_steps
     regular_steps = [step for step in range(1, steps + 1) if step % interval == 0 or step == steps]
     kept_steps = {*regular_steps[-source.trainer.keep_checkpoints :], *source.phase_ends[:-1]}
@@ -490,7 +502,9 @@ def _check_branch(arm: Arm, config: Config, source: Config) -> Iterator[Problem]
 
 
 def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
-    """Check that an arm has the model of the arm whose weights it starts from, with the same normalizer unless `swap` replaces it."""
+    """Check that an arm has the model of the arm whose weights it starts from, with the same normalizer unless `swap`
+    replaces it.
+    """
     if not arm.swap and config.plan[0].normalizer != source.plan[-1].normalizer:
         reason = f"has another normalizer than {arm.source}, whose weights it starts from"
         remedy = "swap it: `swap: {to: ...}`, or in during training: `phases`"
@@ -507,7 +521,9 @@ def _check_start(arm: Arm, config: Config, source: Config) -> Iterator[Problem]:
 
 
 def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: Config) -> Iterator[Problem]:
-    """Check that an arm is measured on the same sequences as the baseline, from which it differs in training length or evaluations."""
+    """Check that an arm is measured on the same sequences as the baseline, from which it differs in training length or
+    evaluations.
+    """
     metric = experiment.primary.metric
     if not experiment.evaluate:
         reason = "is measured on other sequences than the baseline"
@@ -525,7 +541,9 @@ def _check_compared(experiment: Experiment, arm: Arm, baseline: Config, config: 
 
 
 def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
-    """The recall tasks of the primary metric, or the training tasks if it is a validation loss on symbolic data; [] for other metrics."""
+    """The recall tasks of the primary metric, or the training tasks if it is a validation loss on symbolic data; [] for
+    other metrics.
+    """
     metric, data, recall = experiment.primary.metric, config.data, experiment.measurement_config(config).eval.recall
     if kind_of_metric(metric) == "validation" and data.symbolic:
         return [to_plain(weighted_task) for weighted_task in data.tasks]
@@ -540,8 +558,10 @@ def _measured_tasks(experiment: Experiment, config: Config) -> list[Plain]:
 
 
 def _check_metric(experiment: Experiment, config: Config) -> None:
-    """Check that a run's evaluations log the primary metric by sequence, and that the other keys of `primary` fit this metric. With
-    `primary.reach`, a level of the metric, it must be measured more than once, and all arms must be trained. Raises ConfigError."""
+    """Check that a run's evaluations log the primary metric by sequence, and that the other keys of `primary` fit this
+    metric. With `primary.reach`, a level of the metric, it must be measured more than once, and all arms must be
+    trained. Raises ConfigError.
+    """
     metric, kinds = experiment.primary.metric, config.eval.measurement_classes(config.data)
     kind, steps = kind_of_metric(metric), config.trainer.max_steps
     if kind not in kinds:
@@ -575,7 +595,9 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
 
 
 def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
-    """Check that `better` is lower for a loss, higher for an accuracy, and that no accuracy in `primary` exceeds 1. Raises ConfigError."""
+    """Check that `better` is lower for a loss, higher for an accuracy, and that no accuracy in `primary` exceeds 1.
+    Raises ConfigError.
+    """
     problems, better = [], {"loss": "lower", "accuracy": "higher"}.get(quantity, primary.better)
     if primary.better != better:
         problems.append(
@@ -601,7 +623,9 @@ def _check_primary(primary: PrimaryMetric, quantity: Quantity | None) -> None:
 
 
 def _metric_names(config: Config, kind: str) -> list[str] | None:
-    """Names of the metrics that an evaluation measures for each sequence or question; None if unknown before the first measurement."""
+    """Names of the metrics that an evaluation measures for each sequence or question; None if unknown before the first
+    measurement.
+    """
     if kind != "validation":
         return config.eval.kinds[kind].metrics(config.data)
     data = config.data
@@ -626,8 +650,10 @@ def _check_evaluate(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _check_table(experiment: Experiment) -> Iterator[Problem]:
-    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds. At a rate, all arms
-    must have the same seeds. None of the seeds may be in `experiment.all_seeds`, the seeds of the runs that are judged."""
+    """Check that a tuning table has ended runs of every tuned arm in every size, at several rates with several seeds.
+    At a rate, all arms must have the same seeds. None of the seeds may be in `experiment.all_seeds`, the seeds of the
+    runs that are judged.
+    """
     table_file = experiment.tune.table
     if shared_seeds := sorted({*experiment.all_seeds} & {run.seed for run in experiment.table}):
         yield Problem("tune.table", shared_seeds, "are final seeds", "the runs that choose a rate must not judge it")

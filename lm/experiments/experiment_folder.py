@@ -1,4 +1,6 @@
-"""The settings that the first start of an experiment records in its folder for all runs, and later departures from the recorded plan."""
+"""The settings that the first start of an experiment records in its folder for all runs, and later departures from the
+recorded plan.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +42,8 @@ from lm.statistics.tuning import key_values, make_rate
 if TYPE_CHECKING:
     from lm.model.device import ResolvedSetting
 
-PLAN = "plan"  # key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
+# key of the plan in RESOLVED_FILE; the plan is null (unknown) if the file was written after final runs were measured
+PLAN = "plan"
 _CODE = "code"  # key in RESOLVED_FILE of the versions of the plugins (code from outside lm) that runs are trained with
 _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first start was given
 
@@ -48,14 +51,16 @@ _OVERRIDES = "overrides"  # key in RESOLVED_FILE of the overrides that the first
 def open_experiment(path: Path, overrides: list[str], jobs: int = 1, anew: bool = False) -> Procedure:
     """Open an experiment as its file and run folders are now, without preparing, training or writing anything.
 
-    The seeds `more_seeds` of the file are included if runs with its `seeds` have left a comparison undecided. If the file leaves precision,
-    compilation or threads open, the settings of the first start hold. Before a first start they are resolved for this machine.
+    The seeds `more_seeds` of the file are included if runs with its `seeds` have left a comparison undecided. If the
+    file leaves precision, compilation or threads open, the settings of the first start hold. Before a first start they
+    are resolved for this machine.
 
     Args:
         jobs: the number of runs at a time, on which the number of threads depends.
         anew: open the experiment even if its folder holds only ended runs of other configurations (`other_runs_note`).
 
-    Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is needed.
+    Raises LMError: the file is wrong, the experiment's folder is a run folder, RESOLVED_FILE is damaged, or `anew` is
+    needed.
     """
     experiment = read_experiment(path, overrides)
     if (experiment.folder / CONFIG).exists():
@@ -89,12 +94,14 @@ def start(
     anew: bool = False,
     timer: Callable[[Procedure], Times] | None = None,
 ) -> Procedure:
-    """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start the experiment at the
-    same time, one of them fixes the settings.
+    """Start an experiment: prepare its text, and fix the settings that all its runs share. If several processes start
+    the experiment at the same time, one of them fixes the settings.
 
-    timer: estimates the seconds of a run by size and arm, which decide whether runs are compiled; without an estimate, FLOPs decide.
+    timer: estimates the seconds of a run by size and arm, which decide whether runs are compiled; without an estimate,
+    FLOPs decide.
 
-    Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the first runs.
+    Raises LMError: as `open_experiment`; or the text can't be prepared, or text or plugins differ from those of the
+    first runs.
     """
     store = prepare(open_experiment(path, overrides, jobs, anew).experiment.first_config.data, progress=True)
     procedure = open_experiment(path, overrides, jobs, True)  # the vocabulary is known now
@@ -140,7 +147,9 @@ def start(
 
 
 def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
-    """Check that a held-out document is left to report the primary metric and, with tuning, another to choose rates. Raises ConfigError."""
+    """Check that a held-out document is left to report the primary metric and, with tuning, another to choose rates.
+    Raises ConfigError.
+    """
     metric, tune = experiment.primary.metric, experiment.tune
     uses = [("report", metric)]
     if tune.grid:  # tables show both metrics of each tuning run
@@ -159,7 +168,9 @@ def _check_held_out_parts(experiment: Experiment, store: Store) -> None:
 
 
 def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | None:
-    """The label of the document in which each held-out sequence of a metric begins, (sequences,); None without held-out documents."""
+    """The label of the document in which each held-out sequence of a metric begins, (sequences,); None without held-out
+    documents.
+    """
     from lm.evaluation.held_out import ByLength, LongContext, Validation
 
     kind, label = kind_of_metric(metric), metric.partition(" ")[2]
@@ -176,9 +187,11 @@ def _document_labels(config: Config, store: Store, metric: str) -> np.ndarray | 
 
 
 def other_runs_note(procedure: Procedure) -> str:
-    """Describe the ended runs in an experiment's folder whose configuration is not the present one of their arm, apart from rate and seed;
-    empty without such runs. The note gives the number of these runs, the differing keys, and the command that continues the runs. Arms that
-    start from another arm's weights are left out, as that arm's runs show the difference."""
+    """Describe the ended runs in an experiment's folder whose configuration is not the present one of their arm, apart
+    from rate and seed; empty without such runs. The note gives the number of these runs, the differing keys, and the
+    command that continues the runs. Arms that start from another arm's weights are left out, as that arm's runs show
+    the difference.
+    """
     experiment, known_folders = procedure.experiment, {run.config.run_folder for run in procedure.known_runs()}
     arms = {arm.name: arm for arm in experiment.arms if not arm.source}
     tuned_values = (
@@ -235,9 +248,11 @@ def other_runs_note(procedure: Procedure) -> str:
 
 
 def _overrides_of(experiment: Experiment, differing_values: dict[str, tuple[Plain, Plain]]) -> tuple[str, ...] | None:
-    """Return the overrides that continue the runs in the experiment's folder: the present overrides, with the values that these runs have
-    for differing keys. Without such keys, return the overrides of the first start, or None if they are unknown or unchanged.
-    `differing_values`: for each differing key, its value in the runs and the requested value."""
+    """Return the overrides that continue the runs in the experiment's folder: the present overrides, with the values
+    that these runs have for differing keys. Without such keys, return the overrides of the first start, or None if they
+    are unknown or unchanged. `differing_values`: for each differing key, its value in the runs and the requested
+    value.
+    """
     if not differing_values:
         settings_file = experiment.folder / RESOLVED_FILE
         first_overrides = (
@@ -280,8 +295,8 @@ def _machine_settings(experiment: Experiment, jobs: int) -> dict[str, Plain]:
 
 
 def _compilation(experiment: Experiment, seconds: float | None = None) -> "ResolvedSetting":
-    """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline runs, which share
-    compiled code. `seconds`: the estimated duration of a run; if it is None, FLOPs decide."""
+    """Decide whether runs are compiled, by the cost of a baseline run in the first size and the number of baseline
+    runs, which share compiled code. `seconds`: the estimated duration of a run; if it is None, FLOPs decide."""
     from lm.model.device import count_gpus, resolve_compile  # torch takes seconds to import
 
     config, tune = experiment.first_config, experiment.tune
@@ -294,8 +309,8 @@ def _compilation(experiment: Experiment, seconds: float | None = None) -> "Resol
 
 
 def plan_of(experiment: Experiment) -> dict[str, Plain]:
-    """The present plan: time, primary metric, options of its evaluation, tuning, how often the data may be judged, and a hash of each arm
-    by size. With `more_seeds`, it also has the seeds that are judged first."""
+    """The present plan: time, primary metric, options of its evaluation, tuning, how often the data may be judged, and
+    a hash of each arm by size. With `more_seeds`, it also has the seeds that are judged first."""
     configs = {
         (size, arm.name): experiment.config(size, arm, 0, None, {"name": "any"}) for size, arm in experiment.size_arms
     }
@@ -339,7 +354,9 @@ def _arm_hash(arm: Arm, config: Config) -> str:
 
 
 def is_measured(experiment: Experiment) -> bool:
-    """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any configuration."""
+    """Whether the experiment's folder has an evaluation of a final run, which is a run to be judged, of any
+    configuration.
+    """
     paths = (path for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in experiment.folder.glob(pattern))
     return any(
         any((path.parent / EVALUATIONS).glob("*.json")) and b"stage: final" in path.read_bytes() for path in paths
@@ -347,8 +364,8 @@ def is_measured(experiment: Experiment) -> bool:
 
 
 def has_plan_changed(plan: dict[str, Plain] | None, current_plan: dict[str, Plain]) -> bool:
-    """Whether a recorded plan is known and differs from the current plan in more than the time at which it was recorded. A new order of the
-    arms counts only if it changes the baseline."""
+    """Whether a recorded plan is known and differs from the current plan in more than the time at which it was
+    recorded. A new order of the arms counts only if it changes the baseline."""
     return bool(plan) and (
         {**plan, "at": current_plan["at"]} != current_plan or _baseline(plan["arms"]) != _baseline(current_plan["arms"])
     )
@@ -380,14 +397,18 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
     if plan is None:
         return (
             Departure(
-                f"what was planned before the first run is not known: {RESOLVED_FILE} was not there when final runs were"
+                f"what was planned before the first run is not known: {RESOLVED_FILE} was not there when final runs "
+                "were"
             ),
         )
     try:
         plan_time, changes = plan["at"], []
 
         def change_words(subject: str, planned_value: Plain, value: Plain) -> str:
-            return f"{subject} was {as_written(planned_value)} when it was settled ({plan_time}), it is {as_written(value)}"
+            return (
+                f"{subject} was {as_written(planned_value)} when it was settled ({plan_time}), it is "
+                f"{as_written(value)}"
+            )
 
         for block, exploratory in (("primary", True), ("tune", False)):
             for key, value in current_plan[block].items():
@@ -412,7 +433,9 @@ def departures(experiment: Experiment, settings: dict[str, Plain] | None) -> tup
 
 
 def _extends(value: Plain, planned_value: Plain) -> bool:
-    """Whether an option equals its planned value, or is a list with all planned elements, as added elements do not change the metric."""
+    """Whether an option equals its planned value, or is a list with all planned elements, as added elements do not
+    change the metric.
+    """
     are_lists = isinstance(value, list) and isinstance(planned_value, list)
     return value == planned_value or (are_lists and all(element in value for element in planned_value))
 
@@ -423,8 +446,10 @@ def _changed_arms(
     arms: Sequence[Arm],
     plan_time: str,
 ) -> list[Departure]:
-    """Departures for arms that were added, left out, or changed. A change of the baseline, or an arm that is left out, concerns all
-    verdicts. A change of another arm concerns its own verdict and the verdicts of arms that start from its weights."""
+    """Departures for arms that were added, left out, or changed. A change of the baseline, or an arm that is left out,
+    concerns all verdicts. A change of another arm concerns its own verdict and the verdicts of arms that start from its
+    weights.
+    """
     changes, baseline, sources = [], arms[0].name, {arm.name: arm.source for arm in arms}
 
     def change_words(size: str, arm: str) -> str:

@@ -30,8 +30,8 @@ class JudgedRun:
     arm: str
     state: str  # finished, unfinished or diverged
     note: str  # how the run diverged, or that the finished run did not learn, in words
-    # values, weights: (units,) the metric and the weight of each unit, such as a sequence; or one value of the whole run, with weight 1,
-    # such as the tokens to `primary.reach`
+    # values, weights: (units,) the metric and the weight of each unit, such as a sequence; or one value of the whole
+    # run, with weight 1, such as the tokens to `primary.reach`
     values: np.ndarray
     weights: np.ndarray
     documents: np.ndarray | None  # (units,) the document of each unit; None: the units are not parts of documents
@@ -58,7 +58,8 @@ class Judgement:
     primary: PrimaryMetric  # the metric, the direction that is better, and the smallest difference of interest
     arms: tuple[str, ...]  # the names of the arms, the baseline first
     seeds: tuple[int, ...]  # the seeds that are planned for each arm
-    # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. A size has None if no rate is known yet
+    # the rate at which each arm is judged, by size and arm; an arm without a rate is `not tuned`. A size has None if no
+    # rate is known yet
     rates: Mapping[str, Mapping[str, Rate | None] | None]
     runs: Mapping[SizeArm, RunsByRate]  # the runs by size and arm; every arm has every seed at each of its rates
     # whether verdicts must hold at every pair of rates, since rates were chosen by another metric than the compared one
@@ -78,15 +79,17 @@ class Judgement:
 
     @property
     def alpha(self) -> float:
-        """The error rate of one comparison at one look: ALPHA, divided by the number of comparisons and by the number of looks."""
+        """The error rate of one comparison at one look: ALPHA, divided by the number of comparisons and by the number
+        of looks.
+        """
         return ALPHA / max(1, len(self.size_arms)) / self.looks
 
     @cached_property
     def verdicts(self) -> dict[SizeArm, Verdict]:
         """Verdicts on all arms but the baseline, by size and arm.
 
-        With `primary.reach`, a level of the metric, an interval is of a ratio: the arm's training tokens up to that level, divided by the
-        baseline's.
+        With `primary.reach`, a level of the metric, an interval is of a ratio: the arm's training tokens up to that
+        level, divided by the baseline's.
         """
         primary = self.primary
         if primary.learned is not None:
@@ -117,7 +120,9 @@ class Judgement:
         return {size_arm: self._comparison(*size_arm) for size_arm in self.size_arms}
 
     def judged_runs(self, size: str, arm: str) -> list[JudgedRun]:
-        """List an arm's final runs at the learning rate at which the arm is judged, ordered by seed; empty if no rate is chosen."""
+        """List an arm's final runs at the learning rate at which the arm is judged, ordered by seed; empty if no rate
+        is chosen.
+        """
         rates = self.rates[size] or {}
         return self.runs[size, arm][rates[arm]] if arm in rates else []
 
@@ -161,14 +166,16 @@ class Judgement:
             unit_differences = _differences(arm_runs, baseline_runs, lambda run: run.values)
             document_estimate = over_seeds_and_documents(unit_differences, first_run.weights, first_run.documents)
         return Comparison(
-            differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs), shared_count, self.all_pairs,
-            higher_is_better=not counts_tokens and primary.better == "higher", n_planned_seeds=seed_count, divergence=reason,
+            differences, ([*arm_runs].index(pair[0]), [*baseline_runs].index(pair[1])), len(diverged_runs),
+            shared_count, self.all_pairs,
+            higher_is_better=not counts_tokens and primary.better == "higher", n_planned_seeds=seed_count,
+            divergence=reason,
             document_estimate=document_estimate, unreached_runs=unreached_words,
         )  # fmt: skip
 
     def learned_counts(self, size: str, arm: str) -> LearnedCounts:
-        """Count the runs of an arm and of the baseline that have learned (reached `primary.learned`), at each pair of an arm's and a
-        baseline's rate. A seed counts once all its runs have ended."""
+        """Count the runs of an arm and of the baseline that have learned (reached `primary.learned`), at each pair of
+        an arm's and a baseline's rate. A seed counts once all its runs have ended."""
         rates, seed_count, baseline, primary = self.rates[size], len(self.seeds), self.arms[0], self.primary
         if rates is None or not {arm, baseline} <= rates.keys():
             return LearnedCounts([(0, 0)], 0, is_tuned=rates is None, n_planned_seeds=seed_count)
@@ -187,8 +194,8 @@ class Judgement:
     def _runs_at_all_rates(self, size: str, arm: str) -> tuple[RunsByRate, RunsByRate]:
         """Return the runs of an arm, and the runs of the baseline, each by learning rate.
 
-        If the arm starts from weights that the baseline's runs trained at one rate, only these runs of the baseline are returned. If it
-        starts from random weights, the baseline's runs at rates that the arm has, too, come first.
+        If the arm starts from weights that the baseline's runs trained at one rate, only these runs of the baseline are
+        returned. If it starts from random weights, the baseline's runs at rates that the arm has, too, come first.
         """
         baseline = self.arms[0]
         sources, arm_runs, baseline_runs = self.sources.get(arm), self.runs[size, arm], self.runs[size, baseline]
@@ -200,14 +207,16 @@ class Judgement:
         return arm_runs, {rate: baseline_runs[rate]} if baseline in sources else baseline_runs
 
     def _not_learned_words(self, size: str, arm: str) -> str:
-        """Name the finished runs of an arm and the baseline that did not learn: their loss ends above the unigram cross-entropy. The
-        words end a verdict's reason, and are empty without such runs."""
+        """Name the finished runs of an arm and the baseline that did not learn: their loss ends above the unigram
+        cross-entropy. The words end a verdict's reason, and are empty without such runs."""
         runs_by_seed = zip(*filter(None, (self.judged_runs(size, name) for name in (self.arms[0], arm))), strict=True)
         notes = [run.note for runs in runs_by_seed for run in runs if run.state == "finished" and run.note]
         return f"; did not learn: {'; '.join(notes[:3])}{'; ...' if len(notes) > 3 else ''}" if notes else ""
 
     def _unreached_words(self, runs: Iterable[JudgedRun]) -> str:
-        """Count in words the runs of each arm that never reached `primary.reach`, or reached it by the first evaluation; empty if none."""
+        """Count in words the runs of each arm that never reached `primary.reach`, or reached it by the first
+        evaluation; empty if none.
+        """
         primary, words, runs = self.primary, [], [*dict.fromkeys(runs)]
         for arm in dict.fromkeys(run.arm for run in runs):
             tokens = [run.value for run in runs if run.arm == arm]
@@ -217,29 +226,35 @@ class Judgement:
                 )
             if early_count := sum(number == 0 for number in tokens):
                 words.append(
-                    f"{early_count} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first evaluation"
+                    f"{early_count} of {len(tokens)} runs of {arm} had reached {primary.reach:g} at the first "
+                    "evaluation"
                 )
         return "; ".join(words)
 
     def entries(self) -> list[dict[str, Plain]]:
-        """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference and intervals.
+        """List an entry for each size and arm: rate, finished runs, means of the primary metric, verdict, difference
+        and intervals.
 
-        Means are over the seeds of `common_seeds`. An arm with several rates also has a mean at each rate, over ended runs, null if one
-        diverged. A difference has an interval over seeds that holds together with all others, one that holds by itself (`alone`), and one
-        over seeds and documents. With `primary.reach`, means are geometric means of tokens, null if a run had 0 or infinite tokens.
-        `reached` counts the runs with finite tokens, and factors replace differences.
-        With `primary.learned`, an entry has the number of `learned` runs among the `ended` runs, and the interval of the fraction of
-        learned runs.
+        Means are over the seeds of `common_seeds`. An arm with several rates also has a mean at each rate, over ended
+        runs, null if one diverged. A difference has an interval over seeds that holds together with all others, one
+        that holds by itself (`alone`), and one over seeds and documents. With `primary.reach`, means are geometric
+        means of tokens, null if a run had 0 or infinite tokens. `reached` counts the runs with finite tokens, and
+        factors replace differences. With `primary.learned`, an entry has the number of `learned` runs among the `ended`
+        runs, and the interval of the fraction of learned runs.
         """
         return [self._entry(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
 
     def common_seeds(self, size: str) -> list[bool]:
-        """Return for each seed whether a size's means include it; this takes a finished run of every arm that has finished runs."""
+        """Return for each seed whether a size's means include it; this takes a finished run of every arm that has
+        finished runs.
+        """
         finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
         return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
 
     def _entry(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
-        """Return the entry of `entries` for a size and arm. `common_seeds`: for each seed, whether the mean includes it."""
+        """Return the entry of `entries` for a size and arm. `common_seeds`: for each seed, whether the mean includes
+        it.
+        """
         primary, runs = self.primary, self.judged_runs(size, arm)
         counts_tokens, runs_by_rate = primary.reach is not None, self.runs[size, arm]
         values = [run.value for run in runs if run.state == "finished"]
@@ -280,9 +295,11 @@ class Judgement:
         return entry
 
     def power_sentences(self, seed_count: int) -> Iterator[str]:
-        """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if it is below 0.5. The
-        probability depends on the standard deviation of the measured differences or, without these, on the expected `primary.spread`. With
-        fewer than MIN_SEEDS seeds a sentence says that there is no verdict. With `primary.learned` there are no sentences."""
+        """Yield sentences on the probability that `seed_count` seeds find a difference that matters, with a warning if
+        it is below 0.5. The probability depends on the standard deviation of the measured differences or, without
+        these, on the expected `primary.spread`. With fewer than MIN_SEEDS seeds a sentence says that there is no
+        verdict. With `primary.learned` there are no sentences.
+        """
         primary, counts_tokens = self.primary, self.primary.reach is not None
         if primary.learned is not None:
             return
@@ -313,7 +330,10 @@ class Judgement:
         margin = math.log1p(primary.matters) if counts_tokens else primary.matters
         effect = f"a factor of {1 + primary.matters:g}" if counts_tokens else f"a difference of {primary.matters:g}"
         probability = power(seed_count, spread, margin, self.alpha)
-        yield f"power: {seed_count} seeds find {effect} with probability {probability:.2f}, by a spread of {spread:.2g} ({source})"
+        yield (
+            f"power: {seed_count} seeds find {effect} with probability {probability:.2f}, by a spread of "
+            f"{spread:.2g} ({source})"
+        )
         if probability < 0.5:
             needed_seeds = seeds_needed(spread, margin, self.alpha) or f"more than {MAX_SEEDS}"
             remedy = f"probability {POWER:g} takes {needed_seeds} seeds: add seeds, or ask about a larger difference"
@@ -321,14 +341,18 @@ class Judgement:
 
 
 def _decisive_runs(pair: RatePair, arm_runs: RunsByRate, baseline_runs: RunsByRate) -> list[JudgedRun]:
-    """Return the runs at the judged rates (`pair`) and at the rates that tuning chose; a divergence of any of these affects the verdict."""
+    """Return the runs at the judged rates (`pair`) and at the rates that tuning chose; a divergence of any of these
+    affects the verdict.
+    """
     chosen_runs = *next(iter(arm_runs.values())), *next(iter(baseline_runs.values()))
     return list(dict.fromkeys((*arm_runs[pair[0]], *baseline_runs[pair[1]], *chosen_runs)))
 
 
 def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool) -> RunsByRate:
-    """Return the runs of an arm by rate, without rates at which a run diverged or, with `counts_tokens`, never reached the metric's level
-    `primary.reach`. The rate at which the arm is judged and the rate that tuning chose are always kept."""
+    """Return the runs of an arm by rate, without rates at which a run diverged or, with `counts_tokens`, never reached
+    the metric's level `primary.reach`. The rate at which the arm is judged and the rate that tuning chose are always
+    kept.
+    """
 
     def has_no_value(run: JudgedRun) -> bool:
         return run.state == "diverged" or (counts_tokens and run.state == "finished" and run.value == math.inf)
@@ -344,7 +368,9 @@ def _usable_runs(runs: RunsByRate, judged_rate: Rate | None, counts_tokens: bool
 def _differences(
     arm_runs: RunsByRate, baseline_runs: RunsByRate, value_of: Callable[[JudgedRun], float | np.ndarray]
 ) -> np.ndarray:
-    """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), with the shape of `value_of(run)` last."""
+    """Values of the arm minus values of the baseline: (arm rates, baseline rates, seeds, ...), with the shape of
+    `value_of(run)` last.
+    """
     arm_values, baseline_values = (
         np.array([[value_of(run) for run in runs] for runs in runs_by_rate.values()])
         for runs_by_rate in (arm_runs, baseline_runs)
@@ -354,7 +380,9 @@ def _differences(
 
 
 def _mean(values: list[float], geometric: bool) -> float | None:
-    """The arithmetic or geometric mean; None without values, if a value is not finite, or if a value of a geometric mean is 0."""
+    """The arithmetic or geometric mean; None without values, if a value is not finite, or if a value of a geometric
+    mean is 0.
+    """
     if not values or not np.isfinite(values).all() or (geometric and not all(values)):
         return None
     return float(np.exp(np.mean(np.log(values)))) if geometric else float(np.mean(values))

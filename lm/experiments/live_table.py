@@ -1,4 +1,6 @@
-"""The table that `lm compare` shows on a terminal, with all runs of an experiment and the remaining time, updated while runs train."""
+"""The table that `lm compare` shows on a terminal, with all runs of an experiment and the remaining time, updated while
+runs train.
+"""
 
 import statistics
 import sys
@@ -102,7 +104,9 @@ class LiveTable:
         return Group(to_rich(table), Text(self._progress_words(lines)))
 
     def _row(self, column_names: tuple[str, ...], group: list[RunLine]) -> dict[str, str | Text]:
-        """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no columns for them."""
+        """The table row of runs that agree in the columns `column_names`. An experiment without sizes or rates has no
+        columns for them.
+        """
         first_line, is_single = group[0], "seed" in column_names
         has_column = {"size": "" not in self.experiment.sizes, "rate": self.experiment.is_tuned}
         values = {name: getattr(first_line.run, name) for name in column_names if has_column.get(name, True)}
@@ -133,7 +137,8 @@ class LiveTable:
         """The line below the table: the progress of the experiment, and the remaining time."""
         experiment, counts = self.experiment, Counter(line.state for line in lines)
         words = [
-            f"{experiment.name}: {sum(line.run.outcome.ended for line in lines)} of the {len(lines)} runs known so far ended"
+            f"{experiment.name}: {sum(line.run.outcome.ended for line in lines)} of the {len(lines)} runs known so far "
+            "ended"
         ]
         words[0] += "".join(f", {counts[state]} {state}" for state in ("failed", "running") if counts[state])
         if experiment.tune.grid:
@@ -153,8 +158,8 @@ class LiveTable:
         return "; ".join(words)
 
     def _seconds(self, line: RunLine) -> float | None:
-        """The remaining seconds of a run, times the slots that it takes. The estimate is based on the mean of ended runs of its size and
-        arm, else on the plan; None if unknown."""
+        """The remaining seconds of a run, times the slots that it takes. The estimate is based on the mean of ended
+        runs of its size and arm, else on the plan; None if unknown."""
         size_arm = line.run.size, line.run.arm
         durations = self.jobs.seconds.get(size_arm)
         expected_seconds = statistics.fmean(durations) if durations else self.times.get(size_arm)
@@ -166,8 +171,8 @@ class LiveTable:
 
 @contextmanager
 def live_table(jobs: ExperimentTrainer, times: Times) -> Iterator[None]:
-    """Show the table on standard output during the body, if the output is a terminal and `log.progress` is auto or bar. Printed text goes
-    above the table, which is removed at the end."""
+    """Show the table on standard output during the body, if the output is a terminal and `log.progress` is auto or bar.
+    Printed text goes above the table, which is removed at the end."""
     console, progress = Console(), jobs.procedure.experiment.first_config.log.progress
     if not (sys.stdout.isatty() and console.is_interactive and progress in ("auto", "bar")):
         yield

@@ -1,4 +1,6 @@
-"""The report page of one or several experiments: question and verdicts first, then the tables, pictures and facts behind the verdicts."""
+"""The report page of one or several experiments: question and verdicts first, then the tables, pictures and facts
+behind the verdicts.
+"""
 
 import math
 from collections.abc import Collection
@@ -36,20 +38,26 @@ from lm.statistics.tuning import EXTENSIONS, Rate, key_values, rate_text
 MAX_NAMES = 8  # largest number of runs that a sentence names
 FACTOR = Column("factor", kind="mean", decimals=2)
 BASIS_NOTE = (
-    "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have finished, a difference over "
-    "all that its two arms have finished. The interval on other text of the kind covers seeds and documents together. It is never shorter "
+    "All at the last step, on the held-out documents that report. A mean is over the seeds that all arms have "
+    "finished, a difference over "
+    "all that its two arms have finished. The interval on other text of the kind covers seeds and documents together. "
+    "It is never shorter "
     "than the interval over seeds, and is left out where all are equal."
 )
 CROSSED_RATES_NOTE = (
-    "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at the baseline's, those "
-    "of the baseline at all. An arm is judged at the best of its rates, by the metric that tuning goes by. It is better than the "
-    "baseline only if it is so against it at each of these rates, worse only if it is so at each of its own against the baseline at one of "
+    "Tuning seeds are few: where they chose different rates, an arm's final seeds are trained at its own rate and at "
+    "the baseline's, those "
+    "of the baseline at all. An arm is judged at the best of its rates, by the metric that tuning goes by. It is "
+    "better than the "
+    "baseline only if it is so against it at each of these rates, worse only if it is so at each of its own against "
+    "the baseline at one of "
     "the same, and the intervals of the summary cover which of the rates is an arm's best."
 )
 
 
 class SizeResults:
-    """The results of one of an experiment's `sizes`: its tuning runs, its final runs, which are judged, and the verdicts.
+    """The results of one of an experiment's `sizes`: its tuning runs, its final runs, which are judged, and the
+    verdicts.
 
     Attributes:
         verdicts: the verdict on each arm but the baseline, by name.
@@ -81,8 +89,8 @@ class SizeResults:
 
     @cached_property
     def comparison(self) -> RunComparison | None:
-        """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which learning rates are
-        chosen); None without finished runs."""
+        """The comparison of the arms that have finished runs, on the held-out documents for reports (not those by which
+        learning rates are chosen); None without finished runs."""
         finished_runs = [run for run in self.begun_runs if run.state == "finished"]
         records_by_arm = {
             name: tuple(run.record.reporting for run in finished_runs if run.arm == name) for name in self.arm_names
@@ -97,8 +105,8 @@ class SizeResults:
 def experiment_files(
     procedures: list[Procedure], folder: Path, judgement: Judgement | None = None
 ) -> dict[Path, bytes]:
-    """The content of each file of a report on experiments (the page, its tables and its pictures), by path in `folder`. With several
-    experiments, the name of a table or picture file begins with the name of its experiment.
+    """The content of each file of a report on experiments (the page, its tables and its pictures), by path in `folder`.
+    With several experiments, the name of a table or picture file begins with the name of its experiment.
 
     judgement: the verdicts on a single procedure, if they are known already.
 
@@ -168,7 +176,9 @@ def _size_sections(results: SizeResults, prefix: str) -> list[PageSection]:
 
 
 def _is_name(key: str) -> bool:
-    """Whether a configuration key names a run or folder, or says what is logged, so that its values are not compared between arms."""
+    """Whether a configuration key names a run or folder, or says what is logged, so that its values are not compared
+    between arms.
+    """
     return key in ("init_from", "branch_from") or effect_of(key).affects == "label"
 
 
@@ -191,7 +201,10 @@ def question(experiment: Experiment) -> str:
         return f"{subject} learn more or less often than {baseline}? (A run has learned if {condition}.)"
     if primary.reach is not None:
         value = f"{primary.metric} {primary.reach:g}"
-        return f"{subject} take fewer or more tokens to reach {value} than {baseline}, by more than a factor of {1 + primary.matters:g}?"
+        return (
+            f"{subject} take fewer or more tokens to reach {value} than {baseline}, by more than a factor of "
+            f"{1 + primary.matters:g}?"
+        )
     direction = f"({primary.better.capitalize()} is better.)"
     return f"{subject} change {primary.metric} by more than {primary.matters:g}, compared with {baseline}? {direction}"
 
@@ -265,7 +278,9 @@ def _family_words(experiment: Experiment) -> str:
 
 
 def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
-    """List what a reader must know beside the numbers: unfinished, diverged and failed runs, ongoing tuning, arms without a rate, notes."""
+    """List what a reader must know beside the numbers: unfinished, diverged and failed runs, ongoing tuning, arms
+    without a rate, notes.
+    """
     experiment, caveats, infinite_caveats = procedure.experiment, [], []
     for results in sizes:
         prefix, values = (
@@ -311,7 +326,9 @@ def _caveats(procedure: Procedure, sizes: list[SizeResults]) -> list[str]:
 
 
 def _tuning_words(results: SizeResults) -> str | None:
-    """Explain how rates were chosen, and name the chosen rates; None without tuning runs, or before rates are chosen."""
+    """Explain how rates were chosen, and name the chosen rates; None without tuning runs, or before rates are
+    chosen.
+    """
     experiment, tuning_runs, choice = results.experiment, results.tuning_runs, results.choice
     if not tuning_runs or not choice.rates_of_final_runs:
         return None
@@ -322,14 +339,19 @@ def _tuning_words(results: SizeResults) -> str | None:
     extremum = "lowest" if experiment.cost(1.0) > 0 else "highest"
     choices = ", ".join(f"{arm} {rate_text(arm_rates[0])}" for arm, arm_rates in choice.rates_of_final_runs.items())
     metric = f"{experiment.choice_metric} ({experiment.data_words(experiment.choice_metric, 'selection')})"
-    return f"{tune.heading} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates} ({origin}): {choices}."
+    return (
+        f"{tune.heading} was chosen for each arm by the {extremum} mean {metric} over seeds {seeds} at {rates} "
+        f"({origin}): {choices}."
+    )
 
 
 # ---------------------------------------------------------------- tables
 
 
 def seeds_table(results: SizeResults) -> Table:
-    """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the same seed."""
+    """A table of the primary metric of every final run, and of its difference or ratio to the baseline's run of the
+    same seed.
+    """
     primary, baseline, seeds, values = (
         results.experiment.primary,
         results.arm_names[0],
@@ -358,7 +380,9 @@ def seeds_table(results: SizeResults) -> Table:
 
 
 def crossed_table(results: SizeResults) -> Table | None:
-    """A table of the means of final runs by rate, for arms whose final seeds are trained at several rates; None without such arms."""
+    """A table of the means of final runs by rate, for arms whose final seeds are trained at several rates; None without
+    such arms.
+    """
     experiment, procedure, choice, baseline = (
         results.experiment,
         results.procedure,
@@ -414,8 +438,10 @@ def crossed_table(results: SizeResults) -> Table | None:
 
 
 def rates_picture(results: SizeResults) -> Picture | None:
-    """A picture of tuning results by rate. Each tuned key has a panel of values of the metric by which rates are chosen. If there are
-    differences to the baseline at the same rate, a second panel shows them. None before a tuning run has ended."""
+    """A picture of tuning results by rate. Each tuned key has a panel of values of the metric by which rates are
+    chosen. If there are differences to the baseline at the same rate, a second panel shows them. None before a tuning
+    run has ended.
+    """
     experiment, tuning_runs, primary = results.experiment, results.tuning_runs, results.experiment.primary
     if not any(experiment.choice_value(run) is not None for run in tuning_runs):
         return None
@@ -441,7 +467,9 @@ def rates_picture(results: SizeResults) -> Picture | None:
 
 
 def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the other tuned keys."""
+    """Draw the values of tuning runs as a function of one tuned key, with means over seeds at the best values of the
+    other tuned keys.
+    """
     experiment, tuning_runs, traces, rings = results.experiment, results.tuning_runs, [], []
     chosen_rates = {arm: rates[0] for arm, rates in results.choice.rates_of_final_runs.items()}
     arm_costs = experiment.costs_of(tuning_runs, results.size)
@@ -472,7 +500,9 @@ def _tuning_panel(results: SizeResults, key_index: int, ticks: dict[float, str])
 
 
 def _differences_panel(results: SizeResults, key_index: int, ticks: dict[float, str]) -> Panel:
-    """Draw the differences of tuning runs, each arm minus the baseline at the same rate, as a function of one tuned key."""
+    """Draw the differences of tuning runs, each arm minus the baseline at the same rate, as a function of one tuned
+    key.
+    """
     experiment, primary, baseline, traces = results.experiment, results.experiment.primary, results.arm_names[0], []
     for index, arm in enumerate(experiment.arms[1:], 1):
         value_differences: dict[float, list[float]] = {}
@@ -507,7 +537,9 @@ def _difference_label(experiment: Experiment) -> str:
 
 
 def differences_picture(sizes: list[SizeResults]) -> Picture | None:
-    """A picture of differences to the baseline with their intervals, by arm, or by size if there are several sizes; None without runs."""
+    """A picture of differences to the baseline with their intervals, by arm, or by size if there are several sizes;
+    None without runs.
+    """
     experiment, by_size, traces = sizes[0].experiment, len(sizes) > 1, []
     names, margin = sizes[0].arm_names, experiment.primary.matters
     x_labels = [results.size for results in sizes] if by_size else names[1:]
@@ -533,7 +565,10 @@ def differences_picture(sizes: list[SizeResults]) -> Picture | None:
     label = f"{_difference_label(experiment)}, {experiment.data_words(experiment.primary.quantity_name, 'report')}"
     panel = Panel(title, "", label, traces, dict(enumerate(x_labels)), zero_line=True, margin=margin)
     rates_part = " and rates" if any(results.choice.crossed for results in sizes) else ""
-    caption = f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold together with 95%."
+    caption = (
+        f"Dots: single seeds. Bars: mean with its Student t interval over seeds{rates_part}; all of them hold "
+        "together with 95%."
+    )
     return Picture([panel], names, f"{caption} Shaded: differences below {margin:g}.")
 
 
@@ -543,8 +578,8 @@ def _bar(arm_index: int, label: str, x: float, interval: list[float]) -> Trace:
 
 
 def learned_runs_picture(size_results: list[SizeResults], entries: list[dict[str, Plain]]) -> Picture | None:
-    """A picture of the primary metric of every final run (tuning runs are not final), with the level at which a run has learned, and of the
-    fractions of runs that have learned. None before a final run has finished."""
+    """A picture of the primary metric of every final run (tuning runs are not final), with the level at which a run has
+    learned, and of the fractions of runs that have learned. None before a final run has finished."""
     primary, x_labels, seed_traces, fraction_traces = size_results[0].experiment.primary, {}, [], []
     for results, (arm_index, arm) in product(size_results, enumerate(size_results[0].arm_names)):
         x, label = float(len(x_labels)), " ".join(filter(None, (arm, results.size)))
@@ -566,5 +601,8 @@ def learned_runs_picture(size_results: list[SizeResults], entries: list[dict[str
         ),
         Panel("Fraction of runs that have learned", "", "fraction", fraction_traces, x_labels, y_range=(-0.03, 1.03)),
     ]
-    caption = "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not learned."
+    caption = (
+        "Left: dots are single seeds. Right: bars are 95% Clopper-Pearson intervals; a run that diverged has not "
+        "learned."
+    )
     return Picture(panels, size_results[0].arm_names, caption)

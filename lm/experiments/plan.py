@@ -44,11 +44,15 @@ class Cost:
     parameters: int  # number of the model's parameters
     tokens: int  # number of tokens that it is trained on
     flops: int  # floating-point operations of its training
-    disk: int  # bytes of checkpoints, tokenizer and validation losses in its folder at the end, if the last checkpoint is the best one
+    # bytes of checkpoints, tokenizer and validation losses in its folder at the end, if the last checkpoint is the best
+    # one
+    disk: int
 
 
 def cost(config: Config, vocab_size: int, branch_step: int = 0) -> Cost:
-    """Estimate the resources that one run takes. `branch_step`: the step at which the run branches off another run, or 0."""
+    """Estimate the resources that one run takes. `branch_step`: the step at which the run branches off another run, or
+    0.
+    """
     import torch  # takes seconds
 
     from lm.model.decoder import Decoder, group_of, is_normalizer_parameter
@@ -81,7 +85,9 @@ Costs = dict[tuple[str, str], Cost]  # resources of a run, by size and arm
 
 
 def costs(procedure: Procedure) -> Costs | None:
-    """Estimate the resources of a run of each size and arm; None if the size of the vocabulary is unknown before text is prepared."""
+    """Estimate the resources of a run of each size and arm; None if the size of the vocabulary is unknown before text
+    is prepared.
+    """
     experiment = procedure.experiment
     vocab_size = vocab_size_of(experiment.first_config.data)
     if vocab_size is None:
@@ -94,7 +100,8 @@ def costs(procedure: Procedure) -> Costs | None:
 
 
 def plan_lines(procedure: Procedure, run_costs: Costs | None, time_words: str, slot_words: str = "") -> Iterator[str]:
-    """The lines of a plan: the runs, their resources and settings, the number of seeds that find a difference of interest, and notes.
+    """The lines of a plan: the runs, their resources and settings, the number of seeds that find a difference of
+    interest, and notes.
 
     Args:
         run_costs: the resources of a run by size and arm (`costs`); None: unknown.
@@ -147,7 +154,9 @@ def plan_lines(procedure: Procedure, run_costs: Costs | None, time_words: str, s
 
 
 def _settings_words(experiment: Experiment) -> str:
-    """Describe precision, compilation and threads of the runs; a setting that differs is listed with the sizes and arms of each value."""
+    """Describe precision, compilation and threads of the runs; a setting that differs is listed with the sizes and arms
+    of each value.
+    """
     words = []
     for name in SHARED_SETTINGS:
         names_by_value: dict[object, list[str]] = {}
@@ -162,7 +171,10 @@ def _settings_words(experiment: Experiment) -> str:
 def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
     """Say how many seeds are needed to find a difference of interest."""
     if primary.learned is not None:
-        return f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from {fewest_seeds(alpha)} seeds on"
+        return (
+            f"a run has learned if it reaches {primary.learned:g}; a difference can be shown from "
+            f"{fewest_seeds(alpha)} seeds on"
+        )
     runs = "single runs" if primary.reach is None else "the logarithms of single runs"
     margin, effect = primary.matters, f"a difference of {primary.matters:g}"
     if primary.reach is not None:
@@ -171,7 +183,10 @@ def _seed_count_words(primary: PrimaryMetric, alpha: float) -> str:
     seed_counts = ", ".join(
         f"{seeds_needed(deviation, margin, alpha)} if it is {deviation:.3g}" for deviation in deviations
     )
-    return f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between {runs}: {seed_counts}"
+    return (
+        f"seeds to find {effect} with probability {POWER:g} go by the standard deviation of differences between "
+        f"{runs}: {seed_counts}"
+    )
 
 
 # ---------------------------------------------------------------- the time that runs take
@@ -189,10 +204,10 @@ Times = dict[tuple[str, str], float]  # seconds of a run, by size and arm
 def run_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float = PILOT_SECONDS) -> tuple[Times, str]:
     """Estimate the seconds that a run of each size and arm takes. Returns the seconds, and their source in words.
 
-    Times of finished runs of this experiment are used first. If no trained run has finished, arms of the first size are timed by pilots,
-    which are processes that train each arm for a few steps. As many pilots run at a time as runs in training,
-    within limits that follow from `budget` (`_wait_for_pilots`). The file PILOT keeps the times. Times of other sizes and arms are scaled
-    by FLOPs.
+    Times of finished runs of this experiment are used first. If no trained run has finished, arms of the first size are
+    timed by pilots, which are processes that train each arm for a few steps. As many pilots run at a time as runs in
+    training, within limits that follow from `budget` (`_wait_for_pilots`). The file PILOT keeps the times. Times of
+    other sizes and arms are scaled by FLOPs.
 
     Raises:
         ConfigError: the pilot refuses the configuration of an arm.
@@ -224,8 +239,8 @@ def duration(seconds: float) -> str:
 
 
 def _finished_run_times(procedure: Procedure) -> Times:
-    """The mean seconds of finished runs, by size and arm. A run's seconds are the time from its last start to its last evaluation, plus its
-    training time before that start."""
+    """The mean seconds of finished runs, by size and arm. A run's seconds are the time from its last start to its last
+    evaluation, plus its training time before that start."""
     durations = defaultdict(list)
     for run in procedure.known_runs():
         log, start = run.config.run_folder / METRICS, _last_start(run) if run.outcome.state == "finished" else None
@@ -236,8 +251,8 @@ def _finished_run_times(procedure: Procedure) -> Times:
 
 
 def uninterrupted_seconds(run: Run, seconds: float) -> float:
-    """Seconds that a run would take without interruption: `seconds` since its last start, plus the logged training time before that start.
-    0 if the log does not hold this time."""
+    """Seconds that a run would take without interruption: `seconds` since its last start, plus the logged training time
+    before that start. 0 if the log does not hold this time."""
     start = _last_start(run)
     if not start or not start[0]:
         return seconds
@@ -247,7 +262,9 @@ def uninterrupted_seconds(run: Run, seconds: float) -> float:
 
 
 def _last_start(run: Run) -> tuple[int, float] | None:
-    """The step and the time (POSIX seconds) of a run's last start; None if its folder does not say, or the run is not trained."""
+    """The step and the time (POSIX seconds) of a run's last start; None if its folder does not say, or the run is not
+    trained.
+    """
     try:
         start = starts(read_json(run.config.run_folder / ENVIRONMENT))[-1] if run.trained else {}
         return start["step"], datetime.fromisoformat(start["time"]).timestamp()
@@ -256,9 +273,11 @@ def _last_start(run: Run) -> tuple[int, float] | None:
 
 
 def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: float) -> tuple[Times, str]:
-    """The seconds of a run of each timed arm in the first size, and the source of the times in words. Of the arms without a time in the
-    file PILOT, at most MAX_PILOTS are timed, within `budget` seconds. Arms of equal `_timing_hash` are timed once. Arms whose normalizers
-    or FLOPs differ from those of all arms before them come first."""
+    """The seconds of a run of each timed arm in the first size, and the source of the times in words. Of the arms
+    without a time in the file PILOT, at most MAX_PILOTS are timed, within `budget` seconds. Arms of equal
+    `_timing_hash` are timed once. Arms whose normalizers or FLOPs differ from those of all arms before them come
+    first.
+    """
     experiment = procedure.experiment
     file, size, arms = (
         experiment.folder / PILOT,
@@ -295,7 +314,10 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
         write_json(file, {"seconds": known_seconds})
     whole_run_seconds = {name: known_seconds[key] for name, key in keys.items() if key in known_seconds}
     timed_arms = "each arm" if len(whole_run_seconds) == len(keys) else f"{len(whole_run_seconds)} of {len(keys)} arms"
-    words = f"a pilot of some steps{f' of {timed_arms}' if whole_run_seconds else ''}, {len(slots.concurrent_devices())} at a time"
+    words = (
+        f"a pilot of some steps{f' of {timed_arms}' if whole_run_seconds else ''}, "
+        f"{len(slots.concurrent_devices())} at a time"
+    )
     if step_times:
         words += f"; of {', '.join(step_times)} the steps alone, as evaluations took too long"
     if len(whole_run_seconds) + len(step_times) < len(keys):
@@ -304,9 +326,11 @@ def _pilot_times(procedure: Procedure, run_costs: Costs, slots: Slots, budget: f
 
 
 def _timing_hash(config: Config, slots: Slots) -> str:
-    """Hash all that decides the time of a run in these slots on this machine, without names, seeds and compilation. A float of model,
-    optimizer or phases, such as a learning rate, is hashed as zero or not zero. Floats of `optim.groups` are hashed in full, as only
-    their default values are accepted if a model has no parameters in the group."""
+    """Hash all that decides the time of a run in these slots on this machine, without names, seeds and compilation. A
+    float of model, optimizer or phases, such as a learning rate, is hashed as zero or not zero. Floats of
+    `optim.groups` are hashed in full, as only their default values are accepted if a model has no parameters in the
+    group.
+    """
     settings = {
         path: value
         for path, value in flatten(to_plain(config)).items()
@@ -333,17 +357,19 @@ def _timing_hash(config: Config, slots: Slots) -> str:
 def _time_configurations(
     configs: dict[str, Config], file: Path, process_devices: list[Devices], budget: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Time a run of each configuration. Returns the seconds of whole runs, with the start of their process; and the seconds of steps alone,
-    for runs whose evaluations did not end within `budget` seconds.
+    """Time a run of each configuration. Returns the seconds of whole runs, with the start of their process; and the
+    seconds of steps alone, for runs whose evaluations did not end within `budget` seconds.
 
-    Processes divide the configurations among them and work at the same time, as in training, each on one entry of `process_devices`. A
-    process times those of its configurations that run on one device, or the first one if all run on several devices. With fewer
-    configurations than processes, several processes time the same configuration. The run folders lie beside `file` until timing ends.
+    Processes divide the configurations among them and work at the same time, as in training, each on one entry of
+    `process_devices`. A process times those of its configurations that run on one device, or the first one if all run
+    on several devices. With fewer configurations than processes, several processes time the same configuration. The run
+    folders lie beside `file` until timing ends.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     names, start_time, jobs = list(configs), time.time(), len(process_devices)
     groups = [names[process_index::jobs] or [names[process_index % len(names)]] for process_index in range(jobs)]
-    # Lightning starts a run's other processes with the same arguments: a run on several devices has a process of its own
+    # Lightning starts a run's other processes with the same arguments: a run on several devices has a process of its
+    # own
     groups = [[name for name in group if configs[name].world_size == 1] or group[:1] for group in groups]
     with (
         interruptible() as signals,
@@ -392,8 +418,8 @@ def _time_configurations(
 
 
 def _wait_for_pilots(pilots: list[subprocess.Popen], folders: list[Path], start_time: float, budget: float) -> None:
-    """Wait until all pilots, the processes that time runs, have ended, at most until `budget` seconds after the last one began to time.
-    While one has not begun, wait at most until 2 * `budget` seconds after `start_time`."""
+    """Wait until all pilots, the processes that time runs, have ended, at most until `budget` seconds after the last
+    one began to time. While one has not begun, wait at most until 2 * `budget` seconds after `start_time`."""
     while any(process.poll() is None for process in pilots):
         first_times = [lines[0]["begun"] for folder in folders if (lines := _printed_lines(folder))]
         if time.time() > (max(first_times) + budget if len(first_times) == len(folders) else start_time + 2 * budget):

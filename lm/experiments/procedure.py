@@ -1,4 +1,6 @@
-"""The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its finished runs."""
+"""The procedure of docs/statistics.md on run folders: the runs that an experiment needs next, and the verdicts on its
+finished runs.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -77,10 +79,11 @@ class Choice:
 
     # the tuning runs by arm and rate, and the runs of untuned arms that tuning runs start from; empty without a grid
     runs: dict[str, dict[Rate, list[Run]]]
-    # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes first. Without
-    # tuning, (None,) for every arm
+    # by tuned arm, the rates at which its final seeds are trained (`crossed_rates`); the rate that tuning chose comes
+    # first. Without tuning, (None,) for every arm
     rates_of_final_runs: dict[str, tuple[Rate | None, ...]]
-    # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known yet
+    # by arm, the rate at which it is judged; arms whose best rate is at an edge of the grid have none. None: not known
+    # yet
     rates: dict[str, Rate | None] | None
     settled: bool = (
         True  # False while final runs at several rates have not ended: then `rates` are the rates that tuning chose
@@ -126,7 +129,9 @@ class Procedure:
     def _config(
         self, size: str, arm: Arm, stage: str, rate: Rate | None, seed: int, source_config: Config | None
     ) -> Config:
-        """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None: random weights."""
+        """The configuration of a run, cached. `source_config`: the configuration of the run it starts from; None:
+        random weights.
+        """
         source_folder = source_config and source_config.run_folder
         run_key = size, arm.name, stage, rate, seed, source_folder
         if run_key not in self._configs:
@@ -144,7 +149,8 @@ class Procedure:
             elif source_folder:
                 changes["init_from"] = str(source_folder)
             config = self.experiment.config(size, arm, seed, rate, changes)
-            # In the hash, starting weights count by their path below the default folder of runs: an experiment may be moved.
+            # In the hash, starting weights count by their path below the default folder of runs: an experiment may be
+            # moved.
             paths = {
                 name: path for name in ("init_from", "branch_from") if source_folder and (path := getattr(config, name))
             }
@@ -159,7 +165,9 @@ class Procedure:
         return self._configs[run_key]
 
     def _normalizer_options(self, size: str, arm: Arm, rate: Rate | None) -> list[str]:
-        """The options of an arm's normalizer that are not at their defaults, as `KEY=VALUE`, without `init`, which `swap` sets."""
+        """The options of an arm's normalizer that are not at their defaults, as `KEY=VALUE`, without `init`, which
+        `swap` sets.
+        """
         normalizer = self.experiment.config(size, arm, self.experiment.seeds[0], rate, {"name": "any"}).model.normalizer
         options, defaults = to_plain(normalizer), to_plain(type(normalizer)())
         return [
@@ -170,7 +178,9 @@ class Procedure:
 
     @cached_property
     def _required_options(self) -> dict[SizeArm, dict[str, dict[str, Plain]]]:
-        """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during training are enough."""
+        """The options with which evaluations must be made, by size and arm, then by kind; {} if evaluations during
+        training are enough.
+        """
         size_arms = self.experiment.size_arms if self.experiment.evaluate else ()
         configs = {
             (size, arm.name): self.experiment.measurement_config(self.experiment.example_config(size, arm))
@@ -184,9 +194,11 @@ class Procedure:
         }
 
     def choice(self, size: str) -> Choice:
-        """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are cached.
+        """Return the tuning runs of a size and the rates of its arms, as far as they are known; settled rates are
+        cached.
 
-        An arm that starts from another arm's weights is tuned after that arm, as its runs start from that arm's runs at its judged rate.
+        An arm that starts from another arm's weights is tuned after that arm, as its runs start from that arm's runs at
+        its judged rate.
         """
         if size in self._choices:
             return self._choices[size]
@@ -217,8 +229,10 @@ class Procedure:
     def _tuning_outcome(
         self, size: str, arms: list[Arm], rates: dict[str, Rate], runs: dict[str, dict[Rate, list[Run]]]
     ) -> TuningOutcome:
-        """Choose the rates of `arms` by their tuning runs, or by the tuning table. Tuning runs are added to `runs`; while some have not
-        ended, the outcome has no rates. `rates`: the judged rates of the arms that `arms` start from."""
+        """Choose the rates of `arms` by their tuning runs, or by the tuning table. Tuning runs are added to `runs`;
+        while some have not ended, the outcome has no rates. `rates`: the judged rates of the arms that `arms` start
+        from.
+        """
         experiment = self.experiment
         if experiment.table:
             costs = experiment.costs_of(experiment.table, size)
@@ -244,14 +258,16 @@ class Procedure:
         return outcome
 
     def _untuned_sources(self, arms: Iterable[Arm]) -> list[Arm]:
-        """List the untuned arms that `arms` start from, sources first; these untuned arms are trained with the tuning seeds, too."""
+        """List the untuned arms that `arms` start from, sources first; these untuned arms are trained with the tuning
+        seeds, too.
+        """
         names = {name for arm in arms for name in self.sources(arm)}
         return [arm for arm in self.experiment.arms if arm.name in names and not arm.is_tuned]
 
     def _best_rates(self, size: str, candidates: dict[str, tuple[Rate, ...]]) -> dict[str, Rate] | None:
-        """Choose the learning rate at which each arm is judged: the best of its `candidates` on the held-out documents set aside for that.
-        The `candidates` are the rates at which the arm is trained with all of the experiment's seeds. None while runs of arms with
-        several candidates have not ended."""
+        """Choose the learning rate at which each arm is judged: the best of its `candidates` on the held-out documents
+        set aside for that. The `candidates` are the rates at which the arm is trained with all of the experiment's
+        seeds. None while runs of arms with several candidates have not ended."""
         rates = {name: arm_rates[0] for name, arm_rates in candidates.items()}
         for name, arm_rates in ((name, arm_rates) for name, arm_rates in candidates.items() if len(arm_rates) > 1):
             arm, seeds = self._arms[name], self.experiment.seeds
@@ -289,7 +305,9 @@ class Procedure:
         return runs
 
     def notes(self) -> list[str]:
-        """Sentences on what limits the verdicts: departures from the plan, and arms whose tuning, rates, runs, tokens or seeds differ."""
+        """Sentences on what limits the verdicts: departures from the plan, and arms whose tuning, rates, runs, tokens
+        or seeds differ.
+        """
         experiment = self.experiment
         notes: list[str] = []
         for size, arm in product(
@@ -318,7 +336,8 @@ class Procedure:
             reason = "that is trained if the first leaves a comparison undecided"
             reason = "the first left a comparison undecided" if experiment.look == 2 else reason
             notes.append(
-                f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; {reason}"
+                f"look {experiment.look} of 2, each with half of the 5 %: {first_count} seeds, then {more_count} more; "
+                f"{reason}"
             )
         notes += [
             f"exploratory: {departure.words}" if departure.exploratory else departure.words
@@ -331,7 +350,8 @@ class Procedure:
                 name, rates = ", ".join(filter(None, (arm, size))), " and ".join(map(rate_text, sorted(arm_rates)))
                 verdict_words = f"; judged at {rate_text(choice.rates[arm])}" if choice.settled and choice.rates else ""
                 notes.append(
-                    f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the arms{verdict_words}"
+                    f"{name}: final seeds are trained at {rates}, as tuning chose different rates for the "
+                    f"arms{verdict_words}"
                 )
             for run in self.final_runs(size):
                 if run.outcome.state == "finished":
@@ -341,7 +361,8 @@ class Procedure:
             if len(tokens) > 1:
                 token_words = "; ".join(f"{', '.join(names)}: {count:,}" for count, names in sorted(tokens.items()))
                 notes.append(
-                    f"{prefix}arms have seen different numbers of tokens, those of their sources included: {token_words}"
+                    f"{prefix}arms have seen different numbers of tokens, those of their sources included: "
+                    f"{token_words}"
                 )
             if len({*map(tuple, filter(None, seeds.values()))}) > 1:
                 by_seeds = {
@@ -376,8 +397,8 @@ class Procedure:
         ]
 
     def judgement(self) -> Judgement:
-        """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same sequences, or
-        disagree with the experiment on which direction of the primary metric is better."""
+        """Judge the runs by their folders as they are now. Raises RunError: finished runs were not measured on the same
+        sequences, or disagree with the experiment on which direction of the primary metric is better."""
         experiment = self.experiment
         return Judgement(
             experiment.primary,
@@ -424,8 +445,10 @@ class Procedure:
         }
 
     def _judged_run(self, as_single_value: bool, run: Run) -> JudgedRun:
-        """Return a run with its values of the primary metric by sequence, on the held-out documents for reports. The run has a single value
-        if `as_single_value`, if it has not finished, or if its sequences are not from documents."""
+        """Return a run with its values of the primary metric by sequence, on the held-out documents for reports. The
+        run has a single value if `as_single_value`, if it has not finished, or if its sequences are not from
+        documents.
+        """
         outcome = run.outcome
         self.check_direction(outcome)
         note = (
@@ -447,7 +470,9 @@ class Procedure:
         return JudgedRun(*run_fields, units.values.astype(float), units.weights.astype(float), units.groups)
 
     def crossed_runs(self, size: str) -> list[Run]:
-        """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then rates."""
+        """The final runs of arms whose seeds are trained at several rates, in the order of seeds, then arms, then
+        rates.
+        """
         rates = self.choice(size).crossed
         arm_rates = [(arm, rate) for arm in self.experiment.arms for rate in rates.get(arm.name, ())]
         return [
@@ -456,7 +481,9 @@ class Procedure:
         ]
 
     def known_runs(self) -> list[Run]:
-        """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its source."""
+        """All runs that the experiment needs, as far as they are known: tuning runs first, each run after its
+        source.
+        """
         runs: list[Run] = []
         for size in self.experiment.sizes:
             tuning_runs = chain(*(chain(*runs_by_rate.values()) for runs_by_rate in self.choice(size).runs.values()))
@@ -464,8 +491,8 @@ class Procedure:
         return list({run.config.run_folder: run for run in runs}.values())
 
     def n_runs(self, size: str) -> dict[str, int]:
-        """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final rates are assumed
-        for arms that may get several."""
+        """Count the runs of each arm in a size, by the grid and rates known so far. Before tuning has ended, two final
+        rates are assumed for arms that may get several."""
         choice, tune, counts = self.choice(size), self.experiment.tune, {}
         crossed_names = (
             {arm.name for arm in self.experiment.arms if arm.trained and not arm.source} if tune.grid else set()
@@ -486,12 +513,16 @@ class Procedure:
         return counts
 
     def _run_count(self, size: str, arm: Arm, rates: Iterable[Rate | None]) -> int:
-        """The number of different runs of one seed at these rates; rates that differ only in keys that the arm lacks share one run."""
+        """The number of different runs of one seed at these rates; rates that differ only in keys that the arm lacks
+        share one run.
+        """
         return len({str(self.experiment.tuned_keys(size, arm, rate)) for rate in rates})
 
     @property
     def seed_departures(self) -> list[Departure]:
-        """Departures for seeds of final runs that were added after the first start, and for planned seeds that the file no longer has."""
+        """Departures for seeds of final runs that were added after the first start, and for planned seeds that the file
+        no longer has.
+        """
         experiment, planned_seeds = self.experiment, self.experiment.planned_seeds or self.experiment.seeds
         changes = {
             "were added after the first start": [seed for seed in experiment.seeds if seed not in planned_seeds],
@@ -503,16 +534,18 @@ class Procedure:
         return [Departure(f"seeds {seeds} {change}; p values are too small") for change, seeds in seed_words.items()]
 
     def compared_value(self, outcome: Outcome, selection: bool = False) -> float:
-        """The number by which a run is compared, on the documents for reports or, with `selection`, those by which rates are chosen. It is
-        the primary metric, or the tokens at which this metric first reached `primary.reach` (0 if by the first evaluation, infinite if
-        never). The number is infinite for a run that has not finished."""
+        """The number by which a run is compared, on the documents for reports or, with `selection`, those by which
+        rates are chosen. It is the primary metric, or the tokens at which this metric first reached `primary.reach` (0
+        if by the first evaluation, infinite if never). The number is infinite for a run that has not finished."""
         primary = self.experiment.primary
         if primary.reach is None:
             return outcome.mean(primary.metric, selection)
         return outcome.tokens_to_reach(primary.reach, primary.better, selection)
 
     def choice_value(self, outcome: Outcome) -> float:
-        """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless the run finished."""
+        """A run's value of the metric that chooses rates, on the held-out documents for this choice; infinite unless
+        the run finished.
+        """
         return (
             self.compared_value(outcome, True)
             if self.experiment.tune.metric == "primary"
@@ -527,17 +560,22 @@ class Procedure:
         }
 
     def check_direction(self, outcome: Outcome) -> None:
-        """Check that a finished run and the experiment agree on the better direction of the primary metric. Raises RunError."""
+        """Check that a finished run and the experiment agree on the better direction of the primary metric. Raises
+        RunError.
+        """
         primary = self.experiment.primary
         series = outcome.series(primary.metric) if outcome.state == "finished" else None
         if series and series.better not in (primary.better, "none"):
             raise RunError(
-                f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the experiment"
+                f"primary.better = {primary.better}: of {primary.metric}, {series.better} is better; correct the "
+                "experiment"
             )
 
 
 def check_comparable(runs: list[Run], metric: str) -> None:
-    """Raise RunError unless finished runs measured a metric on the same sequences, each run with the options of its configuration."""
+    """Raise RunError unless finished runs measured a metric on the same sequences, each run with the options of its
+    configuration.
+    """
     finished_runs = [run for run in runs if run.outcome.state == "finished"]
     for run in finished_runs:
         folder, problem = run.config.run_folder, ""
@@ -551,13 +589,14 @@ def check_comparable(runs: list[Run], metric: str) -> None:
             problem = problem or f"on other sequences than in {finished_runs[0].config.run_folder}"
         if problem:
             raise RunError(
-                f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval {folder}"
+                f"{folder}: {metric} was measured {problem}; measure it again as the run is configured: lm eval "
+                f"{folder}"
             )
 
 
 def next_look(procedure: Procedure) -> Procedure:
-    """Return the procedure with the experiment's `more_seeds` added, if all its runs have ended and left a comparison undecided. Return
-    `procedure` itself if not, or if there are no `more_seeds` to add."""
+    """Return the procedure with the experiment's `more_seeds` added, if all its runs have ended and left a comparison
+    undecided. Return `procedure` itself if not, or if there are no `more_seeds` to add."""
     experiment = procedure.experiment
     if (
         not experiment.more_seeds

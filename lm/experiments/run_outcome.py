@@ -1,4 +1,6 @@
-"""The outcome of a run of an experiment, read from its run folder alone, and sentences on how runs differ apart from their arms."""
+"""The outcome of a run of an experiment, read from its run folder alone, and sentences on how runs differ apart from
+their arms.
+"""
 
 import math
 from collections.abc import Iterable
@@ -31,7 +33,9 @@ RunStatus = Literal["unfinished", "finished", "diverged"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run, read from its folder: whether training reached `last_step`, and whether `metric` was measured there."""
+    """The outcome of a run, read from its folder: whether training reached `last_step`, and whether `metric` was
+    measured there.
+    """
 
     folder: Path
     last_step: int
@@ -39,7 +43,8 @@ class Outcome:
     scheduled_evaluations: tuple[
         str, ...
     ] = ()  # kinds of evaluation that are scheduled at `last_step`, without validation
-    # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations are enough
+    # the options of `eval` with which evaluations of `last_step` must be made, by kind; {}: the scheduled evaluations
+    # are enough
     required_options: dict[str, dict[str, Plain]] = field(default_factory=dict)
     _reached_tokens: dict[bool, float] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -51,20 +56,24 @@ class Outcome:
 
     @property
     def record(self) -> RunRecord:
-        """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be read."""
+        """The record of the run folder, without reading its evaluations again. Raises RunError: a file can't be
+        read.
+        """
         return read_run(self.folder, self.log, self._last_evaluations[0])
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the weights that it started from."""
+        """Tokens that the run saw up to its last step (0 without evaluations), plus training tokens of the weights that
+        it started from.
+        """
         path = self.folder / ENVIRONMENT
         tokens = self.evaluations[0].tokens_seen if self.evaluations else 0
         return tokens + (tokens_before(read_json(path)) if path.is_file() else 0)
 
     @cached_property
     def state(self) -> RunStatus:
-        """The run is `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of the last step exist.
-        A run that has diverged is `diverged`; any other run is `unfinished`."""
+        """The run is `finished` once its last checkpoint, validation loss (SELECTION), `metric` and all evaluations of
+        the last step exist. A run that has diverged is `diverged`; any other run is `unfinished`."""
         if not self.folder.is_dir():
             return "unfinished"
         if self.divergence:
@@ -74,8 +83,8 @@ class Outcome:
 
     @cached_property
     def divergence(self) -> str:
-        """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError: the log says that the
-        run diverged, but its last checkpoint, which a diverged run does not write, exists."""
+        """The description of how the run diverged (`lm.runs.record.divergence`); empty if it didn't. Raises RunError:
+        the log says that the run diverged, but its last checkpoint, which a diverged run does not write, exists."""
         if any(DIVERGED in line for line in self.log.lines) and self.checkpoint.exists():
             raise RunError(
                 f"{self.folder / METRICS}: says that the run diverged, but {self.checkpoint} is there: bring it back"
@@ -84,7 +93,9 @@ class Outcome:
 
     @cached_property
     def not_learned_text(self) -> str:
-        """A text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if either is unknown."""
+        """A text that says that the final loss is above the unigram cross-entropy; empty if it is not, or if either is
+        unknown.
+        """
         return loss_above_unigram(self._final_loss)
 
     @property
@@ -98,12 +109,16 @@ class Outcome:
 
     @cached_property
     def is_trained(self) -> bool:
-        """Whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at this step."""
+        """Whether the checkpoint of the last step exists, and the validation loss (SELECTION) was measured at this
+        step.
+        """
         return self.checkpoint.exists() and self.series(SELECTION) is not None
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run (`eval.on_error` is log)."""
+        """Whether each scheduled evaluation of the last step was made, or has failed without stopping the run
+        (`eval.on_error` is log).
+        """
         files = evaluation_files(self.folder)
         return all(
             (kind, self.last_step) in files or kind in self.failed_evaluations for kind in self.scheduled_evaluations
@@ -132,7 +147,9 @@ class Outcome:
 
     @property
     def unit_metrics(self) -> list[str]:
-        """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean alone."""
+        """Names of the metrics that were measured by unit (such as a sequence) at the last step, not as a mean
+        alone.
+        """
         return [
             name
             for evaluation in self.evaluations
@@ -142,15 +159,17 @@ class Outcome:
         ]
 
     def series(self, metric: str) -> Series | None:
-        """The series that logs a metric at the last step; None if the metric was not measured. Raises RunError: a file is damaged."""
+        """The series that logs a metric at the last step; None if the metric was not measured. Raises RunError: a file
+        is damaged.
+        """
         return next(
             (series for evaluation in self.evaluations for series in evaluation.series if metric in series.logged), None
         )
 
     @property
     def has_digests(self) -> bool:
-        """Whether digests, which older versions did not write, tie the last step's evaluations to its weights. True without evaluations or
-        checkpoint."""
+        """Whether digests, which older versions did not write, tie the last step's evaluations to its weights. True
+        without evaluations or checkpoint."""
         return self._last_evaluations[1]
 
     @property
@@ -160,8 +179,10 @@ class Outcome:
 
     @cached_property
     def _last_evaluations(self) -> tuple[dict[Path, Evaluation], bool]:
-        """The evaluations of the last step by file, and whether digests show that they measured this run's weights (`has_digests`).
-        Raises RunError: an evaluation measured other weights than the checkpoint's, or a file was altered."""
+        """The evaluations of the last step by file, and whether digests show that they measured this run's weights
+        (`has_digests`). Raises RunError: an evaluation measured other weights than the checkpoint's, or a file was
+        altered.
+        """
         files = [path for (_, step), path in evaluation_files(self.folder).items() if step == self.last_step]
         evaluations = {path: evaluation for path in files if (evaluation := load_evaluation(path))}
         is_unchecked = not evaluations or not self.checkpoint.exists()
@@ -170,14 +191,16 @@ class Outcome:
         )
 
     def values(self, metric: str) -> Units | None:
-        """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not measured by unit."""
+        """The values whose mean a metric logs at the last step, by unit (such as a sequence); None if it was not
+        measured by unit.
+        """
         series = self.series(metric)
         return series and series.logged_units(metric)
 
     def tokens_to_reach(self, level: float, better: Literal["lower", "higher"], selection: bool) -> float:
-        """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by which rates are
-        chosen. Only evaluations on the sequences of the last evaluation count. Returns 0 if the first evaluation had reached `level`,
-        and infinity if no evaluation had, or the run has not finished."""
+        """Tokens at which the metric first reached `level`, on the documents for reports or, with `selection`, those by
+        which rates are chosen. Only evaluations on the sequences of the last evaluation count. Returns 0 if the first
+        evaluation had reached `level`, and infinity if no evaluation had, or the run has not finished."""
         if self.state != "finished":
             return math.inf
         if selection not in self._reached_tokens:
@@ -190,8 +213,8 @@ class Outcome:
 
     @cached_property
     def _history(self) -> list[tuple[int, Units]]:
-        """The evaluations of the metric up to the last step, each as the tokens seen since the start of the run or its branch, and the
-        values by sequence."""
+        """The evaluations of the metric up to the last step, each as the tokens seen since the start of the run or its
+        branch, and the values by sequence."""
         kinds = {
             evaluation.kind
             for evaluation in self.evaluations
@@ -221,8 +244,8 @@ class Outcome:
         ]
 
     def mean(self, metric: str, selection: bool) -> float:
-        """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen; infinite unless the
-        run finished."""
+        """The mean of a metric over the documents for reports or, with `selection`, those by which rates are chosen;
+        infinite unless the run finished."""
         return self.values(metric).part(selection).mean if self.state == "finished" else math.inf
 
 
@@ -230,8 +253,10 @@ class Outcome:
 
 
 def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
-    """Sentences on how finished runs differ apart from their arms, such as in device or code, and on facts that the runs do not record.
-    `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an environment.json can't be read."""
+    """Sentences on how finished runs differ apart from their arms, such as in device or code, and on facts that the
+    runs do not record. `outcomes`: pairs of an arm's name and the outcome of one of its runs. Raises RunError: an
+    environment.json can't be read.
+    """
     finished_runs = [(arm, run) for arm, run in outcomes if run.state == "finished"]
     records = [
         (arm, read_json(run.folder / ENVIRONMENT), run)
@@ -295,7 +320,9 @@ def run_differences(outcomes: Iterable[tuple[str, Outcome]]) -> list[str]:
 
 
 def _describe_values(values: list[tuple[str, Plain]]) -> str:
-    """List differing values, each with the arms whose runs recorded it; empty if all are the same. `values`: pairs of arm and value."""
+    """List differing values, each with the arms whose runs recorded it; empty if all are the same. `values`: pairs of
+    arm and value.
+    """
     arms: dict[str, dict[str, None]] = {}
     for arm, value in values:
         arms.setdefault("not recorded" if value is None else str(value), {})[arm] = None

@@ -43,8 +43,8 @@ def judge_table(
     condition: str = "",
     split_columns: Sequence[str] = (),
 ) -> Judgement:
-    """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named `where` and
-    `split_columns` is named `by`."""
+    """Judge the arms of a table of runs. Arguments and errors are those of `lm.judge`, where `condition` is named
+    `where` and `split_columns` is named `by`."""
     problems: list[Problem] = []
     primary = build(PrimaryMetric, {"metric": metric, "matters": matters}, "", problems)
     if better not in (None, *get_args(Direction)):
@@ -75,7 +75,8 @@ def judge_table(
     rate = rows["rate"] if "rate" in rows and "rate" not in split_columns else math.nan
     weight = rows.get("weight", math.nan)
     runs = rows.assign(
-        size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state, weight=weight,
+        size=size if split_columns else "", arm=rows["arm"].map(str, na_action="ignore"), rate=rate, state=state,
+        weight=weight,
         sample=units.map(str), group=group,
     )  # fmt: skip
     runs["note"] = [
@@ -148,8 +149,8 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
 
 
 def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Direction:
-    """Return which direction of the metric is better: the argument `better`, else the entry of the column `better`, else lower. Raises
-    RunError: the column disagrees with the argument, or has two directions or an unknown one."""
+    """Return which direction of the metric is better: the argument `better`, else the entry of the column `better`,
+    else lower. Raises RunError: the column disagrees with the argument, or has two directions or an unknown one."""
     column_directions = {*rows["better"].dropna()} - {"none", ""} if "better" in rows else set()
     if len(column_directions) > 1 or column_directions - {*get_args(Direction)}:
         words = ", ".join(sorted(map(str, column_directions)))
@@ -163,7 +164,9 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
 
 
 def _judged_run(rows: pd.DataFrame) -> JudgedRun:
-    """Build the run that these rows describe, with its values (such as losses of sequences) ordered by the column `sample`."""
+    """Build the run that these rows describe, with its values (such as losses of sequences) ordered by the column
+    `sample`.
+    """
     rows = rows.sort_values("sample", kind="stable")
     values, weights = (rows[name].to_numpy(float) for name in ("value", "weight"))
     groups = None if rows["group"].isna().any() else rows["group"].to_numpy()
@@ -173,7 +176,9 @@ def _judged_run(rows: pd.DataFrame) -> JudgedRun:
 def _rows_to_judge(
     table: pd.DataFrame, source: str, metric: str, condition: str, names: tuple[str, ...]
 ) -> pd.DataFrame:
-    """Select the rows of `metric` that satisfy `condition`. Raises RunError: no row does, or one of the columns `names` is missing."""
+    """Select the rows of `metric` that satisfy `condition`. Raises RunError: no row does, or one of the columns `names`
+    is missing.
+    """
     if missing_names := [name for name in names if name not in table]:
         columns = ", ".join(map(str, table.columns))
         renames = [
@@ -214,8 +219,8 @@ def _rows_to_judge(
 
 
 def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """Replace each row whose rate lacks the value of a tuned key by copies, one at each full rate with the same values of the other keys
-    (see `cells_by_partial_cell`)."""
+    """Replace each row whose rate lacks the value of a tuned key by copies, one at each full rate with the same values
+    of the other keys (see `cells_by_partial_cell`)."""
     group_keys = [runs["size"], runs["stage"].fillna("") if "stage" in runs else runs["size"]]
     is_rate = (
         runs["rate"]
@@ -237,12 +242,15 @@ def _expand_partial_rates(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
-    """Check the rows, and convert their values, weights and rates into numbers in place. Raises RunError: a number, arm or seed is missing
-    or invalid, or a run has several rows for one sequence. `columns`: those in which such rows differ are named in the error."""
+    """Check the rows, and convert their values, weights and rates into numbers in place. Raises RunError: a number, arm
+    or seed is missing or invalid, or a run has several rows for one sequence. `columns`: those in which such rows
+    differ are named in the error.
+    """
     has_rate = runs["rate"].notna()
     if unknown_states := [*map(str, set(runs["state"]) - set(_RUN_STATES))]:
         raise RunError(
-            f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or {_RUN_STATES[-1]}"
+            f"{source}: state {', '.join(sorted(unknown_states))}; it is {', '.join(_RUN_STATES[:-1])} or "
+            f"{_RUN_STATES[-1]}"
         )
     if runs["value"].map(lambda value: isinstance(value, bool | np.bool_)).any():
         raise RunError(f"{source}: values are true and false; write numbers, such as 1 and 0")
@@ -265,7 +273,10 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
             subject, pronoun = (f"{count} lines have", "them") if count > 1 else ("a line has", "it")
             remedy = f"correct or drop {pronoun}"
             if name == "finite value":  # dropping it would cost all arms this seed, and hide a divergence
-                remedy = f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged makes the verdict unstable"
+                remedy = (
+                    f"correct {pronoun}, or write {DIVERGED} in a column state: a run that diverged makes the "
+                    "verdict unstable"
+                )
             raise RunError(
                 f"{source}: {subject} no {name}, the first of arm {run['arm']}, seed {run['seed']}; {remedy}"
             )
@@ -285,7 +296,9 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
 
 
 def _finite_rate(cell: float | str) -> float | str:
-    """Convert a rate in a table into the number or text of `rate_cell`; NaN if one of its values is not a finite number."""
+    """Convert a rate in a table into the number or text of `rate_cell`; NaN if one of its values is not a finite
+    number.
+    """
     try:
         rate = read_rate(cell)
         return rate_cell(rate) if all(map(math.isfinite, key_values(rate))) else math.nan
@@ -294,8 +307,10 @@ def _finite_rate(cell: float | str) -> float | str:
 
 
 def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Split the rows into rows that choose rates and rows that are judged. Rows with `selects` in column `part` choose rates; without such
-    rows, rows with `tune` in column `stage` do. Raises RunError: a part is unknown, or no row is left to be judged."""
+    """Split the rows into rows that choose rates and rows that are judged. Rows with `selects` in column `part` choose
+    rates; without such rows, rows with `tune` in column `stage` do. Raises RunError: a part is unknown, or no row is
+    left to be judged.
+    """
     part = runs["part"].fillna("") if "part" in runs else pd.Series("", runs.index)
     if unknown_parts := set(part) - {"", "selects", "reports"}:
         raise RunError(f"{source}: part {', '.join(map(str, unknown_parts))}; it is selects or reports")
@@ -308,8 +323,10 @@ def _split_by_use(runs: pd.DataFrame, source: str) -> tuple[pd.DataFrame, pd.Dat
 
 
 def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame, source: str) -> None:
-    """Check that all runs have the same units (such as sequences), with the same weights and groups. Check that all arms were tuned at the
-    same rates with the same seeds, with at least `MIN_TUNING_SEEDS` seeds, and that tuning has ended. Raises RunError."""
+    """Check that all runs have the same units (such as sequences), with the same weights and groups. Check that all
+    arms were tuned at the same rates with the same seeds, with at least `MIN_TUNING_SEEDS` seeds, and that tuning has
+    ended. Raises RunError.
+    """
     stages = (
         [rows for _, rows in selecting_rows.groupby("stage", dropna=False)]
         if "stage" in selecting_rows
@@ -356,7 +373,9 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
-    """Select the rows of runs with stage `tune` among rows that may choose a rate; without such runs, return all of the rows."""
+    """Select the rows of runs with stage `tune` among rows that may choose a rate; without such runs, return all of the
+    rows.
+    """
     tuning_rows = selecting_rows[selecting_rows["stage"] == "tune"] if "stage" in selecting_rows else selecting_rows[:0]
     return selecting_rows if tuning_rows.empty else tuning_rows
 
@@ -364,15 +383,18 @@ def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:
 def _ordered_and_judged_rates(
     final_rows: pd.DataFrame, selecting_rows: pd.DataFrame, primary: PrimaryMetric, label: str
 ) -> tuple[list[Rate | None], list[Rate | None]]:
-    """Return the rates of an arm's runs, with the rate that tuning chose first; and a list that holds the judged rate, empty if tuning
-    found no rate. `label`: names the arm in errors. Raises RunError: no row chooses one of several rates, or no run has the tuned rate."""
+    """Return the rates of an arm's runs, with the rate that tuning chose first; and a list that holds the judged rate,
+    empty if tuning found no rate. `label`: names the arm in errors. Raises RunError: no row chooses one of several
+    rates, or no run has the tuned rate.
+    """
     rates = [None if pd.isna(rate) else read_rate(rate) for rate in final_rows["rate"].unique()]
     tuning_rows = _tuning_rows(selecting_rows)
     tuning_costs = _costs(tuning_rows, primary)
     if len(tuning_costs) < 2:
         if len(rates) > 1:
             raise RunError(
-                f"{label} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by rate"
+                f"{label} has {len(rates)} rates and no line that selects one: add a column part, or judge apart by "
+                "rate"
             )
         return rates, rates[:1]
     tuned_rate = rate_choice({label: tuning_costs}).rates.get(label)

@@ -1,6 +1,8 @@
-"""The slots of this machine, which decide how many runs are trained at a time and on which GPUs, and the processes that train the runs.
+"""The slots of this machine, which decide how many runs are trained at a time and on which GPUs, and the processes that
+train the runs.
 
-A run takes one process after another, one for each of its `lm` commands. When `lm compare` ends, its processes save a checkpoint and end.
+A run takes one process after another, one for each of its `lm` commands. When `lm compare` ends, its processes save a
+checkpoint and end.
 """
 
 import os
@@ -34,7 +36,9 @@ Devices = tuple[str, ...]  # GPUs of a run, as CUDA_VISIBLE_DEVICES names them; 
 
 @dataclass(frozen=True)
 class Slots:
-    """Places in which one `lm compare` trains runs at the same time. A run on the CPU takes one slot, a run on GPUs one slot on each."""
+    """Places in which one `lm compare` trains runs at the same time. A run on the CPU takes one slot, a run on GPUs one
+    slot on each.
+    """
 
     n_slots: int
     gpus: Devices = ()  # GPUs that are handed out; (): all runs compute on the CPU
@@ -47,8 +51,8 @@ class Slots:
         return max(1, self.gpus_per_run.get((size, arm), 0))
 
     def devices(self, size: str, arm: str, busy_devices: list[Devices]) -> Devices | None:
-        """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while too few slots are
-        free."""
+        """Choose the GPUs with the fewest runs for a run that starts while other runs occupy `busy_devices`. None while
+        too few slots are free."""
         if sum(max(1, len(gpus)) for gpus in busy_devices) + self.slots_per_run(size, arm) > self.n_slots:
             return None
         run_counts, gpu_count = Counter(chain(*busy_devices)), self.gpus_per_run.get((size, arm), 0)
@@ -58,7 +62,9 @@ class Slots:
         return tuple(free_gpus[:gpu_count]) if len(free_gpus) >= gpu_count else None
 
     def concurrent_devices(self) -> list[Devices]:
-        """The GPUs of each run that can train at the same time, if every run needs as many GPUs as the run with the most."""
+        """The GPUs of each run that can train at the same time, if every run needs as many GPUs as the run with the
+        most.
+        """
         size_arm, run_devices = (
             max(self.gpus_per_run, key=self.gpus_per_run.__getitem__, default=("", "")),
             list[Devices](),
@@ -69,7 +75,10 @@ class Slots:
 
     def __str__(self) -> str:
         gpu_placement = f"on {gpu_words(self.gpus[: self.n_slots])}, {self.slots_per_gpu} on each (--jobs-per-gpu)"
-        return f"{len(self.concurrent_devices())} at a time {gpu_placement if any(self.gpus_per_run.values()) else 'on the CPU'}"
+        return (
+            f"{len(self.concurrent_devices())} at a time "
+            f"{gpu_placement if any(self.gpus_per_run.values()) else 'on the CPU'}"
+        )
 
 
 def gpu_words(devices: Devices) -> str:
@@ -104,13 +113,17 @@ def slots_of(experiment: Experiment, jobs: int | None, slots_per_gpu: int) -> Sl
 
 
 def log_path(experiment_folder: Path, run: Run, suffix: str = "log") -> Path:
-    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds the run's output."""
+    """The path of a run's file with `suffix` in the experiment's folder of logs; the file with the suffix `log` holds
+    the run's output.
+    """
     return experiment_folder / LOG_FOLDER / run.size / f"{run.config.name}.{suffix}"
 
 
 def commands(run: Run, experiment_folder: Path) -> list[list[str]]:
-    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The configuration that training
-    reads is written below `experiment_folder`. Each command can be stopped and started again."""
+    """List the arguments of each `lm` command that a run still needs, in order; [] if the run has ended. The
+    configuration that training reads is written below `experiment_folder`. Each command can be stopped and started
+    again.
+    """
     if run.outcome.ended:
         return []
     config, folder = run.config, run.config.run_folder
@@ -159,8 +172,10 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, except signals that are already handled or ignored. Yields the
-    list of received signals. Only the main thread can be interrupted; in others the list stays empty."""
+    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, except signals that are already handled or
+    ignored. Yields the list of received signals. Only the main thread can be interrupted; in others the list stays
+    empty.
+    """
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -182,8 +197,8 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def start_process(command: list[str], output: BinaryIO, errors: BinaryIO, devices: Devices | None) -> subprocess.Popen:
-    """Start a process that sees only `devices` (None: all GPUs that this process sees). On Linux the new process stops when this process
-    ends. It has its own session, so Ctrl-C does not reach it."""
+    """Start a process that sees only `devices` (None: all GPUs that this process sees). On Linux the new process stops
+    when this process ends. It has its own session, so Ctrl-C does not reach it."""
     environment = child_environment(devices)
     return subprocess.Popen(
         command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
@@ -199,8 +214,8 @@ class Children:
         self._stopping = threading.Event()
 
     def train(self, run: Run, devices: Devices | None) -> tuple[int, float]:
-        """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit status of its last
-        command, negative if a signal killed it, and the seconds that its commands took."""
+        """Train or continue a run, which sees only `devices` (None: all GPUs that this process sees). Returns the exit
+        status of its last command, negative if a signal killed it, and the seconds that its commands took."""
         while (
             is_training(run.config.run_folder) and not self._stopping.is_set()
         ):  # in a process that an earlier start left
@@ -213,13 +228,17 @@ class Children:
         return status, time.monotonic() - start
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send the signal `number` to all processes, and start no more. At SIGTERM, the processes save a checkpoint and end."""
+        """Send the signal `number` to all processes, and start no more. At SIGTERM, the processes save a checkpoint and
+        end.
+        """
         self._stopping.set()
         for process in list(self._processes.values()):
             process.send_signal(number)
 
     def wait(self) -> None:
-        """Wait until all processes have ended. Signal handlers call this method, since Popen.wait may deadlock in them."""
+        """Wait until all processes have ended. Signal handlers call this method, since Popen.wait may deadlock in
+        them.
+        """
         for process in list(self._processes.values()):
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -1,4 +1,6 @@
-"""The results of an experiment so far, which are the verdicts on its arms, as a table and in words, and its tuning runs."""
+"""The results of an experiment so far, which are the verdicts on its arms, as a table and in words, and its tuning
+runs.
+"""
 
 import math
 from collections import defaultdict
@@ -21,8 +23,10 @@ from lm.statistics.tuning import Rate, mean_loss, rate_cell, rate_text
 
 
 def summary_entries(procedure: Procedure, judgement: Judgement | None = None) -> list[dict[str, Plain]]:
-    """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference (with `primary.reach`, factor) to
-    the baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are known already."""
+    """The entries of `Judgement.entries`. To the entry of each arm but the baseline, its mean difference (with
+    `primary.reach`, factor) to the baseline in tuning runs is added, by rate. `judgement`: the verdicts, if they are
+    known already.
+    """
     judgement, is_factor = judgement or procedure.judgement(), procedure.experiment.primary.reach is not None
     entries, arms = judgement.entries(), {arm.name: arm for arm in procedure.experiment.arms[1:]}
     for entry in (entry for entry in entries if entry["arm"] in arms):
@@ -38,11 +42,11 @@ def summary_entries(procedure: Procedure, judgement: Judgement | None = None) ->
 
 
 def differences_by_rate(procedure: Procedure, size: str, arm: Arm) -> dict[Rate, list[float]]:
-    """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before rates are chosen, or
-    if the arm is not tuned. A run's value is the primary metric on the documents by which rates are chosen. With `primary.learned` it is
-    1 if the run has learned, else 0; with `primary.reach`, it is the logarithm of the tokens. A difference is infinite if one run has an
-    infinite value: the run diverged, or reached `primary.reach` never or by its first evaluation. Seeds with two infinite values are
-    left out."""
+    """The differences of tuning runs, arm minus baseline, as a list over seeds for each rate that both have. {} before
+    rates are chosen, or if the arm is not tuned. A run's value is the primary metric on the documents by which rates
+    are chosen. With `primary.learned` it is 1 if the run has learned, else 0; with `primary.reach`, it is the logarithm
+    of the tokens. A difference is infinite if one run has an infinite value: the run diverged, or reached
+    `primary.reach` never or by its first evaluation. Seeds with two infinite values are left out."""
     experiment = procedure.experiment
     baseline = experiment.arms[0].name
     tuning_values = values_by_arm_and_rate(procedure.tuning_runs(size), size, attrgetter("primary_value"))
@@ -127,7 +131,9 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
 
 
 def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title: str) -> None:
-    """Print the entries of `summary_entries` as a table of numbers, and below the table each verdict with its reason."""
+    """Print the entries of `summary_entries` as a table of numbers, and below the table each verdict with its
+    reason.
+    """
     table = summary_table(judgement, entries)
     number_columns = tuple((column, cells) for column, cells in table.contents if column.kind != "words")
     print_tables(replace(table, title=title, contents=number_columns))
@@ -140,20 +146,24 @@ def print_verdicts(judgement: Judgement, entries: list[dict[str, Plain]], title:
 
 
 def has_reached(tokens: float | None) -> bool:
-    """Whether the `tokens` to `primary.reach` are neither infinite (never reached) nor 0 (reached by the first evaluation)."""
+    """Whether the `tokens` to `primary.reach` are neither infinite (never reached) nor 0 (reached by the first
+    evaluation).
+    """
     return tokens is not None and 0 < tokens < math.inf
 
 
 def value_text(primary: PrimaryMetric, value: float | None) -> str | None:
-    """Format the number by which a run is compared. Tokens become a whole number, or words if `has_reached` is false."""
+    """Format the number by which a run is compared. Tokens become a whole number, or words if `has_reached` is
+    false.
+    """
     if primary.reach is None or value is None:
         return numeral(value)
     return f"{value:,.0f}" if has_reached(value) else "at the first evaluation" if value == 0 else NOT_REACHED
 
 
 def measured_words(procedure: Procedure) -> str:
-    """Describe the primary metric as finished runs record it, by its name, the place on its axis where it is measured (such as a sequence
-    length), and its unit. Before a run has finished, return its name alone."""
+    """Describe the primary metric as finished runs record it, by its name, the place on its axis where it is measured
+    (such as a sequence length), and its unit. Before a run has finished, return its name alone."""
     experiment = procedure.experiment
     metric, runs = experiment.primary.metric, (run for size in experiment.sizes for run in procedure.final_runs(size))
     series = [run.outcome.series(metric) for run in runs if run.outcome.state == "finished"]
@@ -184,10 +194,12 @@ def measured_words(procedure: Procedure) -> str:
 
 
 def trends(procedure: Procedure, judgement: Judgement) -> list[dict[str, Plain]]:
-    """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each doubling of
-    non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the arm and the baseline have finished
-    in every size count. With `primary.reach` it is the factor by which each doubling multiplies the ratio of the arm's tokens to the
-    baseline's tokens. Intervals are not adjusted for their number. Empty with one size or `primary.learned`."""
+    """The trend over sizes of each arm's difference to the baseline, at the judged rates. It is the change with each
+    doubling of non-embedding parameters, or of tokens if all sizes have equally many parameters. Only seeds that the
+    arm and the baseline have finished in every size count. With `primary.reach` it is the factor by which each doubling
+    multiplies the ratio of the arm's tokens to the baseline's tokens. Intervals are not adjusted for their number.
+    Empty with one size or `primary.learned`.
+    """
     experiment, primary = procedure.experiment, procedure.experiment.primary
     (baseline, *arms), sizes = (arm.name for arm in experiment.arms), list(experiment.sizes)
     if len(sizes) < 2 or primary.learned is not None:
@@ -244,7 +256,9 @@ def trend_table(procedure: Procedure, judgement: Judgement) -> Table | None:
 
 
 def tuning_table_rows(procedure: Procedure) -> list[dict[str, Plain]]:
-    """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no values."""
+    """The rows of `tuning.csv`, one for each tuning run, as `tune.table` reads them; runs that have not ended have no
+    values.
+    """
     primary = procedure.experiment.primary
     metric = primary.quantity_name
 
@@ -264,8 +278,8 @@ def tuning_table_rows(procedure: Procedure) -> list[dict[str, Plain]]:
 
 
 def tuning_means(procedure: Procedure) -> list[dict[str, Plain]]:
-    """Means of the metric by which rates are chosen, by size (if the experiment has sizes), arm and rate of tuning runs; null where a run
-    diverged, never reached `primary.reach`, or has not ended."""
+    """Means of the metric by which rates are chosen, by size (if the experiment has sizes), arm and rate of tuning
+    runs; null where a run diverged, never reached `primary.reach`, or has not ended."""
     experiment, values = procedure.experiment, defaultdict[tuple[str, str, Rate], list[float]](list)
     for run in (run for size in experiment.sizes for run in procedure.tuning_runs(size)):
         value = experiment.choice_value(run)

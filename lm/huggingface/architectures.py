@@ -1,4 +1,6 @@
-"""Convert configurations of GPT-2, Llama and Qwen in transformers to and from lm's, and find their tensors for each of lm's parameters."""
+"""Convert configurations of GPT-2, Llama and Qwen in transformers to and from lm's, and find their tensors for each of
+lm's parameters.
+"""
 
 import math
 import re
@@ -24,7 +26,9 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # kin
 
 @dataclass(frozen=True)
 class MappedParameter:
-    """A parameter of lm's decoder, and the transformers tensors that hold it, concatenated along the parameter's first dimension."""
+    """A parameter of lm's decoder, and the transformers tensors that hold it, concatenated along the parameter's first
+    dimension.
+    """
 
     name: str  # lm's name of the parameter
     shape: tuple[int, ...]
@@ -53,8 +57,8 @@ class Architecture(ABC):
     divides_width = False  # transformers needs a width that is a multiple of the number of heads
 
     def read(self, fields: Fields) -> ModelSpec:
-        """The spec that a config.json's `fields` give; `end_of_text` and `end_tokens` keep lm's defaults. Raises RunError for a missing,
-        unknown or bad field."""
+        """The spec that a config.json's `fields` give; `end_of_text` and `end_tokens` keep lm's defaults. Raises
+        RunError for a missing, unknown or bad field."""
         allowed = (*([name] for name in self.classes), [])
         fields.require_value("architectures", allowed, f"only {' and '.join(self.classes)} are read")
         for name, (value, reason) in REQUIRED_VALUES.items():
@@ -65,18 +69,26 @@ class Architecture(ABC):
 
     @abstractmethod
     def spec(self, fields: Fields) -> ModelSpec:
-        """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields that all architectures have."""
+        """Return the spec that this architecture's fields give, and mark them as used; `read` checks fields that all
+        architectures have.
+        """
 
     @abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Plain]:
-        """Return the config.json fields closest to `spec`. If they can't describe it exactly, `read` returns a different spec for them."""
+        """Return the config.json fields closest to `spec`. If they can't describe it exactly, `read` returns a
+        different spec for them.
+        """
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return the factor on a layer's queries q that turns lm's scores q.k / sqrt(head size) into this architecture's scores."""
+        """Return the factor on a layer's queries q that turns lm's scores q.k / sqrt(head size) into this
+        architecture's scores.
+        """
         return 1.0
 
     def mapped_parameters(self, spec: ModelSpec, fields: Fields, base: str) -> Iterator[MappedParameter]:
-        """Yield each of lm's parameters with the tensors that hold it, in a model whose tensor names have the prefix `base`."""
+        """Yield each of lm's parameters with the tensors that hold it, in a model whose tensor names have the prefix
+        `base`.
+        """
         with torch.device("meta"):
             decoder = spec.decoder()
         slices = projections(decoder)
@@ -108,7 +120,8 @@ class GPT2(Architecture):
     }  # fmt: skip
     buffers = (".attn.bias", ".attn.masked_bias")
     activations: ClassVar[dict[str, str]] = {
-        "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
+        "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu",
+        "relu2": "relu2",
     }  # fmt: skip
 
     def spec(self, fields: Fields) -> ModelSpec:
@@ -122,7 +135,8 @@ class GPT2(Architecture):
         model = ModelConfig(
             n_layer=fields.size("n_layer", 12, MAX_LAYERS), n_head=fields.size("n_head", 12), n_embd=width,
             n_mlp=fields.size("n_inner", 4 * width),
-            mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5), position=Learned(),
+            mlp=self.activations[activation], norm="layer", norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            position=Learned(),
             normalizer=Softmax(), bias=True, tied=fields.take("tie_word_embeddings", bool, True),
         )  # fmt: skip
         return ModelSpec(model, fields.size("vocab_size", 50257), n_positions)
@@ -140,7 +154,9 @@ class GPT2(Architecture):
         }  # fmt: skip
 
     def query_scale(self, spec: ModelSpec, fields: Fields, layer: int) -> float:
-        """Return 1, or sqrt(head size) if `scale_attn_weights` is false. `scale_attn_by_inverse_layer_idx` divides this by `layer` + 1."""
+        """Return 1, or sqrt(head size) if `scale_attn_weights` is false. `scale_attn_by_inverse_layer_idx` divides this
+        by `layer` + 1.
+        """
         is_scaled, per_layer = (
             fields.take("scale_attn_weights", bool, True),
             fields.take("scale_attn_by_inverse_layer_idx", bool, False),
@@ -155,7 +171,8 @@ class Llama(Architecture):
     classes = ("LlamaForCausalLM", "LlamaModel")
     base, blocks, divides_width = "model.", "layers", True
     modules: ClassVar[dict[str, str]] = {
-        "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "embedding": "embed_tokens", "norm": "norm", "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
         "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attention.out": "self_attn.o_proj",
         "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
         "mlp.up": "mlp.gate_proj mlp.up_proj", "mlp.out": "mlp.down_proj",
@@ -182,7 +199,8 @@ class Llama(Architecture):
             )
         kv_heads = fields.size("num_key_value_heads", None if fields.is_null("num_key_value_heads") else self.kv_heads)
         model = ModelConfig(
-            n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=n_heads, n_kv_head=None if kv_heads == n_heads else kv_heads,
+            n_layer=fields.size("num_hidden_layers", 32, MAX_LAYERS), n_head=n_heads,
+            n_kv_head=None if kv_heads == n_heads else kv_heads,
             head_size=None if head_size and head_size * n_heads == width else head_size, n_embd=width,
             n_mlp=fields.size("intermediate_size", mlp_width), mlp="swiglu", norm="rms",
             norm_eps=fields.number("rms_norm_eps", 1e-6), position=read_rope(fields, n_positions),
@@ -191,7 +209,9 @@ class Llama(Architecture):
         return ModelSpec(model, fields.size("vocab_size", self.vocab_size), n_positions)
 
     def variant_options(self, fields: Fields) -> dict[str, bool | Options]:
-        """Return {name: value} of lm's model options in which Llama, Qwen 2 and Qwen 3 differ: biases, query and key norms, normalizer."""
+        """Return {name: value} of lm's model options in which Llama, Qwen 2 and Qwen 3 differ: biases, query and key
+        norms, normalizer.
+        """
         biases = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
         return {"bias": biases[0], "mlp_bias": biases[1] if biases[0] != biases[1] else None, "normalizer": Softmax()}
 
@@ -200,9 +220,12 @@ class Llama(Architecture):
         return {
             "architectures": [self.classes[0]], "model_type": self.model_type, "vocab_size": spec.vocab_size,
             "max_position_embeddings": spec.seq_len, "hidden_size": model.n_embd, "intermediate_size": model.mlp_width,
-            "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
-            "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "tie_word_embeddings": model.tied,
-            "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0, **self.write_variant_options(model),
+            "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.key_dims, "hidden_act": "silu", "rms_norm_eps": model.norm_eps,
+            "tie_word_embeddings": model.tied,
+            "initializer_range": model.init_std, "dtype": "float32", "attention_dropout": 0.0,
+            **self.write_variant_options(model),
             "rope_parameters": write_rope(model.position) if model.position.rotates else {"rope_type": "default"},
         }  # fmt: skip
 
@@ -241,8 +264,8 @@ class Qwen3(Qwen2):
 
 
 def _read_windows(fields: Fields) -> Options:
-    """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one. Raises RunError for a
-    bad field."""
+    """Return options of lm's normalizer: softmax, over a sliding window in the layers for which config.json has one.
+    Raises RunError for a bad field."""
     has_windows, n_layers = (
         fields.take("use_sliding_window", bool, False),
         fields.size("num_hidden_layers", 32, MAX_LAYERS),

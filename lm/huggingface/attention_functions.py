@@ -1,12 +1,13 @@
-"""lm's normalizers as attention functions of transformers' own models, with learned parameters in each layer's attention.
+"""lm's normalizers as attention functions of transformers' own models, with learned parameters in each layer's
+attention.
 
     import lm.huggingface
     lm.huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="lm_ssmax")
     lm.huggingface.add_normalizer_parameters(model)  # for normalizers with learned parameters
 
-The same code reads the parameters back from a folder that `save_pretrained` wrote. Without `attn_implementation` transformers computes
-softmax, at most with a warning of unexpected tensors.
+The same code reads the parameters back from a folder that `save_pretrained` wrote. Without `attn_implementation`
+transformers computes softmax, at most with a warning of unexpected tensors.
 
 Shapes: B sequences, T queries, S keys, H query heads, K key-value heads, D head size.
 """
@@ -57,10 +58,11 @@ WEIGHT_FILE_PATTERNS = ["*.safetensors", INDEX]
 def register(normalizers: Mapping[str, Named] | None = None) -> None:
     """Register normalizers as attention functions of transformers.
 
-    normalizers: {`attn_implementation`: normalizer}, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all except forget,
-    asentmax and p_n, with their default options, as lm_NAME.
+    normalizers: {`attn_implementation`: normalizer}, e.g. {"lm_ssmax_b": {"name": "ssmax", "bias": True}}; None: all
+    except forget, asentmax and p_n, with their default options, as lm_NAME.
 
-    Raises ConfigError for an unknown normalizer, for forget, asentmax or p_n, or for an option that the normalizer does not have.
+    Raises ConfigError for an unknown normalizer, for forget, asentmax or p_n, or for an option that the normalizer does
+    not have.
     """
     for name, normalizer in (
         normalizers or {f"lm_{name}": name for name in ENTRIES if name not in UNREGISTERED_NORMALIZERS}
@@ -78,13 +80,16 @@ def register(normalizers: Mapping[str, Named] | None = None) -> None:
 def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None = None) -> None:
     """Give each attention of a model the parameters of the normalizer that `attn_implementation` names, in fp32.
 
-    An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them. If the folder or hub
-    model that `model` was read from has such parameters, their values are read from there; else they get initial values.
+    An attention module holds them as `lm_normalizer`, so that optimizers see them and `save_pretrained` saves them. If
+    the folder or hub model that `model` was read from has such parameters, their values are read from there; else they
+    get initial values.
 
-    train_length: tokens in a training sequence; None: the length that the model was saved with, else `max_position_embeddings`.
+    train_length: tokens in a training sequence; None: the length that the model was saved with, else
+    `max_position_embeddings`.
 
-    Raises ValueError: no normalizer of lm is named, the model's code takes no attention function, the model has the parameters already, or
-    it was saved with another normalizer. Raises RunError or DataError if saved parameters can't be read.
+    Raises ValueError: no normalizer of lm is named, the model's code takes no attention function, the model has the
+    parameters already, or it was saved with another normalizer. Raises RunError or DataError if saved parameters can't
+    be read.
     """
     config = model.config
     attention_function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
@@ -95,7 +100,8 @@ def add_normalizer_parameters(model: PreTrainedModel, train_length: int | None =
     (options,) = attention_function.args
     if (entry := getattr(config, NORMALIZER_ATTRIBUTE, None)) not in (None, options):
         raise ValueError(
-            f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is {options}"
+            f"{config._name_or_path} was saved with {entry}, attn_implementation {config._attn_implementation} is "
+            f"{options}"
         )
     attention_modules = [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
@@ -121,8 +127,8 @@ def _train_length(config: PreTrainedConfig) -> int:
 
 
 def _read_saved_parameters(model: PreTrainedModel) -> None:
-    """Set the normalizers' parameters from the model's saved weights. Raises ValueError if a parameter is missing or of another shape,
-    and RunError or DataError if the weights can't be read."""
+    """Set the normalizers' parameters from the model's saved weights. Raises ValueError if a parameter is missing or of
+    another shape, and RunError or DataError if the weights can't be read."""
     folder = Path(name := model.config._name_or_path)
     tensors = Shards(
         folder
@@ -138,7 +144,9 @@ def _read_saved_parameters(model: PreTrainedModel) -> None:
 
 
 def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: object) -> Tensor | None:
-    """Return the mask that `sdpa_mask` makes of these arguments. Raises ValueError: the model's code takes no attention function."""
+    """Return the mask that `sdpa_mask` makes of these arguments. Raises ValueError: the model's code takes no attention
+    function.
+    """
     model_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type and not model_type.is_backend_compatible():
         raise ValueError(OWN_ATTENTION_MESSAGE.format(model_type.__name__))
@@ -146,11 +154,14 @@ def _mask(*sizes: object, config: PreTrainedConfig | None = None, **kwargs: obje
 
 
 def _attend(
-    options: dict[str, Plain], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    options: dict[str, Plain], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value (B, K, S, D). Raises
-    ValueError for attention that lm does not compute, such as dropout of weights, and for missing parameters or unfit positions."""
+    """Attention function for transformers: returns (output (B, T, H, D), None) for query (B, H, T, D), key and value
+    (B, K, S, D). Raises ValueError for attention that lm does not compute, such as dropout of weights, and for missing
+    parameters or unfit positions.
+    """
     if refused_arguments := [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]:
         raise ValueError(
             f"lm's normalizers do not compute {refused_arguments[0]} of {type(module).__name__}; use a model without it"
@@ -163,7 +174,8 @@ def _attend(
     parameter_dict, config = getattr(module, NORMALIZER_ATTRIBUTE, None), module.config
     if parameter_dict is None and functional.parameters(options, 1, 2, 2):
         raise ValueError(
-            f"{config._attn_implementation} has learned parameters: call lm.huggingface.add_normalizer_parameters(model) once it is made"
+            f"{config._attn_implementation} has learned parameters: call "
+            "lm.huggingface.add_normalizer_parameters(model) once it is made"
         )
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.size(-1))
     if not math.isclose(factor, 1.0):
@@ -191,8 +203,8 @@ def _attend(
 
 
 def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> AttentionLayout:
-    """Return the layout of queries and keys from the mask, which shows padding and packing, or from `position_ids` if there is no mask.
-    Raises ValueError: the mask is not causal over whole documents."""
+    """Return the layout of queries and keys from the mask, which shows padding and packing, or from `position_ids` if
+    there is no mask. Raises ValueError: the mask is not causal over whole documents."""
     n_queries, n_keys = query.size(2), key.size(2)
     if mask is None:
         is_packed = position_ids is not None and n_queries == n_keys and bool((position_ids[:, 1:] == 0).any())
@@ -209,7 +221,8 @@ def _layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tenso
         ].all()
         if not bool(is_causal):
             raise ValueError(
-                "lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or gaps"
+                "lm's normalizers compute causal masks of whole documents alone: this mask has a window, a prefix or "
+                "gaps"
             )
         return layout
     positions = positions.clamp(min=0)

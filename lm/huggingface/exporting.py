@@ -1,4 +1,6 @@
-"""`lm export --format hf` writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own model code."""
+"""`lm export --format hf` writes a model and its card for transformers, as a GPT-2, Llama or Qwen, else with lm's own
+model code.
+"""
 
 import json
 from itertools import chain
@@ -89,12 +91,17 @@ def _training_section(loaded_model: LoadedModel) -> str:
         rows["branched from"] = f"step {branch['step']:,} of {branch['path']}"
     if swap:  # the configuration names the new normalizer alone
         rows["normalizer"] = f"{swap['normalizer']}, replaced by {label} after training"
-    text = f"{_table(rows)}\n\n<details><summary>The whole configuration</summary>\n\n```yaml\n{to_yaml(config)}```\n\n</details>"
+    text = (
+        f"{_table(rows)}\n\n<details><summary>The whole "
+        f"configuration</summary>\n\n```yaml\n{to_yaml(config)}```\n\n</details>"
+    )
     return f"{origin_note}\n\n{text}" if origin_note else text
 
 
 def _evaluation_table(loaded_model: LoadedModel) -> str:
-    """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one can't be read."""
+    """Markdown table of the evaluations at the model's training step; "" if there are none. Raises RunError if one
+    can't be read.
+    """
     files, table_rows = sorted(evaluation_files(loaded_model.folder).items()), []
     evaluations = [load_evaluation(path) for (_, step), path in files if step == loaded_model.stamp["step"]]
     for series in chain.from_iterable(evaluation.series for evaluation in evaluations if evaluation):
@@ -116,7 +123,9 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _table_row(*cells: object) -> str:
-    """A row of a Markdown table. Vertical bars in a cell, as in <|endoftext|>, are escaped, since an unescaped bar would end the cell."""
+    """A row of a Markdown table. Vertical bars in a cell, as in <|endoftext|>, are escaped, since an unescaped bar
+    would end the cell.
+    """
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -126,10 +135,11 @@ def _table_row(*cells: object) -> str:
 def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path:
     """Write the model at `source` to the folder `target` in the format of transformers, in fp32. Returns `target`.
 
-    The folder gets weights, config.json, tokenizer, model card (README.md) and, where transformers lacks the architecture, modeling_lm.py.
+    The folder gets weights, config.json, tokenizer, model card (README.md) and, where transformers lacks the
+    architecture, modeling_lm.py.
 
-    Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the model (the error
-    says why), an evaluation can't be read, or `target` can't be written.
+    Raises RunError: `source` holds no model, neither an architecture of transformers nor modeling_lm.py computes the
+    model (the error says why), an evaluation can't be read, or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
     if plain_model := _matching_architecture(loaded_model, source):
@@ -165,7 +175,9 @@ def _json(content: dict[str, Plain]) -> str:
 
 
 def _matching_architecture(loaded_model: LoadedModel, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
-    """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields; None if none does."""
+    """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields;
+    None if none does.
+    """
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
@@ -212,8 +224,8 @@ def _transformers_tensors(
 
 
 def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
-    """The config.json fields `bos_token_id`, the id of the token that starts a document, and `eos_token_id`, the id, or a list of ids, of
-    the tokens that end it. Both are None without a tokenizer."""
+    """The config.json fields `bos_token_id`, the id of the token that starts a document, and `eos_token_id`, the id, or
+    a list of ids, of the tokens that end it. Both are None without a tokenizer."""
     if loaded_model.tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     _, start_id = loaded_model.tokenizer_and_start()
@@ -222,16 +234,18 @@ def _token_id_fields(loaded_model: LoadedModel) -> dict[str, Plain]:
 
 
 def add_start_token(content: str, end_of_text: str) -> str:
-    """Return the tokenizer.json `content`, changed such that encoding adds a single special token, `end_of_text`, before a text or a pair
-    of texts."""
+    """Return the tokenizer.json `content`, changed such that encoding adds a single special token, `end_of_text`,
+    before a text or a pair of texts."""
     tokenizer = parse_tokenizer(content, end_of_text)
     start_piece = {"SpecialToken": {"id": end_of_text, "type_id": 0}}
     text_pieces = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    # Not by the class TemplateProcessing, in whose templates spaces, colons and dollars of a token would have another meaning.
+    # Not by the class TemplateProcessing, in whose templates spaces, colons and dollars of a token would have another
+    # meaning.
     fields = json.loads(tokenizer.to_str())
     fields["post_processor"] = {
         "type": "TemplateProcessing", "single": [start_piece, text_pieces[0]], "pair": [start_piece, *text_pieces],
-        "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)], "tokens": [end_of_text]}},
+        "special_tokens": {end_of_text: {"id": end_of_text, "ids": [tokenizer.token_to_id(end_of_text)],
+            "tokens": [end_of_text]}},
     }  # fmt: skip
     return parse_tokenizer(json.dumps(fields), end_of_text).to_str()
 
@@ -260,7 +274,8 @@ AUTO_MAP = {
 }
 LM_CONFIG_FIELDS = {"model_type": LM_MODEL_TYPE, "architectures": ["LmForCausalLM"], "auto_map": AUTO_MAP}
 COMPUTED_NORMALIZERS = (  # normalizers that the modelling file computes
-    "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1", "sink", "window",
+    "softmax", "ssmax", "log_n", "sqrt_log_n", "llama4", "yarn", "infoscale", "cosine", "p_n", "qassmax", "softmax1",
+    "sink", "window",
     "relu2", "relu", "sigmoid",
 )  # fmt: skip
 
@@ -269,18 +284,29 @@ def _reason_not_computed(loaded_model: LoadedModel) -> str:
     """The reason why modeling_lm.py does not compute the model, in words; empty if it does."""
     layer_options = [normalizer.options for normalizer in loaded_model.decoder.normalizers()]
     if loaded_model.spec.model.differential:
-        return "code for transformers is written for one map of weights a head: model.differential = true is not computed there"
+        return (
+            "code for transformers is written for one map of weights a head: model.differential = true is not "
+            "computed there"
+        )
     if uncomputed_names := [options.name for options in layer_options if options.name not in COMPUTED_NORMALIZERS]:
-        return f"code for transformers is written for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not {uncomputed_names[0]}"
+        return (
+            f"code for transformers is written for the normalizers {', '.join(COMPUTED_NORMALIZERS)}, not "
+            f"{uncomputed_names[0]}"
+        )
     if names := [options.name for options in layer_options if getattr(options, "n", "") == "sample"]:
-        return f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; visible and fixed:N are"
+        return (
+            f"normalizer.n = sample of {names[0]} is a length that generation in transformers does not know; "
+            "visible and fixed:N are"
+        )
     if len(sizes := {options.size for options in layer_options if options.name == Window.name}) > 1:
         return f"transformers has windows of one size a model, not of {' and '.join(map(str, sorted(sizes)))}"
     return ""
 
 
 def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
-    """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class `LmConfig`."""
+    """Return the config.json fields of an export with modeling_lm.py: the arguments of that module's class
+    `LmConfig`.
+    """
     spec, normalizers, rope_fields = loaded_model.spec, loaded_model.decoder.normalizers(), {}
     model, rope = spec.model, spec.model.position
     if rope.rotates:
@@ -298,20 +324,23 @@ def _lm_config(loaded_model: LoadedModel) -> dict[str, Plain]:
         **LM_CONFIG_FIELDS, "vocab_size": spec.vocab_size, "hidden_size": model.n_embd, "block": model.block.name,
         "intermediate_size": model.mlp_width if model.block.name == AttentionBlock.name else model.value_dims,
         "num_hidden_layers": model.n_layer, "num_attention_heads": model.n_head, "num_key_value_heads": model.kv_heads,
-        "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp, "norm": model.norm,
+        "head_dim": model.key_dims, "max_position_embeddings": spec.seq_len, "hidden_act": model.mlp,
+        "norm": model.norm,
         "norm_eps": model.norm_eps, "bias": model.bias, "qkv_bias": model.has_qkv_bias, "mlp_bias": model.has_mlp_bias,
-        "qk_norm": model.qk_norm, **rope_fields, "learned_positions": rope.has_last_position, "embedding_norm": model.embedding_norm,
+        "qk_norm": model.qk_norm, **rope_fields, "learned_positions": rope.has_last_position,
+        "embedding_norm": model.embedding_norm,
         "value_residual": model.value_residual, "output_gate": model.output_gate, "logit_softcap": model.logit_softcap,
         "tie_word_embeddings": model.tied,
         "layer_types": [SLIDING_ATTENTION if size else FULL_ATTENTION for size in window_sizes],
         "sliding_window": next(filter(None, window_sizes), None),
-        "initializer_range": model.init_std, "dtype": "float32", "normalizers": [_lm_normalizer(normalizer) for normalizer in normalizers],
+        "initializer_range": model.init_std, "dtype": "float32",
+        "normalizers": [_lm_normalizer(normalizer) for normalizer in normalizers],
     }  # fmt: skip
 
 
 def _lm_normalizer(normalizer: Normalizer) -> dict[str, Plain]:
-    """Return {name: value} of a normalizer's options and of constants of its formula, such as the training length, with {parameter's name:
-    its shape} as `parameters`."""
+    """Return {name: value} of a normalizer's options and of constants of its formula, such as the training length, with
+    {parameter's name: its shape} as `parameters`."""
     shapes = {name: list(parameter.shape) for name, parameter in normalizer.named_parameters()}
     return {**to_plain(normalizer.options), **normalizer.constants(), "parameters": shapes}
 
@@ -337,7 +366,8 @@ def check_hub_name(name: str) -> None:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload a folder to the hub as the model `name`, which is created if the hub lacks it; returns the model's address.
+    """Upload a folder to the hub as the model `name`, which is created if the hub lacks it; returns the model's
+    address.
 
     Raises DataError: no network, no permission, or an invalid name.
     """

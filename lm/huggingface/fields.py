@@ -1,4 +1,6 @@
-"""Fields of a config.json. A field is read, must have a given value, or is irrelevant to the logits; any other field is refused by name."""
+"""Fields of a config.json. A field is read, must have a given value, or is irrelevant to the logits; any other field is
+refused by name.
+"""
 
 from collections.abc import Container
 from dataclasses import MISSING, fields
@@ -126,8 +128,8 @@ class Fields:
         self.path, self._plain, self._used = path, plain, set()
 
     def take(self, name: str, kind: type, default: Plain = MISSING) -> Plain:
-        """Return a field's value, or `default` if it is null or absent; mark it as used. Raises RunError if a value is missing or of
-        another type."""
+        """Return a field's value, or `default` if it is null or absent; mark it as used. Raises RunError if a value is
+        missing or of another type."""
         self._used.add(name)
         value = self._plain.get(name)
         if value is None and default is not MISSING:
@@ -143,7 +145,9 @@ class Fields:
         return name in self._plain and self._plain[name] is None
 
     def size(self, name: str, default: Plain = MISSING, maximum: int = 10**9) -> int:
-        """Return the value of a field as `take` does. Raises RunError if it is not a whole number from 1 to `maximum`."""
+        """Return the value of a field as `take` does. Raises RunError if it is not a whole number from 1 to
+        `maximum`.
+        """
         size = self.take(name, int, default)
         if size is not None and not 1 <= size <= maximum:
             raise self.refusal(name, "must be 1 or more" if size < 1 else f"must be at most {maximum:,}")
@@ -157,7 +161,9 @@ class Fields:
         return number
 
     def block(self, name: str) -> "Fields | None":
-        """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError if its value holds no fields."""
+        """Return the fields nested in the field `name`; None if it is null or absent. Raises RunError if its value
+        holds no fields.
+        """
         self._used.add(name)
         value = self._plain.get(name)
         if value is None:
@@ -167,7 +173,9 @@ class Fields:
         return Fields(value, Path(f"{self.path}: {name}"))
 
     def require_value(self, name: str, allowed_values: tuple[Plain, ...], reason: str) -> None:
-        """Check that a field is absent, null or one of `allowed_values`; mark it as used. Raises RunError, with `reason`, if it is not."""
+        """Check that a field is absent, null or one of `allowed_values`; mark it as used. Raises RunError, with
+        `reason`, if it is not.
+        """
         self._used.add(name)
         value = self._plain.get(name)
         if value is not None and value not in allowed_values:
@@ -219,7 +227,9 @@ ROPE_DEFAULTS: dict[str, Plain] = {"beta_slow": 1.0, "beta_fast": 32.0, "attenti
 
 
 def read_rope(config: Fields, positions: int) -> Rope:
-    """Return RoPE's options for a context of `positions` tokens. Raises RunError, which names the type or field that can't be used."""
+    """Return RoPE's options for a context of `positions` tokens. Raises RunError, which names the type or field that
+    can't be used.
+    """
     block, older_block = config.block("rope_parameters"), config.block("rope_scaling")
     if block and older_block:
         raise config.refusal("rope_scaling", "stands beside rope_parameters: one of them says what RoPE is")

@@ -1,7 +1,8 @@
-"""Read a GGUF file as a model of transformers: metadata as config.json's fields, tensors by transformers' names, and the tokenizer.
+"""Read a GGUF file as a model of transformers: metadata as config.json's fields, tensors by transformers' names, and
+the tokenizer.
 
-The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names in GGUF files are from the tables of the package
-gguf, which llama.cpp's converter uses.
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names in GGUF files are from the
+tables of the package gguf, which llama.cpp's converter uses.
 """
 
 import json
@@ -21,7 +22,8 @@ from lm.huggingface.fields import DEFAULT_THETA, Fields, write_rope
 from lm.model.rope import AS_TRAINED, frequencies
 from lm.schema import Plain
 
-# Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "" is the pattern of ByteLevel itself, which is GPT-2's.
+# Patterns that cut text into words before byte-level BPE, by `tokenizer.ggml.pre`; "" is the pattern of ByteLevel
+# itself, which is GPT-2's.
 _WORD_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + "DIGITS"
@@ -52,8 +54,8 @@ def _byte_bpe(metadata: dict[str, Plain], pattern: str, pre_tokenizer: str) -> T
 
 
 def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
-    """Return a BPE tokenizer as in sentencepiece, which merges across words, encodes unknown characters as bytes, and by default puts a
-    space before each text."""
+    """Return a BPE tokenizer as in sentencepiece, which merges across words, encodes unknown characters as bytes, and
+    by default puts a space before each text."""
     tokens, token_types = metadata["tokens"], metadata["token_type"]
     scores = {
         token: score
@@ -75,7 +77,9 @@ def _sentencepiece_bpe(metadata: dict[str, Plain]) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Return BPE's merges, pairs of tokens, by descending score of the merged token, as sentencepiece's files list scores, not merges."""
+    """Return BPE's merges, pairs of tokens, by descending score of the merged token, as sentencepiece's files list
+    scores, not merges.
+    """
     halves = ((token[:n], token[n:], score) for token, score in scores.items() for n in range(1, len(token)))
     merges = [merge for merge in halves if merge[0] in scores and merge[1] in scores]
     return [(start, end) for start, end, _ in sorted(merges, key=lambda merge: (-merge[2], -len(merge[0])))]
@@ -124,7 +128,8 @@ IRRELEVANT_PREFIXES = (
     "quantize.",
     "split.",
 )  # metadata that is not about the model's function
-# Names of a layer's tensors, and their names in transformers after `model.layers.N.`; NON_LAYER: names of the other tensors.
+# Names of a layer's tensors, and their names in transformers after `model.layers.N.`; NON_LAYER: names of the other
+# tensors.
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -158,8 +163,8 @@ class GGUF:
         shapes: shapes of the tensors, by transformers' names.
         types: the number of tensors of each type, e.g. {"Q4_1": 210}.
 
-    Raises RunError: not a GGUF file, a truncated file, another architecture, metadata that can't be used (the error names the key), or no
-    package gguf to read the file.
+    Raises RunError: not a GGUF file, a truncated file, another architecture, metadata that can't be used (the error
+    names the key), or no package gguf to read the file.
     """
 
     def __init__(self, path: Path):
@@ -185,7 +190,9 @@ class GGUF:
         self.tokenizer_config = {f"{kind}_token": self._special_token(kind) for kind in ("bos", "eos")}
 
     def _check_tensor_ranges(self) -> None:
-        """Check where the tensors' data lie. Raises RunError if data of a tensor end beyond the file, or begin within another tensor."""
+        """Check where the tensors' data lie. Raises RunError if data of a tensor end beyond the file, or begin within
+        another tensor.
+        """
         file_size, end = self.path.stat().st_size, 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: item[1].data_offset):
             if tensor.data_offset < end:
@@ -227,7 +234,8 @@ class GGUF:
                 head_sizes[name] = value
             else:
                 raise RunError(
-                    f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute something else"
+                    f"{self.path}: {name} = {value!r}: metadata that is not known here: the model may compute "
+                    "something else"
                 )
         if scaling.get("factor", 0) not in (0, 1):
             scaling.setdefault("rope_type", "linear")  # as llama.cpp reads a file without a type
@@ -249,7 +257,8 @@ class GGUF:
         }
 
     def _llama3_scaling(self) -> dict[str, Plain]:
-        """Return config.json's field `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor `FREQUENCY_DIVISORS`; drop the tensor.
+        """Return config.json's field `rope_scaling` as in Llama 3.1 to 3.3, inferred from the tensor
+        `FREQUENCY_DIVISORS`; drop the tensor.
 
         Raises RunError if no rescaling as in Llama 3.1 to 3.3 has this tensor's divisors.
         """
@@ -280,7 +289,9 @@ class GGUF:
         return self._tokens()[index] if isinstance(index, int) and 0 <= index < len(self._tokens()) else None
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError if it can't be read."""
+        """Return a tensor, dequantised to fp32, with heads' dimensions in transformers' order. Raises RunError if it
+        can't be read.
+        """
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -302,7 +313,8 @@ class GGUF:
     def tokenizer(self) -> str | None:
         """Return the file's tokenizer as the content of a tokenizer.json; None: the file has no tokenizer.
 
-        Raises RunError: the tokenizer is damaged, or of a kind that can't be read from GGUF, so that a tokenizer.json must be given.
+        Raises RunError: the tokenizer is damaged, or of a kind that can't be read from GGUF, so that a tokenizer.json
+        must be given.
         """
         metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in self._metadata.items()}
         kind, pre_tokenizer = metadata.get("model"), metadata.get("pre")
@@ -311,7 +323,8 @@ class GGUF:
         if kind != "llama" and (kind != "gpt2" or pre_tokenizer not in tuple(SPLIT_REGEX)):
             description = f"tokenizer.ggml.model = {kind!r}, pre = {pre_tokenizer!r}"
             raise RunError(
-                f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with --tokenizer"
+                f"{self.path}: {description}: not a tokenizer that is read from GGUF; name its tokenizer.json with "
+                "--tokenizer"
             )
         try:
             tokenizer = (
@@ -338,8 +351,8 @@ class GGUF:
 
 
 def _head_size(config: dict[str, Plain]) -> int | None:
-    """Return `head_dim`. Without it, return the width divided by the number of heads, rounded down; None if one of the two is not a whole
-    number above 0."""
+    """Return `head_dim`. Without it, return the width divided by the number of heads, rounded down; None if one of the
+    two is not a whole number above 0."""
     sizes = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (
         sizes[0] // sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None
@@ -347,5 +360,7 @@ def _head_size(config: dict[str, Plain]) -> int | None:
 
 
 def _shortest_decimal(value: Plain) -> Plain:
-    """Return the shortest decimal of a number that was stored as fp32, e.g. 1e-05 for 9.999999747e-06; other values unchanged."""
+    """Return the shortest decimal of a number that was stored as fp32, e.g. 1e-05 for 9.999999747e-06; other values
+    unchanged.
+    """
     return float(str(np.float32(value))) if isinstance(value, float) and float(np.float32(value)) == value else value

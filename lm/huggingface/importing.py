@@ -1,4 +1,6 @@
-"""`lm import` writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder, which lm loads like a run."""
+"""`lm import` writes a pretrained model of Hugging Face (safetensors), or of a GGUF file, to a model folder, which lm
+loads like a run.
+"""
 
 import json
 import math
@@ -49,7 +51,8 @@ class Shards:
         path: the folder, which errors name.
         shapes: the shape of each tensor, by its name in transformers.
 
-    Raises RunError: a folder without weights, or a shard that is missing, truncated, damaged or in conflict with the index.
+    Raises RunError: a folder without weights, or a shard that is missing, truncated, damaged or in conflict with the
+    index.
     """
 
     def __init__(self, folder: Path):
@@ -61,7 +64,9 @@ class Shards:
             self._read_header(file, names)
 
     def _read_header(self, file: Path, names: set[str] | None) -> None:
-        """Record shape, type and file of the tensors in `file`. `names`: the tensors that the index lists for it; None without an index."""
+        """Record shape, type and file of the tensors in `file`. `names`: the tensors that the index lists for it; None
+        without an index.
+        """
         if not file.is_file():
             raise RunError(f"{file}: no such file, which {INDEX} lists; fetch the model again")
         try:
@@ -74,12 +79,14 @@ class Shards:
         if names is not None and names != slices.keys():
             name = min(names ^ slices.keys())
             raise RunError(
-                f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the model again"
+                f"{file}: {name} is {'missing, ' if name in names else 'not '}listed for it in {INDEX}; fetch the "
+                "model again"
             )
         self._files_and_types |= {name: (file, kind) for name, kind in types.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped memory.
+        """Return a tensor in fp32. The file is opened for this tensor alone, so that no other tensor stays in mapped
+        memory.
 
         Raises RunError: the tensor can't be read, or its type is not one of `READ_TYPES`.
         """
@@ -94,13 +101,18 @@ class Shards:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files of a folder, each with the names of the tensors that the index lists for it, or None without an index."""
+    """Return the weight files of a folder, each with the names of the tensors that the index lists for it, or None
+    without an index.
+    """
     if (folder / WEIGHTS_FILE).is_file():
         return {folder / WEIGHTS_FILE: None}
     index = folder / INDEX
     if not index.is_file():
         if pickles := [path.name for pattern in PICKLE_PATTERNS for path in sorted(folder.glob(pattern))]:
-            reason = "a pickle, which may run code when it is read; convert it where you trust it: model.save_pretrained writes safetensors"
+            reason = (
+                "a pickle, which may run code when it is read; convert it where you trust it: "
+                "model.save_pretrained writes safetensors"
+            )
             raise RunError(f"{folder / pickles[0]}: {reason}")
         raise RunError(f"{folder}: no weights: neither {WEIGHTS_FILE} nor {INDEX}")
     files_by_name = read_json(index).get("weight_map")
@@ -146,19 +158,23 @@ def import_model(
 ) -> ModelSpec:
     """Write a pretrained model to the model folder `target`; returns its spec. No code of the model is executed.
 
-    Weights are read, checked and written one parameter at a time, so that memory holds a few tensors, not the whole model.
+    Weights are read, checked and written one parameter at a time, so that memory holds a few tensors, not the whole
+    model.
 
     Args:
         source: a folder in the format of transformers (safetensors, also in shards), a GGUF file, or a name on the hub.
-        length: training length in tokens; None: the number of positions in its configuration, e.g. `max_position_embeddings`.
+        length: training length in tokens; None: the number of positions in its configuration, e.g.
+            `max_position_embeddings`.
         revision: commit, tag or branch of a model on the hub.
         tokenizer: a tokenizer.json or a tokenizer's folder; None: the model's own.
         end_of_text: the token that starts a document; None: <|endoftext|> if the tokenizer has it, else its BOS or EOS.
 
     Raises:
-        RunError: `source` is no model or can't be used (the error names the field or tensor), or `target` exists; nothing is written.
+        RunError: `source` is no model or can't be used (the error names the field or tensor), or `target` exists;
+            nothing is written.
         DataError: `source` or the tokenizer is neither on this machine nor on the hub, or the tokenizer can't be read.
-        ConfigError: `length` is above `MAX_SEQ_LEN` or is not the number of learned positions; an argument does not apply to `source`.
+        ConfigError: `length` is above `MAX_SEQ_LEN` or is not the number of learned positions; an argument does not
+            apply to `source`.
     """
     check_new(target)
     model = open_pretrained(source, revision, tokenizer)
@@ -257,7 +273,8 @@ def open_pretrained(source: str, revision: str | None, tokenizer: Path | None) -
 
 
 def _start_token(model: PretrainedModel) -> str:
-    """Return the token that starts a document: <|endoftext|> if it is a special token, else the model's BOS, else its EOS.
+    """Return the token that starts a document: <|endoftext|> if it is a special token, else the model's BOS, else its
+    EOS.
 
     Raises RunError: none of these tokens is known, or the tokenizer can't be parsed.
     """
@@ -279,7 +296,9 @@ def _start_token(model: PretrainedModel) -> str:
 
 
 def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[str, Plain]) -> list[str]:
-    """Return the tokens in `tokens`, {id: token}, that `configurations` name by text or id as BOS or EOS tokens (`kind` is bos or eos)."""
+    """Return the tokens in `tokens`, {id: token}, that `configurations` name by text or id as BOS or EOS tokens (`kind`
+    is bos or eos).
+    """
     named_tokens: list[Plain] = []
     for fields in configurations:
         token, ids = fields.get(f"{kind}_token"), fields.get(f"{kind}_token_id")
@@ -291,7 +310,9 @@ def _configured_tokens(kind: str, tokens: dict[int, str], *configurations: dict[
 
 
 def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> Tokenizer:
-    """Return a model's tokenizer. Raises RunError if it can't be used, lacks the token `start`, or has ids of `vocabulary` or above."""
+    """Return a model's tokenizer. Raises RunError if it can't be used, lacks the token `start`, or has ids of
+    `vocabulary` or above.
+    """
     try:
         with library_errors(f"its tokenizer is {NO_TOKENIZER}"):
             tokenizer = parse_tokenizer(model.tokenizer, start)
@@ -309,7 +330,9 @@ def _checked_tokenizer(model: PretrainedModel, start: str, vocabulary: int) -> T
 def _checked_parameters(
     architecture: Architecture, spec: ModelSpec, fields: Fields, tensors: "Shards | GGUF"
 ) -> list[MappedParameter]:
-    """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head isn't the embedding."""
+    """lm's parameters, sorted by name. Raises RunError if a tensor is missing, unknown or misshapen, or a tied head
+    isn't the embedding.
+    """
     base = architecture.base if any(name.startswith(architecture.base) for name in tensors.shapes) else ""
     parameters = list(architecture.mapped_parameters(spec, fields, base))
     expected_shapes = {name: size for parameter in parameters for name, size in parameter.tensors}
@@ -339,7 +362,9 @@ def _checked_parameters(
 
 
 def _parameter_values(parameters: list[MappedParameter], tensors: "Shards | GGUF") -> Iterator[tuple[str, Tensor]]:
-    """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError if a tensor has NaN or infinity."""
+    """Yield each of lm's parameters as (name, value), read when it is requested. Raises RunError if a tensor has NaN or
+    infinity.
+    """
     for parameter in parameters:
         pieces = []
         for name, _ in parameter.tensors:

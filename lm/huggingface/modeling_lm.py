@@ -1,11 +1,12 @@
-"""The decoder of lm, a framework that compares attention normalizers, for transformers: load it with `trust_remote_code=True`.
+"""The decoder of lm, a framework that compares attention normalizers, for transformers: load it with
+`trust_remote_code=True`.
 
-`lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's names.
-n, the number of keys that a query counts, is fixed or comes from `position_ids`, which are 0 at each document's start. So padding and
-packing don't change n.
+`lm export --format hf` copies this file beside the weights. It needs torch and transformers alone; tensors have lm's
+names. n, the number of keys that a query counts, is fixed or comes from `position_ids`, which are 0 at each document's
+start. So padding and packing don't change n.
 
-Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a head's values, C width
-of the model, V size of the vocabulary.
+Shapes: B sequences, T query positions, S key positions, H query heads, K key-value heads, D head size, E width of a
+head's values, C width of the model, V size of the vocabulary.
 """
 
 import math
@@ -28,13 +29,16 @@ class LmConfig(PreTrainedConfig):
     """The decoder's configuration.
 
     Args:
-        block: `attention` (attention, then an MLP) or `gau` (gated attention unit, whose gate and values are `intermediate_size` wide).
-        normalizers: for each layer a dict of its normalizer's `name` and options, and {parameter's name: its shape} as `parameters`.
+        block: `attention` (attention, then an MLP) or `gau` (gated attention unit, whose gate and values are
+            `intermediate_size` wide).
+        normalizers: for each layer a dict of its normalizer's `name` and options, and {parameter's name: its shape} as
+            `parameters`.
         rope_frequencies: radians per token of each rotated pair; None: no rotary positions.
         rope_amplitude: factor on cos and sin.
         rope_layers: whether each layer rotates queries and keys; None: all do.
         learned_positions: whether each position below `max_position_embeddings` has a learned vector.
-        value_residual: what layers mix into values: `first_layer`, values of the first layer; `embedding`, a learned vector per token.
+        value_residual: what layers mix into values: `first_layer`, values of the first layer; `embedding`, a learned
+            vector per token.
     """
 
     model_type = "lm_decoder"
@@ -70,7 +74,9 @@ class LmConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: object):
-        """Give each layer a default of its own; `kwargs` are fields that all configurations of transformers may have."""
+        """Give each layer a default of its own; `kwargs` are fields that all configurations of transformers may
+        have.
+        """
         self.rope_layers = self.rope_layers or [True] * self.num_hidden_layers
         self.normalizers = self.normalizers or [{"name": "softmax"}] * self.num_hidden_layers
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
@@ -81,7 +87,9 @@ class LmConfig(PreTrainedConfig):
 
 
 def _affine(normalizer: "Normalizer", growth: Tensor) -> Tensor:
-    """Return s * growth + b for a function `growth` of n; s and b are the normalizer's parameters, 1 and 0 if it lacks them."""
+    """Return s * growth + b for a function `growth` of n; s and b are the normalizer's parameters, 1 and 0 if it lacks
+    them.
+    """
     factor = normalizer.head("s") * growth if hasattr(normalizer, "s") else growth
     return factor + normalizer.head("b") if hasattr(normalizer, "b") else factor
 
@@ -150,12 +158,15 @@ def _sigmoid(normalizer: "Normalizer", scores: Tensor, n: Tensor, visible: Tenso
     return (scores + shift).sigmoid().masked_fill(~visible, 0.0)
 
 
-# By normalizer: its weights (B, H, T, S), in fp32, from scores of this shape, without softmax; n as above, visible (B or 1, 1, T, S) bool.
+# By normalizer: its weights (B, H, T, S), in fp32, from scores of this shape, without softmax; n as above, visible (B
+# or 1, 1, T, S) bool.
 ELEMENTWISE = {"relu": _relu, "relu2": _relu, "sigmoid": _sigmoid}
 
 
 class Normalizer(nn.Module):
-    """A layer's normalizer. It changes queries and keys such that plain softmax gives its weights, or computes them without softmax."""
+    """A layer's normalizer. It changes queries and keys such that plain softmax gives its weights, or computes them
+    without softmax.
+    """
 
     def __init__(self, options: dict):
         super().__init__()
@@ -184,12 +195,16 @@ class Normalizer(nn.Module):
         )()
 
     def n(self, positions: Tensor) -> Tensor:
-        """The number n of keys that queries at `positions` (B, T) count, (B, 1, T, 1) fp32. Positions are 0-based in each document."""
+        """The number n of keys that queries at `positions` (B, T) count, (B, 1, T, 1) fp32. Positions are 0-based in
+        each document.
+        """
         kind, _, number = self.options.get("n", "visible").partition(":")
         return (torch.full_like(positions, int(number)) if kind == "fixed" else positions + 1).float()[:, None, :, None]
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if softmax is not used."""
+        """Return q (B, H, T, D), k (B, K, T, D) such that softmax of q.k / sqrt(D) gives the weights; unchanged if
+        softmax is not used.
+        """
         if self.options["name"] == "cosine":
             q, k = F.normalize(q.float(), dim=-1), F.normalize(k.float(), dim=-1)
         if self.factor is None:
@@ -203,7 +218,8 @@ class Normalizer(nn.Module):
 
 
 def eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, position_ids: Tensor,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    position_ids: Tensor,
     sink: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention's outputs (B, T, H, E) and all of its weights (B, H, T, S) in fp32.
@@ -231,10 +247,13 @@ def eager_attention(
 
 
 def sdpa_with_sink(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, sink: Tensor,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    sink: Tensor,
     **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return fused attention's outputs (B, T, H, E), and None. An added key that all queries see has the score `sink` and the value 0."""
+    """Return fused attention's outputs (B, T, H, E), and None. An added key that all queries see has the score `sink`
+    and the value 0.
+    """
     size, width, length = query.size(-1), value.size(-1), query.size(2)
     logit = sink.float() / scaling
     high_part = logit.to(
@@ -273,16 +292,16 @@ class HeadNorm(nn.RMSNorm):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) rotated by RoPE, fp32; cos and sin are (B, 1, T, R / 2). The first half of the R rotated dimensions pairs with the
-    second half."""
+    """x (B, H, T, D) rotated by RoPE, fp32; cos and sin are (B, 1, T, R / 2). The first half of the R rotated
+    dimensions pairs with the second half."""
     n_pairs, x = cos.size(-1), x.float()
     x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * n_pairs :]), -1)
 
 
 class AttentionBase(nn.Module):
-    """Base class of `Attention` and `GAU`, with norms and rotation of queries and keys, the cache, the normalizer, and the kernel that
-    `attn_implementation` names."""
+    """Base class of `Attention` and `GAU`, with norms and rotation of queries and keys, the cache, the normalizer, and
+    the kernel that `attn_implementation` names."""
 
     def __init__(self, config: LmConfig, layer_idx: int):
         super().__init__()
@@ -295,10 +314,13 @@ class AttentionBase(nn.Module):
         self.normalizer = Normalizer({**config.normalizers[layer_idx], "head_dim": config.head_dim})
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None, position_ids: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None, attention_mask: Tensor | None,
+        position_ids: Tensor,
         past_key_values: Cache | None, **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return heads' outputs (B, T, H E) for q (B, H, T, D), k (B, K, T, D), v (B, K, T, E), and weights if the kernel gives them."""
+        """Return heads' outputs (B, T, H E) for q (B, H, T, D), k (B, K, T, D), v (B, K, T, E), and weights if the
+        kernel gives them.
+        """
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
@@ -312,7 +334,8 @@ class AttentionBase(nn.Module):
         )
         if backend not in ("eager", "sdpa") and (elementwise or sink is not None):
             raise ValueError(
-                f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or sdpa"
+                f"attn_implementation {backend} does not compute {self.normalizer.options['name']}; set it to eager or "
+                "sdpa"
             )
         kernel = eager_attention if elementwise or backend == "eager" else ALL_ATTENTION_FUNCTIONS[backend]
         if sink is not None:
@@ -342,7 +365,9 @@ class Attention(AttentionBase):
     def forward(
         self, x: Tensor, values_to_mix: Tensor | None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `values_to_mix` if `value_mix` is set."""
+        """The output (B, T, C), weights if the kernel gives them, values (B, K, T, D), mixed with `values_to_mix` if
+        `value_mix` is set.
+        """
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(self.heads, 1)
         if self.value_mix is not None:
             v = v + self.value_mix.to(v.dtype) * (values_to_mix.to(v.dtype) - v)
@@ -354,7 +379,9 @@ class Attention(AttentionBase):
 
 
 class GAU(AttentionBase):
-    """Gated attention unit, arXiv 2202.10447: one head; queries and keys are one projection, each with its own gains and offsets."""
+    """Gated attention unit, arXiv 2202.10447: one head; queries and keys are one projection, each with its own gains
+    and offsets.
+    """
 
     def __init__(self, config: LmConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -481,8 +508,10 @@ class LmModel(LmPreTrainedModel):
         """Hidden states (B, T, C) of tokens (B, T), after the last norm.
 
         Args:
-            attention_mask: (B, S), 0 for padding; or a mask for each type of layer, which generation makes for a cache of fixed size.
-            position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached tokens.
+            attention_mask: (B, S), 0 for padding; or a mask for each type of layer, which generation makes for a cache
+                of fixed size.
+            position_ids: (1, T) or (B, T), 0-based in each document; None: counted from `attention_mask` and the cached
+                tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -497,7 +526,8 @@ class LmModel(LmPreTrainedModel):
         elif position_ids is None:
             position_ids = torch.arange(cached_length, cached_length + x.size(1), device=x.device)[None]
         if isinstance(masks := attention_mask, Tensor | None):
-            # By name: releases differ in the order. Made before a new cache, with which transformers would not look for packed documents.
+            # By name: releases differ in the order. Made before a new cache, with which transformers would not look for
+            # packed documents.
             mask_arguments = {
                 "attention_mask": attention_mask,
                 "past_key_values": past_key_values,
@@ -539,8 +569,8 @@ class LmModel(LmPreTrainedModel):
         )
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of RoPE's angles, each times `rope_amplitude`, (B, 1, T, R / 2) for R rotated dimensions, fp32, computed in float64.
-        None if the model has no RoPE."""
+        """cos and sin of RoPE's angles, each times `rope_amplitude`, (B, 1, T, R / 2) for R rotated dimensions, fp32,
+        computed in float64. None if the model has no RoPE."""
         if self.config.rope_frequencies is None:
             return None
         frequencies = torch.tensor(self.config.rope_frequencies, dtype=torch.float64, device=positions.device)
@@ -566,8 +596,10 @@ class LmForCausalLM(LmPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: object,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token. `logits_to_keep`
-        above 0 keeps the logits of that many last positions alone, a tensor those of the positions that it lists."""
+        """Return logits (B, T, V), and the loss of `labels` (B, T), which the loss function shifts by one token.
+        `logits_to_keep` above 0 keeps the logits of that many last positions alone, a tensor those of the positions
+        that it lists.
+        """
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )

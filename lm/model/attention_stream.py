@@ -1,4 +1,5 @@
-"""The attention of a decoder on a batch, layer by layer and some queries at a time, without holding all weights of long sequences.
+"""The attention of a decoder on a batch, layer by layer and some queries at a time, without holding all weights of long
+sequences.
 
 Shapes: B sequences, T queries, S keys, H heads, D head size, E width of a head's values, C width of the model.
 """
@@ -22,19 +23,24 @@ BLOCK_WEIGHTS = 2**24  # most attention weights held at a time, and as many scor
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Scores and weights of some queries of a layer, over the keys from the sequence's start to the last of these queries."""
+    """Scores and weights of some queries of a layer, over the keys from the sequence's start to the last of these
+    queries.
+    """
 
     layer: int  # from 0
     normalizer: Normalizer  # the normalizer of the layer
     queries: Tensor  # (T,) int64, index of each query in the sequence; keys have the indices 0 to S - 1
     layout: AttentionLayout  # positions of these queries and keys in their documents
     scores: Tensor  # (B, H, T, S) before normalization (`Normalizer.scores`), also for keys that a query does not see
-    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens; None if the caller did not ask for them
+    # the layer's input x (B, L, C), q and k (B, H, L, D), and v (B, H, L, E), of all L tokens; None if the caller did
+    # not ask for them
     inputs: AttentionInputs | None
 
     @cached_property
     def weights(self) -> Tensor:
-        """Attention weights (B, H, T, S), the normalized scores, computed when first read; 0 for keys that a query does not see."""
+        """Attention weights (B, H, T, S), the normalized scores, computed when first read; 0 for keys that a query does
+        not see.
+        """
         with without_autocast(self.scores.device):
             return self.normalizer.normalize(self.scores, self.layout)
 
@@ -50,12 +56,15 @@ def attention_blocks(
 ) -> Iterator[QueryBlock]:
     """Yield the decoder's attention on a batch, layer by layer, and within a layer some queries at a time.
 
-    Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the decoder that
-    `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores and as many weights at a time.
+    Training mode, gradients and autocast are as the caller has set them. For another inference setting, pass the
+    decoder that `lm.model.swapped.for_inference` returns. Holds queries and keys of one layer, `BLOCK_WEIGHTS` scores
+    and as many weights at a time.
 
     Args:
-        queries: indices of queries in the sequence, negative ones from the end; None: all queries; without any, no block is yielded.
-        length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole documents.
+        queries: indices of queries in the sequence, negative ones from the end; None: all queries; without any, no
+            block is yielded.
+        length: number of tokens of the document whose first tokens the batch holds; None: the batch holds whole
+            documents.
         dtype: the dtype of q and k, and so of scores and weights: fp32 or fp64.
         block: number of queries at a time; None: as many as `BLOCK_WEIGHTS` allows.
         with_inputs: whether blocks hold the layer's input, queries, keys and values, too.
@@ -83,7 +92,8 @@ def attention_blocks(
 
 
 def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterator[tuple[QueryBlock, ...]]:
-    """Yield several decoders' attention on a batch, as a tuple of one `QueryBlock` per decoder for each layer and group of queries.
+    """Yield several decoders' attention on a batch, as a tuple of one `QueryBlock` per decoder for each layer and group
+    of queries.
 
     Raises ValueError: the decoders have different numbers of layers.
     """
@@ -92,6 +102,8 @@ def paired_attention_blocks(decoders: Sequence[Decoder], batch: Batch) -> Iterat
 
 
 def block_size(decoders: Sequence[Decoder], batch: Batch) -> int:
-    """The largest number of queries, at least 1, whose attention weights in a layer are at most `BLOCK_WEIGHTS` in each decoder."""
+    """The largest number of queries, at least 1, whose attention weights in a layer are at most `BLOCK_WEIGHTS` in each
+    decoder.
+    """
     n_head = max(normalizer.layer.n_head for decoder in decoders for normalizer in decoder.normalizers())
     return max(1, BLOCK_WEIGHTS // (n_head * batch.tokens.numel()))

@@ -1,6 +1,7 @@
 """The parts of a layer: attention or a gated attention unit, an MLP, their norms; and the cache of decoding.
 
-Shapes: B sequences, T tokens, H query heads, K key-value heads, D head size, E width of a head's values, C width of the model.
+Shapes: B sequences, T tokens, H query heads, K key-value heads, D head size, E width of a head's values, C width of the
+model.
 """
 
 import math
@@ -39,7 +40,9 @@ class UninitialisedEmbedding(nn.Embedding):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm x * r * w of x (..., C) with gain w, r = 1 / sqrt(mean x^2 + eps). Its backward takes half of torch's passes over x."""
+    """RMSNorm x * r * w of x (..., C) with gain w, r = 1 / sqrt(mean x^2 + eps). Its backward takes half of torch's
+    passes over x.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,9 +73,11 @@ def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` of the last dimension, faster on CPUs, where torch has no kernel for it and differentiates it step by step.
+    """`torch.nn.RMSNorm` of the last dimension, faster on CPUs, where torch has no kernel for it and differentiates it
+    step by step.
 
-    Outputs and gradients equal torch's bit for bit. If x has several uses, autograd adds their gradients in another order.
+    Outputs and gradients equal torch's bit for bit. If x has several uses, autograd adds their gradients in another
+    order.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +103,8 @@ def make_norm(config: ModelConfig, kind: str | None = None) -> nn.Module:
 class HeadNorm(RMSNorm):
     """RMSNorm of each head's queries, keys or outputs, in the gain's dtype.
 
-    Under autocast queries and keys arrive in bf16. They return to bf16 only after RoPE and the normalizer have changed them.
+    Under autocast queries and keys arrive in bf16. They return to bf16 only after RoPE and the normalizer have changed
+    them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +114,9 @@ class HeadNorm(RMSNorm):
 
 @dataclass
 class DecodingCache:
-    """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer keeps instead."""
+    """State of each layer after the tokens seen so far, for decoding: keys and values, or what the layer's normalizer
+    keeps instead.
+    """
 
     length: int  # tokens that the document will have in all, which are n if the option `n` is `sample`
     seen: int = 0  # tokens so far
@@ -122,7 +130,9 @@ class DecodingCache:
         )
 
     def select(self, sequences: Tensor | list[int]) -> "DecodingCache":
-        """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true for them."""
+        """Return an independent copy with some of the sequences, given by their indices or by a mask (B,) that is true
+        for them.
+        """
         return replace(self, states=tree_map_only(Tensor, lambda x: x[sequences], self.states))
 
 
@@ -150,7 +160,9 @@ class ForwardContext:
     first: int = 0  # index of the first new token that a layer computes an output for
 
     def output_part(self, x: Tensor) -> Tensor:
-        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first` on: (B, T - first, C)."""
+        """The part of x (B, T, C) at tokens that a layer computes outputs for, from the index `first` on: (B, T -
+        first, C).
+        """
         return x[:, self.first :] if self.first else x
 
 
@@ -169,7 +181,8 @@ class AttentionBase(nn.Module):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Return the heads' outputs (B, T - first, H E) for q (B, H, T, D), k (B, K, T, D) and v (B, K, T, E).
 
-        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first` on are queries.
+        x: the layer's input (B, T, C). T is the number of new tokens, of which those from index `context.first` on are
+        queries.
         """
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
@@ -193,8 +206,9 @@ class AttentionBase(nn.Module):
 class Attention(AttentionBase):
     """Causal multi-head attention; the normalizer turns queries, keys and values into the heads' outputs.
 
-    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer has two heads for
-    each head of the model: one gets the first halves of queries and keys, one gets the second halves, and each gets whole values.
+    H / K query heads share each key-value head (grouped queries, arXiv 2305.13245). With `differential`, the normalizer
+    has two heads for each head of the model: one gets the first halves of queries and keys, one gets the second halves,
+    and each gets whole values.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -244,9 +258,11 @@ class Attention(AttentionBase):
 
 
 class MapDifference(nn.Module):
-    """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of each head's outputs o1, o2 by two attention maps.
+    """Differential attention, arXiv 2410.05258: (1 - lambda_0) RMSNorm(o1 - lambda o2) of each head's outputs o1, o2 by
+    two attention maps.
 
-    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l = 0, 1 ...
+    lambda = exp(a.b) - exp(c.d) + lambda_0 with learned vectors a, b, c, d; lambda_0 = 0.8 - 0.6 exp(-0.3 l) in layer l
+    = 0, 1 ...
     """
 
     INITIAL_STD: ClassVar[float] = (
@@ -265,7 +281,9 @@ class MapDifference(nn.Module):
         self.norm = HeadNorm(size, eps)
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """Return the differences (B, T, H, D) of the outputs (B, T, H, 2, D) of each head's two attention maps, in the outputs' dtype."""
+        """Return the differences (B, T, H, D) of the outputs (B, T, H, 2, D) of each head's two attention maps, in the
+        outputs' dtype.
+        """
         a, b, c, d = self.lambdas.float().chunk(4)
         factor = (a * b).sum().exp() - (c * d).sum().exp() + self.initial_lambda
         first_output, second_output = outputs.to(self.norm.weight.dtype).unbind(-2)
@@ -275,7 +293,8 @@ class MapDifference(nn.Module):
 class GAU(AttentionBase):
     """Gated attention unit, arXiv 2202.10447: O = (U * A V) W_o, with one head's attention weights A.
 
-    SiLU of the projected input is U, V (width e) and Z (width s). Queries and keys are Z with a gain and an offset, initially 1 and 0.
+    SiLU of the projected input is U, V (width e) and Z (width s). Queries and keys are Z with a gain and an offset,
+    initially 1 and 0.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
@@ -327,7 +346,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from `context.first` on."""
+    """A layer, x + attention(norm(x)), then x + mlp(norm(x)), from x (B, T, C) to (B, T - first, C), the tokens from
+    `context.first` on.
+    """
 
     def __init__(self, config: ModelConfig, seq_len: int, layer: int):
         super().__init__()

@@ -1,4 +1,5 @@
-"""The output head, which maps hidden states to logits, and its cross-entropy without holding the tokens x vocabulary matrix of logits.
+"""The output head, which maps hidden states to logits, and its cross-entropy without holding the tokens x vocabulary
+matrix of logits.
 
 Shapes: N tokens, C width of the model, V size of the vocabulary.
 """
@@ -15,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from lm.data.batches import IGNORED
 from lm.model.blocks import UninitialisedLinear
 
-# CHUNK_LOGITS: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the gradient of the head's
-# weights. CACHED_LOGITS: logits whose exponentials are computed together; those that fit in a CPU's cache take half the time.
+# CHUNK_LOGITS: logits held at a time. Matrix products of fewer tokens are slower, and each adds its part to the
+# gradient of the head's weights. CACHED_LOGITS: logits whose exponentials are computed together; those that fit in a
+# CPU's cache take half the time.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 
@@ -24,7 +26,8 @@ CACHED_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 class Head(UninitialisedLinear):
     """Logits (..., V) of hidden states (..., C).
 
-    softcap: bound c on logits, which become c tanh(logit / c), in fp32 (Gemma 2, arXiv 2408.00118); None: logits are unchanged.
+    softcap: bound c on logits, which become c tanh(logit / c), in fp32 (Gemma 2, arXiv 2408.00118); None: logits are
+    unchanged.
     """
 
     def __init__(self, n_embd: int, vocab_size: int, softcap: float | None = None):
@@ -47,16 +50,19 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 def cached_tokens(vocab_size: int, device_type: str) -> int:
-    """The number of a chunk's tokens for which softmax is computed in one step; on a CPU their logits fit in its cache."""
+    """The number of a chunk's tokens for which softmax is computed in one step; on a CPU their logits fit in its
+    cache.
+    """
     return max(1, CACHED_LOGITS[device_type] // vocab_size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The total of the summed negative log-likelihood and the z-loss, and these two terms as one tensor (2,).
 
-    The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The backward pass only
-    multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first would equal the total. torch.compile would
-    then make one tensor of these two, and the total would have no gradient (pytorch/pytorch#195357).
+    The forward pass computes gradients, too, while it holds a chunk's logits, which are not kept or computed again. The
+    backward pass only multiplies by the incoming scalar. If the terms were two scalars, without a z-loss the first
+    would equal the total. torch.compile would then make one tensor of these two, and the total would have no gradient
+    (pytorch/pytorch#195357).
     """
 
     @staticmethod
@@ -110,8 +116,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk_sums(
     low_precision_logits: Tensor, y: Tensor, softcap: float | None, z_loss: float, needs_grads: bool
 ) -> Tensor:
-    """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`, `low_precision_logits` is
-    overwritten with the gradient of the two sums' total.
+    """Sums of the negative log-likelihoods and of the z-loss of a chunk of tokens, (2,) fp32. If `needs_grads`,
+    `low_precision_logits` is overwritten with the gradient of the two sums' total.
 
     This is a function of its own, so that the tensors it makes are freed before the next tokens' logits are read.
 
@@ -145,16 +151,20 @@ def _chunk_sums(
 
 
 def _rough_tanh(x: Tensor, scale: float) -> Tensor:
-    """tanh(x / scale) of fp32 to within 3e-7, as 2 sigmoid(2 x / scale) - 1, which takes a quarter of tanh's time on a CPU."""
+    """tanh(x / scale) of fp32 to within 3e-7, as 2 sigmoid(2 x / scale) - 1, which takes a quarter of tanh's time on a
+    CPU.
+    """
     return (x * (2 / scale)).sigmoid_().mul_(2).sub_(1)
 
 
 def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The sum over tokens of -log p(target) + z_loss (log Z)^2, an fp32 scalar (nats) to be minimised, and the sums of each of these two
-    terms, (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv 2204.02311, section 5).
+    """The sum over tokens of -log p(target) + z_loss (log Z)^2, an fp32 scalar (nats) to be minimised, and the sums of
+    each of these two terms, (2,) fp32 without a gradient. Z is the sum of the exponentials of a token's logits (arXiv
+    2204.02311, section 5).
 
     hidden: (N, C); head: maps C to V; targets: (N,) int64. The matrix product runs in the autocast
-    dtype if autocast is on, softmax and sum run in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits, not N x V.
+    dtype if autocast is on, softmax and sum run in fp32. `IGNORED` targets add nothing. Holds `CHUNK_LOGITS` logits,
+    not N x V.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
@@ -165,8 +175,9 @@ def training_loss(hidden: Tensor, head: Head, targets: Tensor, z_loss: float = 0
 def token_kl(p: Tensor, p_head: Head, q: Tensor, q_head: Head) -> Tensor:
     """KL(p || q) of two models' next-token distributions at every token, (N,) fp32 (nats), computed in fp32.
 
-    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the distributions are equal.
-    Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as well.
+    p, q: the models' hidden states, (N, C); p_head, q_head: their heads, which map C to V. Exactly 0 where the
+    distributions are equal. Holds a quarter of `CHUNK_LOGITS` logits of each model, not N x V, in the backward pass as
+    well.
     """
 
     def chunk_kl(p_part: Tensor, q_part: Tensor) -> Tensor:
@@ -199,14 +210,18 @@ def token_nll(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def argmax_tokens(hidden: Tensor, head: Head) -> Tensor:
-    """The token with the largest logit at each hidden state, (N,) int64; precision and memory are those of `token_nll`."""
+    """The token with the largest logit at each hidden state, (N,) int64; precision and memory are those of
+    `token_nll`.
+    """
     return _map_logits(lambda logits: logits.argmax(-1), torch.int64, hidden, head)
 
 
 def _map_logits(f: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, head: Head, *tensors: Tensor) -> Tensor:
-    """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even under autocast.
+    """Return f(logits, *tensors) for all N tokens, (N,) `dtype`. f gets chunks of n tokens: logits (n, V), fp32 even
+    under autocast.
 
-    tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing the logits' memory.
+    tensors: (N,) each. Results are written in place: a tensor allocated between two chunks may keep glibc from reusing
+    the logits' memory.
     """
     results, chunk_size = (
         torch.empty(len(hidden), dtype=dtype, device=hidden.device),

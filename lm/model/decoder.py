@@ -1,6 +1,7 @@
 """The decoder: a nanoGPT-style pre-norm transformer whose attention normalizer can be chosen.
 
-Shapes: B sequences, T tokens, C width of the model, V size of the vocabulary, K key-value heads, E width of a head's values.
+Shapes: B sequences, T tokens, C width of the model, V size of the vocabulary, K key-value heads, E width of a head's
+values.
 """
 
 import hashlib
@@ -76,12 +77,13 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, normalizers_only: bool = False) -> None:
-        """Draw matrices from N(0, init_std^2), and set biases to 0. In normalizers draw only matrices named `hidden.weight`, from
-        N(0, 1 / inputs).
+        """Draw matrices from N(0, init_std^2), and set biases to 0. In normalizers draw only matrices named
+        `hidden.weight`, from N(0, 1 / inputs).
 
-        Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value embeddings
-        init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. `model.transfer` multiplies init_std by each matrix's `initial_scale`,
-        and sets the last norm's gain to base width / width. normalizers_only: draw only the normalizers' `hidden.weight`.
+        Projections into the residual stream have standard deviation init_std / sqrt(2 n_layer) or 0 (`out_init`), value
+        embeddings init_std sqrt(n_embd), vectors `MapDifference.lambdas` 0.1. `model.transfer` multiplies init_std by
+        each matrix's `initial_scale`, and sets the last norm's gain to base width / width. normalizers_only: draw only
+        the normalizers' `hidden.weight`.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(".bias") and not (normalizers_only or is_normalizer_parameter(name)):
@@ -113,10 +115,11 @@ class Decoder(nn.Module):
         """Hidden states (B, T - first, C) of tokens (B, T) int64, after the last norm, which are the input of `head`.
 
         Args:
-            layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its start, or
-                with a cache the tokens after those in the cache.
+            layout: the layout of the tokens, e.g. `AttentionLayout.from_document_lengths`; None: one document from its
+                start, or with a cache the tokens after those in the cache.
             cache: the state that layers keep of earlier tokens, to which these tokens are added.
-            first: index of the first token whose hidden state is returned. The last layer computes no queries before it.
+            first: index of the first token whose hidden state is returned. The last layer computes no queries before
+                it.
 
         Raises ValueError: the sequence is longer than the learned positions.
         """
@@ -144,7 +147,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, ForwardContext]:
         """Return the first layer's input, vectors (B, T, C) of the tokens, and the context that all layers share.
 
-        length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T without a cache.
+        length: number of tokens of the whole sequence, of which `tokens` are a part; None: the cache's length, or T
+        without a cache.
         """
         length = length or (cache.length if cache else tokens.size(1))
         layout = layout or AttentionLayout.continuing(cache.seen if cache else 0, tokens.size(1), length, tokens.device)
@@ -166,7 +170,8 @@ class Decoder(nn.Module):
         return x, ForwardContext(layout, rotation, logit_factor, cache, self._residual_values(tokens, x))
 
     def _residual_values(self, tokens: Tensor, x: Tensor) -> Callable[[int], Tensor] | None:
-        """Return a function from a layer's index to the values (B, K, T, E) that the layer mixes into its own, or None if there are none.
+        """Return a function from a layer's index to the values (B, K, T, E) that the layer mixes into its own, or None
+        if there are none.
 
         x: the first layer's input.
         """
@@ -185,9 +190,11 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, Normalizer)]
 
     def compile_blocks(self, lengths: int) -> None:
-        """Compile the blocks' forward pass in training mode, for `lengths` different sequence lengths. Layers that are alike share code.
+        """Compile the blocks' forward pass in training mode, for `lengths` different sequence lengths. Layers that are
+        alike share code.
 
-        Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks would be unrolled.
+        Evaluations (`eval`) stay eager, and so do embedding, RoPE's angles, last norm and the head's loss, whose chunks
+        would be unrolled.
         """
         dynamo_config = (
             torch._dynamo.config
@@ -197,7 +204,9 @@ class Decoder(nn.Module):
         self.run_block = torch.compile(_run_block, dynamic=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all logits at once."""
+        """Next-token logits (B, T, V) of tokens (B, T) int64. `lm.model.cross_entropy` avoids holding all logits at
+        once.
+        """
         return self.head(self(tokens))
 
     def loss(self, batch: Batch) -> Tensor:
@@ -205,7 +214,9 @@ class Decoder(nn.Module):
         return self.training_loss(batch)[0]
 
     def training_loss(self, batch: Batch, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return a batch's training objective, and its two terms, loss and z-loss, as (2,) (`lm.model.cross_entropy.training_loss`)."""
+        """Return a batch's training objective, and its two terms, loss and z-loss, as (2,)
+        (`lm.model.cross_entropy.training_loss`).
+        """
         first = (
             batch.first if self.run_block is _run_block else 0
         )  # a compiled block would be compiled anew for each `first`
@@ -214,7 +225,9 @@ class Decoder(nn.Module):
         )
 
     def hidden(self, batch: Batch, first: int = 0) -> Tensor:
-        """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see `forward`)."""
+        """Hidden states (B, T - first, C) of a batch's tokens from index `first` on, after the last norm (see
+        `forward`).
+        """
         return self(batch.tokens, batch_layout(batch), first=first)
 
 
@@ -223,7 +236,9 @@ def _run_block(block: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
 
 
 def batch_layout(batch: Batch) -> AttentionLayout:
-    """The attention layout of a batch: each sequence is one document, or several documents that don't see each other."""
+    """The attention layout of a batch: each sequence is one document, or several documents that don't see each
+    other.
+    """
     if batch.positions is None:
         return AttentionLayout.full(batch.tokens.size(1), batch.tokens.device)
     return AttentionLayout.from_positions(batch.positions)
@@ -246,10 +261,11 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def projections(decoder: Decoder) -> dict[str, dict[str, slice]]:
-    """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k": rows, "v": rows}.
+    """The rows of each projection in each fused matrix, by matrix name: `attention.qkv.weight` has {"q": rows, "k":
+    rows, "v": rows}.
 
-    Optimizers use these rows to treat projections separately. A module's `fused_rows` is {linear layer: {projection: number of rows}}, in
-    the order of rows.
+    Optimizers use these rows to treat projections separately. A module's `fused_rows` is {linear layer: {projection:
+    number of rows}}, in the order of rows.
     """
     matrix_rows = {}
     for name, module in decoder.named_modules():

@@ -1,4 +1,6 @@
-"""Device, precision and compilation of a run; a time limit, sums over processes and evaluation mode for measurements."""
+"""Device, precision and compilation of a run; a time limit, sums over processes and evaluation mode for
+measurements.
+"""
 
 import os
 import time
@@ -16,18 +18,20 @@ from lm.errors import ConfigError, Problem, RunError
 from lm.machine import compiled_code_folder, cpp_compiler, cpu_flags, peak_process_bytes
 from lm.schema import Plain
 
-# FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_TOTAL_FLOPS_TO_COMPILE is for all runs together that
-# share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.
+# FLOPs above which torch.compile saves more time than it takes (docs/speed.md). MIN_TOTAL_FLOPS_TO_COMPILE is for all
+# runs together that share its code, MIN_RUN_FLOPS_TO_COMPILE for each of these runs, which must load that code.
 MIN_TOTAL_FLOPS_TO_COMPILE = {"cpu": 1e14, "gpu": 2e16}
 MIN_RUN_FLOPS_TO_COMPILE = {"cpu": 3e13, "gpu": 4e15}
-# The same limits in seconds of uncompiled runs, where these are measured. Compiling takes 20 s, loading 4 s, and compiled code saves about
-# a twentieth of the time.
+# The same limits in seconds of uncompiled runs, where these are measured. Compiling takes 20 s, loading 4 s, and
+# compiled code saves about a twentieth of the time.
 MIN_TOTAL_SECONDS_TO_COMPILE, MIN_RUN_SECONDS_TO_COMPILE = 1000, 200
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """The value of a setting that may have been `auto`, and the reason to print, empty for a value that the configuration gives."""
+    """The value of a setting that may have been `auto`, and the reason to print, empty for a value that the
+    configuration gives.
+    """
 
     value: str
     reason: str
@@ -58,7 +62,8 @@ class Machine:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in this process.
+    """The GPUs that child processes may use, by their names in CUDA_VISIBLE_DEVICES. CUDA is not initialised in this
+    process.
 
     If the variable names MIG devices, all of these are returned, although CUDA shows a process only the first of them.
     """
@@ -71,7 +76,9 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def count_gpus(config: Config) -> int:
-    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or devices that it asks for."""
+    """The number of GPUs that a run takes, 0 on the CPU. Raises ConfigError if the machine lacks the GPU or devices
+    that it asks for.
+    """
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = config.trainer.accelerator
     if accelerator == "gpu" and not n_gpus:
@@ -97,7 +104,9 @@ def count_gpus(config: Config) -> int:
 
 
 def resolve_device(config: Config) -> tuple[str, str]:
-    """Return `cpu` or `gpu`, and the device's name. Raises ConfigError if the machine lacks a device that is asked for."""
+    """Return `cpu` or `gpu`, and the device's name. Raises ConfigError if the machine lacks a device that is asked
+    for.
+    """
     return ("gpu", torch.cuda.get_device_name(0)) if count_gpus(config) else ("cpu", "cpu")
 
 
@@ -107,7 +116,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resolve_precision(config: Config, accelerator: str, old_facts: dict[str, Plain]) -> ResolvedSetting:
-    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` keeps an earlier precision, else takes bf16 if the device has it.
+    """Resolve `trainer.precision` to `32` or `bf16-mixed`. `auto` keeps an earlier precision, else takes bf16 if the
+    device has it.
 
     old_facts: the environment.json of the run that is resumed or evaluated; empty for a new run.
     """
@@ -140,15 +150,18 @@ def resolve_compile(
     runs: int = 1,
     seconds: float | None = None,
 ) -> ResolvedSetting:
-    """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible and if it saves time.
+    """Resolve `trainer.compile` to `true` or `false`. `auto` keeps a resumed run's choice, else compiles if possible
+    and if it saves time.
 
-    On a CPU, `auto` compiles no run that trains on tasks alone, as only uncompiled steps can skip queries before the first answer.
+    On a CPU, `auto` compiles no run that trains on tasks alone, as only uncompiled steps can skip queries before the
+    first answer.
 
     Args:
         flops: the FLOPs of the whole run.
         old_facts: the environment.json of the resumed run; empty for a new run.
         runs: the number of runs that share the compiled code, which the first of them makes.
-        seconds: measured seconds of the whole run without compilation, which decide instead of FLOPs; None: not measured.
+        seconds: measured seconds of the whole run without compilation, which decide instead of FLOPs; None: not
+            measured.
     """
     setting, reason = config.trainer.compile, ""
     compiler = cpp_compiler()
@@ -184,7 +197,8 @@ def resolve_compile(
 def use_compile_cache() -> None:
     """Cache the code that torch.compile makes in `compiled_code_folder`, unless TORCHINDUCTOR_CACHE_DIR names a folder.
 
-    If `compiled_code_folder` can't be written, torch's default folder stays. Several processes can safely use the cache at once.
+    If `compiled_code_folder` can't be written, torch's default folder stays. Several processes can safely use the cache
+    at once.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
@@ -209,7 +223,9 @@ class OutOfTime(RunError):
 
 @dataclass(frozen=True)
 class Device:
-    """The torch device of a model, whether it runs in bf16 autocast, this process's rank among all processes, and a deadline."""
+    """The torch device of a model, whether it runs in bf16 autocast, this process's rank among all processes, and a
+    deadline.
+    """
 
     device: torch.device
     bf16: bool
@@ -230,7 +246,9 @@ class Device:
         return replace(self, deadline=None if seconds is None else time.monotonic() + seconds)
 
     def check_time(self) -> None:
-        """Raise OutOfTime if the deadline has passed. Call this between batches, in the function that `all_reduce_sum` calls."""
+        """Raise OutOfTime if the deadline has passed. Call this between batches, in the function that `all_reduce_sum`
+        calls.
+        """
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime(OUT_OF_TIME)
 
@@ -238,7 +256,8 @@ class Device:
 def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
     """Return the sum over ranks of the tensors that `compute` returns, on the CPU. All ranks must call this function.
 
-    If `compute` fails on a rank, this rank raises its error. The other ranks raise OutOfTime if the error is OutOfTime, else RunError.
+    If `compute` fails on a rank, this rank raises its error. The other ranks raise OutOfTime if the error is OutOfTime,
+    else RunError.
     """
     if device.world == 1:
         return compute().cpu()
@@ -259,13 +278,17 @@ def all_reduce_sum(device: Device, compute: Callable[[], Tensor]) -> Tensor:
 
 
 def preserved_random_state() -> AbstractContextManager:
-    """Return a context that restores torch's random state when it ends, on the CPU and on the GPU that this process uses."""
+    """Return a context that restores torch's random state when it ends, on the CPU and on the GPU that this process
+    uses.
+    """
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """A context with `models` in evaluation mode and without gradients. When it ends, it restores the modes and torch's random state."""
+    """A context with `models` in evaluation mode and without gradients. When it ends, it restores the modes and torch's
+    random state.
+    """
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         with preserved_random_state(), torch.no_grad():

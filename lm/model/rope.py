@@ -18,11 +18,12 @@ Rotation = tuple[
 def rope_rotation(
     positions: Tensor, head_size: int, rope: Rope, scaling: RopeScaling = AS_TRAINED, lengths: tuple[int, int] = (1, 1)
 ) -> Rotation:
-    """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T), times `rope.scaling.amplitude`.
+    """Return cos and sin of RoPE's angles (arXiv 2104.09864) at `positions`, (T,) or (B, T), times
+    `rope.scaling.amplitude`.
 
-    Pair i rotates by position * theta^(-2i/D), D = head_size. `rope.fraction` below 1 leaves the low-frequency pairs unrotated
-    (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in float64, as at
-    position 131,072 fp32 would be off by 0.004 radians.
+    Pair i rotates by position * theta^(-2i/D), D = head_size. `rope.fraction` below 1 leaves the low-frequency pairs
+    unrotated (p-RoPE), and `rope.scaling` is the model's own rescaling of the frequencies. Angles are formed in
+    float64, as at position 131,072 fp32 would be off by 0.004 radians.
 
     Args:
         scaling: a further rescaling of the frequencies in inference, for sequences beyond the training length.
@@ -36,7 +37,9 @@ def rope_rotation(
 def frequencies(
     head_size: int, rope: Rope, scaling: RopeScaling, train_length: int, length: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """RoPE's frequencies after rescaling, which are radians per token of each rotated pair of dimensions, (pairs,) float64."""
+    """RoPE's frequencies after rescaling, which are radians per token of each rotated pair of dimensions, (pairs,)
+    float64.
+    """
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
     s = scaling.s(train_length, length)
     radians = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
@@ -45,7 +48,9 @@ def frequencies(
 
 
 class _PairRotation(torch.autograd.Function):
-    """Rotation of pairs (x1, x2) by their angles, in few passes over x; gradients are rotated by the opposite angles."""
+    """Rotation of pairs (x1, x2) by their angles, in few passes over x; gradients are rotated by the opposite
+    angles.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,7 +66,9 @@ class _PairRotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x, in fp32 or wider, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin) and other dimensions as they are."""
+    """Return x, in fp32 or wider, with pairs (x1, x2) turned to (x1 cos - x2 sin, x2 cos + x1 sin) and other dimensions
+    as they are.
+    """
     n_pairs = cos.size(-1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     x1, x2 = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
@@ -69,6 +76,8 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Return `x` (B, H, T, D) rotated by RoPE, in fp32 or wider. The first half of the rotated dimensions pairs with the second."""
+    """Return `x` (B, H, T, D) rotated by RoPE, in fp32 or wider. The first half of the rotated dimensions pairs with
+    the second.
+    """
     cos, sin = (part.unsqueeze(-3) for part in rotation)  # the same for all heads
     return _PairRotation.apply(x, cos, sin)

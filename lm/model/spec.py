@@ -1,4 +1,6 @@
-"""The description of a model without its weights, and the model's costs, which are parameters, FLOPs per token and training steps."""
+"""The description of a model without its weights, and the model's costs, which are parameters, FLOPs per token and
+training steps.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,9 @@ from lm.schema import Plain, build, cross_key_problems, key, section
 
 @dataclass
 class ModelSpec:
-    """The description of a model that suffices to build its decoder, load its weights, and use it: evaluate, swap, generate, export."""
+    """The description of a model that suffices to build its decoder, load its weights, and use it: evaluate, swap,
+    generate, export.
+    """
 
     model: ModelConfig = section(ModelConfig, "the decoder, with the normalizer that it has")
     vocab_size: int = key(256, "tokens that the model knows", ge=1)
@@ -38,7 +42,9 @@ class ModelSpec:
 
     @classmethod
     def from_training(cls, config: Config, metadata: Mapping[str, Plain]) -> "ModelSpec":
-        """The spec of a model from its run's configuration and the metadata `phase`, `vocab_size` and `plugins` of its checkpoint."""
+        """The spec of a model from its run's configuration and the metadata `phase`, `vocab_size` and `plugins` of its
+        checkpoint.
+        """
         model, versions, tokenizer = (
             config.model_in(metadata["phase"]),
             metadata.get("plugins", {}),
@@ -50,8 +56,8 @@ class ModelSpec:
 
     @classmethod
     def read(cls, plain: Plain) -> "ModelSpec":
-        """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: the data are invalid, or name a
-        normalizer from outside lm whose import is not allowed or fails."""
+        """Return the spec that plain data (`lm.schema.to_plain`) describe. Raises ConfigError: the data are invalid, or
+        name a normalizer from outside lm whose import is not allowed or fails."""
         names = {spec.name for spec in fields(cls) if not spec.metadata.get("omit_default")}
         problems = (
             [Problem(name, None, "is missing") for name in sorted(names - plain.keys())]
@@ -64,7 +70,9 @@ class ModelSpec:
         return spec
 
     def changed_plugins(self) -> list[tuple[str, str, str]]:
-        """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was recorded."""
+        """(name, recorded version, imported version) of each third-party normalizer whose code has changed since it was
+        recorded.
+        """
         versions = PLUGINS.versions(self.plugins).items()
         return [
             (name, self.plugins[name], version)
@@ -78,7 +86,9 @@ class ModelSpec:
 
 
 def count_parameters(decoder: Decoder) -> dict[str, int]:
-    """Numbers of parameters, as {"total", "non_embedding" (without embeddings and head), "normalizer" (in normalizers)}."""
+    """Numbers of parameters, as {"total", "non_embedding" (without embeddings and head), "normalizer" (in
+    normalizers)}.
+    """
     total = sum(p.numel() for p in decoder.parameters())
     tables = decoder.embedding, decoder.value_embedding, decoder.head, decoder.position
     embedding = {p for m in tables if m is not None for p in m.parameters()}
@@ -91,8 +101,8 @@ def flops_per_token(decoder: Decoder, count_masked: bool = False) -> int:
 
     Embedding look-ups are free, and scores that the causal mask hides are not counted.
 
-    masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do. That makes 6 N + 12 L H Q T
-    for N matrix entries, L layers of H heads of size Q, and T = seq_len.
+    masked: count scores that the causal mask hides, too, as PaLM (arXiv 2204.02311, appendix B) and nanoGPT do. That
+    makes 6 N + 12 L H Q T for N matrix entries, L layers of H heads of size Q, and T = seq_len.
     """
     config = decoder.config
     matrix_entries = sum(p.numel() for p in decoder.blocks.parameters() if p.dim() == 2) + decoder.head.weight.numel()
@@ -105,7 +115,8 @@ def flops_per_token(decoder: Decoder, count_masked: bool = False) -> int:
 def count_steps(config: Config, vocab_size: int) -> int:
     """Optimizer steps of a run, as many as `tokens_per_parameter` requires, rounded up.
 
-    All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train equally long.
+    All parameters but those of normalizers are counted, so that models that differ in the normalizer alone train
+    equally long.
     """
     with torch.device("meta"):
         counts = count_parameters(Decoder(config.model_in(0), vocab_size, config.data.seq_len, seed=None))

@@ -27,12 +27,13 @@ FIT_EPOCHS, FIT_LR = 8, 0.02
 def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
     """A decoder with the weights of `old` and another normalizer, on the CPU.
 
-    `Normalizer.init_from` sets the new normalizers' parameters from the old ones, or keeps their initial values, for the training length of
-    `old`.
+    `Normalizer.init_from` sets the new normalizers' parameters from the old ones, or keeps their initial values, for
+    the training length of `old`.
 
     normalizer: the new normalizer's options (`lm.attention.options`).
 
-    Raises RunError: the two decoders' parameters outside the normalizers differ in name or shape; the error names some of these.
+    Raises RunError: the two decoders' parameters outside the normalizers differ in name or shape; the error names some
+    of these.
     """
     new = Decoder(replace(old.config, normalizer=normalizer), old.vocab_size, old.seq_len, seed=None)
     old_shapes, new_shapes = (
@@ -43,7 +44,8 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
     if names:
         before, after = (decoder.config.normalizer.label() for decoder in (old, new))
         raise RunError(
-            f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} in all)"
+            f"{before} can't become {after}: they need other weights around them ({', '.join(names[:3])}, {len(names)} "
+            "in all)"
         )
     new.initialise(seed=0, normalizers_only=True)  # drawn values are the same at every swap
     new.load_state_dict(
@@ -56,10 +58,11 @@ def with_normalizer(old: Decoder, normalizer: Options) -> Decoder:
 
 @torch.no_grad()
 def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
-    """The factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU, for documents of each length.
+    """The factor c in the scores c q.k / sqrt(D) of a document's last token, (lengths, layers, H) on the CPU, for
+    documents of each length.
 
-    Each of H heads has queries q and keys k of size D. The factor is NaN in layers whose scores are no multiple of q.k / sqrt(D)
-    (`Normalizer.scale_by_position`).
+    Each of H heads has queries q and keys k of size D. The factor is NaN in layers whose scores are no multiple of q.k
+    / sqrt(D) (`Normalizer.scale_by_position`).
     """
     normalizers = decoder.normalizers()
     heads, size, device = normalizers[0].layer.n_head, normalizers[0].layer.head_size, decoder.embedding.weight.device
@@ -74,10 +77,11 @@ def score_factors(decoder: Decoder, lengths: Sequence[int]) -> Tensor:
 
 
 def fit_normalizers(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[float, float]:
-    """Train the parameters of the normalizers of `new`, and no others, to minimise KL(old || new) of next-token distributions.
+    """Train the parameters of the normalizers of `new`, and no others, to minimise KL(old || new) of next-token
+    distributions.
 
-    Adam starts at the present values and runs in fp32 over `batches`. If the mean KL is not lower afterwards, the present values are
-    restored. Returns the mean KL (nats) over all batches before and after.
+    Adam starts at the present values and runs in fp32 over `batches`. If the mean KL is not lower afterwards, the
+    present values are restored. Returns the mean KL (nats) over all batches before and after.
     """
     parameters = {name: p for name, p in new.named_parameters() if is_normalizer_parameter(name)}
     initial_values = {name: p.detach().clone() for name, p in parameters.items()}
@@ -111,15 +115,18 @@ def fit_normalizers(old: Decoder, new: Decoder, batches: list[Batch]) -> tuple[f
 
 
 def applicable_settings(decoder: Decoder, settings: Iterable[InferenceSetting]) -> list[InferenceSetting]:
-    """Return those of `settings` whose normalizer options this decoder's normalizer has; the rest may be for another training phase."""
+    """Return those of `settings` whose normalizer options this decoder's normalizer has; the rest may be for another
+    training phase.
+    """
     return [setting for setting in settings if not setting.missing_options([decoder.config.normalizer])]
 
 
 def for_inference(decoder: Decoder, setting: InferenceSetting) -> Decoder:
-    """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in the same mode (training or evaluation).
+    """A copy of `decoder` that computes under `setting`, shares the decoder's parameters, and is in the same mode
+    (training or evaluation).
 
-    Raises ConfigError: `setting` changes an option that no normalizer has or that training fixed, or it has YaRN's temperature although a
-    layer's scores don't scale with q.
+    Raises ConfigError: `setting` changes an option that no normalizer has or that training fixed, or it has YaRN's
+    temperature although a layer's scores don't scale with q.
     """
     (normalizer,), problems = setting.normalizers([decoder.config.normalizer], "normalizer")
     if problems := problems + setting.temperature_problems([decoder.config.normalizer], "inference"):

@@ -1,13 +1,16 @@
-"""Learning rates that transfer over width and depth (`model.transfer`), from a base model with 1/m of the width and 1/l of the depth.
+"""Learning rates that transfer over width and depth (`model.transfer`), from a base model with 1/m of the width and 1/l
+of the depth.
 
-Initial values, learning rates and epsilons are scaled such that a learning rate tuned on the base model also serves this model.
+Initial values, learning rates and epsilons are scaled such that a learning rate tuned on the base model also serves
+this model.
 
-Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with alpha = 1, for the
-depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the residual stream by 1/l. Here these factors are
-in weights instead: 1/m in the gain of the last norm, 1/l in the projections into the residual stream. The factors change initial values,
-learning rates and gradients of these weights. AdamW's steps are the same either way, also where gradients are clipped: their norm is
-computed as if the factors were in the forward pass (`gradients_to_norm`). Only training has to know the factors, as evaluations, swaps and
-exports see weights like any other. docs/recipes.md has the table and where each entry comes from.
+Sources: muP, Yang and Hu et al., arXiv 2203.03466, for the width; CompleteP, Dey et al., arXiv 2505.01618, Table 1 with
+alpha = 1, for the depth. Both multiply outputs in the forward pass: the logits by 1/m, what a block adds to the
+residual stream by 1/l. Here these factors are in weights instead: 1/m in the gain of the last norm, 1/l in the
+projections into the residual stream. The factors change initial values, learning rates and gradients of these weights.
+AdamW's steps are the same either way, also where gradients are clipped: their norm is computed as if the factors were
+in the forward pass (`gradients_to_norm`). Only training has to know the factors, as evaluations, swaps and exports see
+weights like any other. docs/recipes.md has the table and where each entry comes from.
 """
 
 from dataclasses import dataclass, replace
@@ -26,9 +29,9 @@ INTO_RESIDUAL = (
 
 
 def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
-    """Tensors whose total norm is a decoder's or block's gradient norm, as if the factors 1/m and 1/l were in the forward pass. m and l are
-    the model's width and depth divided by the base model's. Each tensor is a gradient, or a gradient's norm times 1/m or 1/l. Parameters
-    without a gradient are left out."""
+    """Tensors whose total norm is a decoder's or block's gradient norm, as if the factors 1/m and 1/l were in the
+    forward pass. m and l are the model's width and depth divided by the base model's. Each tensor is a gradient, or a
+    gradient's norm times 1/m or 1/l. Parameters without a gradient are left out."""
     width, depth = config.size_multipliers
 
     def gradient_or_norm(name: str, gradient: Tensor) -> Tensor:
@@ -50,7 +53,8 @@ def gradients_to_norm(module: nn.Module, config: ModelConfig) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factors for one parameter on the learning rate, which was tuned on the base model, and on the optimizer's epsilon.
+    """Factors for one parameter on the learning rate, which was tuned on the base model, and on the optimizer's
+    epsilon.
 
     The factor on the epsilon is the factor by which the parameter's gradient differs from the base model's.
     """
@@ -60,11 +64,12 @@ class Scaling:
 
 
 def initial_scale(config: ModelConfig, name: str) -> float:
-    """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1 without it.
+    """The factor by which `model.transfer` changes the initial standard deviation of the decoder's parameter `name`; 1
+    without it.
 
-    With m times the base model's width and l times its depth, the factor is m^-1/2 for hidden matrices and value embeddings, (m l)^-1/2 for
-    projections into the residual stream. As every model divides these projections by sqrt(2 n_layer), too, their standard deviation is
-    m^-1/2 / l times the base model's.
+    With m times the base model's width and l times its depth, the factor is m^-1/2 for hidden matrices and value
+    embeddings, (m l)^-1/2 for projections into the residual stream. As every model divides these projections by sqrt(2
+    n_layer), too, their standard deviation is m^-1/2 / l times the base model's.
     """
     width, depth = config.size_multipliers
     if name.endswith(INTO_RESIDUAL):
@@ -99,7 +104,9 @@ def scalings(decoder: nn.Module, config: ModelConfig, width_exponent: float) -> 
 
 
 def _input_matrices(normalizer: Normalizer) -> list[str]:
-    """Names of a normalizer's matrices that read the layer's input, and whose input dimension therefore grows with the model's width."""
+    """Names of a normalizer's matrices that read the layer's input, and whose input dimension therefore grows with the
+    model's width.
+    """
     wider_layer = replace(normalizer.layer, width=2 * normalizer.layer.width)
     with torch.device("meta"):
         wider_parameters = dict(make_normalizer(normalizer.options, wider_layer).named_parameters())

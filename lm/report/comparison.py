@@ -1,4 +1,6 @@
-"""The comparison of runs: their arms, the sections of series shown together, paired differences, and whether the comparison is fair."""
+"""The comparison of runs: their arms, the sections of series shown together, paired differences, and whether the
+comparison is fair.
+"""
 
 import hashlib
 import json
@@ -38,7 +40,9 @@ class ArmRuns:
 
 @dataclass(frozen=True)
 class SeriesName:
-    """The name of a series: reports compare series of equal name. Each name has its own panels in a picture and its own differences."""
+    """The name of a series: reports compare series of equal name. Each name has its own panels in a picture and its own
+    differences.
+    """
 
     metric: str
     subject: str  # task or source, with its options where another task has the same name
@@ -62,7 +66,9 @@ class Section:
 
     @property
     def example_series(self) -> Series:
-        """The section's first series. Callers read from it what all of its series share, such as the shape of their values."""
+        """The section's first series. Callers read from it what all of its series share, such as the shape of their
+        values.
+        """
         return next(iter(self.series.values()))
 
     @cached_property
@@ -107,13 +113,17 @@ class Section:
         return [series for (owner, _), series in self.series.items() if owner is run]
 
     def by_seed(self, arm: ArmRuns, name: SeriesName) -> dict[tuple[int, ...], Series]:
-        """The series named `name` of the arm's runs, by the seeds of each run; runs without such a series are left out."""
+        """The series named `name` of the arm's runs, by the seeds of each run; runs without such a series are left
+        out.
+        """
         return {run.seeds: self.series[run, name] for run in arm.runs if (run, name) in self.series}
 
     def sha256(self, run: RunRecord) -> str | None:
-        """The sha256 of the sequences on which the run's series in the section were measured; None if no such series has samples.
+        """The sha256 of the sequences on which the run's series in the section were measured; None if no such series
+        has samples.
 
-        If the series were measured on several sets of sequences, it is the sha256 of the sorted list of the sets' hashes.
+        If the series were measured on several sets of sequences, it is the sha256 of the sorted list of the sets'
+        hashes.
         """
         hashes = sorted({sha256 for _, sha256 in identities(self.series_of_run(run))})
         return (
@@ -125,7 +135,9 @@ class Section:
         )
 
     def tokens_seen(self, run: RunRecord) -> str | None:
-        """Number of tokens, as text, that the run had seen when the numbers in this section were measured; None without such numbers."""
+        """Number of tokens, as text, that the run had seen when the numbers in this section were measured; None without
+        such numbers.
+        """
         run_series = self.series_of_run(run)
         counts = {
             evaluation.tokens_seen
@@ -135,7 +147,9 @@ class Section:
         return ", ".join(f"{tokens:,}" for tokens in sorted(counts)) or None
 
     def comparable_series(self, arm: ArmRuns, name: SeriesName, place: str) -> list[Series]:
-        """The arm's series named `name` that have a value at `place`, a label in `places`; [] if their sequences at `place` differ."""
+        """The arm's series named `name` that have a value at `place`, a label in `places`; [] if their sequences at
+        `place` differ.
+        """
         run_series = [series for series in self.by_seed(arm, name).values() if place in series.places]
         return run_series if len(identities(run_series, place)) < 2 else []
 
@@ -145,9 +159,11 @@ class Section:
         return float(np.mean([series.mean_at(place) for series in run_series])) if run_series else None
 
     def interval(self, arm: ArmRuns, name: SeriesName, place: str) -> Interval | None:
-        """The interval of the mean at `place`: for one run the interval of its series, for several runs Student's t interval over seeds.
+        """The interval of the mean at `place`: for one run the interval of its series, for several runs Student's t
+        interval over seeds.
 
-        With Wilson intervals, the latter is widened to contain each run's interval. None if the mean is not finite or has no interval.
+        With Wilson intervals, the latter is widened to contain each run's interval. None if the mean is not finite or
+        has no interval.
         """
         run_series, mean = self.comparable_series(arm, name, place), self.mean(arm, name, place)
         if mean is None or not np.isfinite(mean) or run_series[0].interval == "none":
@@ -165,7 +181,9 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """The content of a report: arms with their runs, measured series, and differences to the baseline (none if there is one arm)."""
+    """The content of a report: arms with their runs, measured series, and differences to the baseline (none if there is
+    one arm).
+    """
 
     arm_names: tuple[str, ...]  # names of the arms that pictures give a colour, the baseline first
     arms: tuple[ArmRuns, ...]  # the arms that have runs
@@ -180,7 +198,9 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def level(self, unit: str) -> tuple[str, float] | None:
-        """Name and value of a finite reference level, such as the unigram cross-entropy, of a series measured in `unit`; else None."""
+        """Name and value of a finite reference level, such as the unigram cross-entropy, of a series measured in
+        `unit`; else None.
+        """
         unit_series = [series for section in self.sections for series in section.series.values() if series.unit == unit]
         return next(
             (
@@ -194,7 +214,9 @@ class RunComparison:
 
 
 def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]) -> tuple[bool | None, str]:
-    """Whether `value(run)` is equal for all runs (None if equal, but unrecorded for some), and the value as text, by arm if arms differ."""
+    """Whether `value(run)` is equal for all runs (None if equal, but unrecorded for some), and the value as text, by
+    arm if arms differ.
+    """
     texts_by_arm = [list(dict.fromkeys(plain_text(value(run)) for run in arm.runs)) for arm in arms]
     distinct_texts = set().union(*texts_by_arm)
     arm_texts = [", ".join(texts) for texts in texts_by_arm]
@@ -206,8 +228,8 @@ def shared_value(arms: tuple[ArmRuns, ...], value: Callable[[RunRecord], object]
 
 
 def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunComparison:
-    """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, else the name of one of its runs,
-    else its normalizer's name; None: the first arm.
+    """Group runs into arms and compare the arms with the baseline arm. `baseline` is this arm's label, else the name of
+    one of its runs, else its normalizer's name; None: the first arm.
 
     Raises RunError: there are no runs, or `baseline` matches no arm or several arms.
     """
@@ -234,7 +256,8 @@ def compare_runs(records: list[RunRecord], baseline: str | None = None) -> RunCo
 
 
 def comparison_of(arms: tuple[ArmRuns, ...], names: tuple[str, ...]) -> RunComparison:
-    """Compare `arms`, each of which has runs, to the baseline arm; if the baseline has no runs, there are no differences.
+    """Compare `arms`, each of which has runs, to the baseline arm; if the baseline has no runs, there are no
+    differences.
 
     names: labels of all arms, also of arms that have no runs; the label of the baseline comes first.
     """
@@ -325,7 +348,8 @@ def _group_into_arms(records: list[RunRecord]) -> list[ArmRuns]:
 
 
 def arm_label(run: RunRecord) -> str:
-    """The label of a run's arm: its normalizer, the normalizers of its phases, or the normalizer that was swapped in after training.
+    """The label of a run's arm: its normalizer, the normalizers of its phases, or the normalizer that was swapped in
+    after training.
 
     Phases read `softmax -> ssmax at step 175`.
     """
@@ -345,7 +369,8 @@ def arm_label(run: RunRecord) -> str:
 def _config_diff(arms: Sequence[ArmRuns]) -> dict[str, tuple[str, ...]]:
     """Map each configuration key in which arms differ to its values in each arm, as text.
 
-    A null value (off) counts as a missing key: an older run without a key does not differ from a newer run that leaves it off.
+    A null value (off) counts as a missing key: an older run without a key does not differ from a newer run that leaves
+    it off.
     """
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.flat if key not in ("name", "seed"))
     run_texts = {
@@ -380,8 +405,8 @@ def _make_sections(arms: tuple[ArmRuns, ...]) -> tuple[Section, ...]:
 
 
 def identities(series_list: Iterable[Series], place: str | None = None) -> set[tuple[str, str]]:
-    """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, a label of `Series.places`, only of
-    sequences measured there."""
+    """Pairs (data fingerprint, sha256 of the sequences) of all series with samples; with a `place`, a label of
+    `Series.places`, only of sequences measured there."""
     sampled_series = [series for series in series_list if series.samples and (place is None or place in series.places)]
     samples = [
         (series, series.samples if place is None else [series.column(series.column_at(place))[0]])
@@ -395,7 +420,9 @@ def identities(series_list: Iterable[Series], place: str | None = None) -> set[t
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference, arm minus baseline, of one series: an interval and how it was computed, or the reason why there is no interval."""
+    """The difference, arm minus baseline, of one series: an interval and how it was computed, or the reason why there
+    is no interval.
+    """
 
     arm: str
     section: Section
@@ -408,7 +435,8 @@ class Difference:
 def mean_interval(differences: list[Units]) -> Interval | None:
     """The mean of paired differences with its interval: Student's t over seeds, or for one seed over documents.
 
-    `differences`: for each seed, the differences by sequence. Returns None for one seed with fewer than `MIN_DOCUMENTS` documents.
+    `differences`: for each seed, the differences by sequence. Returns None for one seed with fewer than `MIN_DOCUMENTS`
+    documents.
     """
     if len(differences) > 1:
         return over_seeds(np.array([units.mean for units in differences])).interval()
@@ -417,7 +445,9 @@ def mean_interval(differences: list[Units]) -> Interval | None:
 
 
 def shown_interval(interval: Interval | None, series: Series) -> Interval | None:
-    """The interval of a difference as reports show it: None if it is not `bounded`; for fractions its ends are clipped to [-1, 1]."""
+    """The interval of a difference as reports show it: None if it is not `bounded`; for fractions its ends are clipped
+    to [-1, 1].
+    """
     if interval is None or not interval.bounded:
         return None
     limit = 1.0 if series.unit == "fraction" else np.inf
@@ -425,12 +455,16 @@ def shown_interval(interval: Interval | None, series: Series) -> Interval | None
 
 
 def seeds_shown(seeds: tuple[int, ...]) -> str:
-    """A run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights trained with seed 1."""
+    """A run's seeds (`RunRecord.seeds`) as text, the last first: `3 after 1` for seed 3 and initial weights trained
+    with seed 1.
+    """
     return " after ".join(map(str, reversed(seeds)))
 
 
 def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesName) -> Difference:
-    """The difference of `arm` to `base` in series `name`, at the last point or range measured in both arms, else in either arm."""
+    """The difference of `arm` to `base` in series `name`, at the last point or range measured in both arms, else in
+    either arm.
+    """
     series_by_seeds = [
         {seeds: series for seeds, series in section.by_seed(runs, name).items() if series.samples}
         for runs in (arm, base)
@@ -462,8 +496,8 @@ def _compare_arms(arm: ArmRuns, base: ArmRuns, section: Section, name: SeriesNam
 def _difference_and_note(
     labels: Sequence[str], units: Sequence[Mapping[tuple[int, ...], Units | None]]
 ) -> tuple[Interval | None, str]:
-    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units`: values of the arm, then of the
-    baseline, by the runs' seeds."""
+    """The interval of arm minus baseline (or None), and a note on its computation or absence. `units`: values of the
+    arm, then of the baseline, by the runs' seeds."""
     arm_units, base_units = ({seeds: units for seeds, units in by_seed.items() if units} for by_seed in units)
     for label, units_by_seeds in zip(labels, (arm_units, base_units), strict=True):
         if not units_by_seeds:
@@ -492,11 +526,17 @@ def _difference_and_note(
         if n_documents == n_sequences
         else f"{n_documents} documents ({n_sequences} sequences)"
     )
-    note = f"paired by sequence, Student t over {sample_text}: covers the choice of what was evaluated on, not training noise"
+    note = (
+        f"paired by sequence, Student t over {sample_text}: covers the choice of what was evaluated on, not "
+        "training noise"
+    )
     caveat = (
         "one seed per arm"
         if len(arm_units) == len(base_units) == 1
         else f"seed {seeds_shown(shared_seeds[0])} alone is in both arms"
     )
-    note += f"; {caveat}: says nothing about the method, as differences of several times this interval can be noise of the seed"
+    note += (
+        f"; {caveat}: says nothing about the method, as differences of several times this interval can be noise of "
+        "the seed"
+    )
     return interval, note

@@ -1,5 +1,5 @@
-"""Pictures that compare runs: training curves, evaluated metrics by position, length or head, heat maps by layer and head, and the metrics
-that training logs by layer and head."""
+"""Pictures that compare runs: training curves, evaluated metrics by position, length or head, heat maps by layer and
+head, and the metrics that training logs by layer and head."""
 
 import re
 from collections import Counter, defaultdict
@@ -170,22 +170,29 @@ def curves(
 
 
 def _curve_by_tokens_seen(run: DrawnRun, name: str) -> Curve:
-    """The curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial weights had seen."""
+    """The curve of a logged metric as a function of tokens seen, which include the tokens that the run's initial
+    weights had seen.
+    """
     curve = run.record.curve(name)
     return replace(curve, tokens=curve.tokens + run.record.tokens_before)
 
 
 # ---------------------------------------------------------------- sections
 
-WILSON_NOTE = "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t over seeds that lies farther out"
+WILSON_NOTE = (
+    "Wilson's over questions or the sequences that ask several, for several seeds each end of Student's t "
+    "over seeds that lies farther out"
+)
 DIFFERENCE_BANDS = "Bands of differences: 95% intervals over {}, point by point, not adjusted."
 SeriesBySeeds = Mapping[tuple[int, ...], Series]
 
 
 def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
-    """A picture of a section's series along their axis: for each series name, panels of values and of paired differences to the baseline.
+    """A picture of a section's series along their axis: for each series name, panels of values and of paired
+    differences to the baseline.
 
-    It is None if the series have a single point or range and no reference level, so that the section's table shows as much.
+    It is None if the series have a single point or range and no reference level, so that the section's table shows as
+    much.
     """
     if len(section.places) < 2 and not any(series.references for series in section.series.values()):
         return None
@@ -233,14 +240,17 @@ def axis_picture(comparison: RunComparison, section: Section) -> Picture | None:
 
 
 def _arm_traces(traces: Sequence[Trace], arm: str, names: Sequence[str]) -> list[Trace]:
-    """Copy the traces with the index of `arm` in `names`, which decides their colour, and with the arm's name before their labels."""
+    """Copy the traces with the index of `arm` in `names`, which decides their colour, and with the arm's name before
+    their labels.
+    """
     return [replace(trace, arm=names.index(arm), label=f"{arm}, {trace.label}") for trace in traces]
 
 
 def _value_traces(section: Section, arm: ArmRuns, name: SeriesName) -> list[Trace]:
     """Traces of an arm's series named `name`, over the points or bins at which all runs of the arm have values.
 
-    Points have intervals; bins have intervals only if the arm has a single run. Control series (`Series.control`) have no intervals.
+    Points have intervals; bins have intervals only if the arm has a single run. Control series (`Series.control`) have
+    no intervals.
     """
     by_seed, intervals = section.by_seed(arm, name), []
     run_series = [*by_seed.values()]
@@ -258,8 +268,9 @@ def _value_traces(section: Section, arm: ArmRuns, name: SeriesName) -> list[Trac
 def paired_difference_traces(arm_series: SeriesBySeeds, base_series: SeriesBySeeds) -> list[Trace]:
     """Traces of differences, arm minus baseline, between runs of equal seeds, paired by sequence.
 
-    The traces cover the points or bins at which all runs were measured on the same sequences; [] if there are none. Each point has its own
-    interval: Student's t over seeds, or over documents if there is one seed; no interval if the point's differences have no spread.
+    The traces cover the points or bins at which all runs were measured on the same sequences; [] if there are none.
+    Each point has its own interval: Student's t over seeds, or over documents if there is one seed; no interval if the
+    point's differences have no spread.
     """
     shared_seeds = [seeds for seeds in arm_series if seeds in base_series]
     paired_series = [by_seed[seeds] for seeds in shared_seeds for by_seed in (arm_series, base_series)]
@@ -281,7 +292,8 @@ def _seed_traces(
 ) -> list[Trace]:
     """A trace of each seed, and a trace of the mean over seeds. The caller sets the traces' arm.
 
-    `values` has, by x, the values of all runs in the order of `seeds`. `bands` has the interval of the mean at each x, or is empty.
+    `values` has, by x, the values of all runs in the order of `seeds`. `bands` has the interval of the mean at each x,
+    or is empty.
     """
     if not values:
         return []
@@ -303,8 +315,8 @@ def _seed_traces(
 
 
 def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, float]]:
-    """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins sqrt(start * stop).
-    Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
+    """Points or bins that all series share: (start, stop) by the x coordinate at which the value is drawn, for bins
+    sqrt(start * stop). Bins that begin before `FIRST_DRAWN_POSITION` are left out, except the last."""
     shared_x = (
         reduce(np.intersect1d, [np.array(series.axis.values, dtype=float) for series in series_list])
         if series_list
@@ -317,7 +329,9 @@ def _shared_places(series_list: Sequence[Series]) -> dict[float, tuple[float, fl
 
 
 def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Trace]) -> Panel:
-    """A panel of traces along the section's axis, with vertical marks at training lengths. `quantity` labels the y axis."""
+    """A panel of traces along the section's axis, with vertical marks at training lengths. `quantity` labels the y
+    axis.
+    """
     example, x = section.example_series, np.concatenate([trace.x for trace in traces] or [np.ones(1)])
     octaves = [2**power for power in range(31) if x.min() <= 2**power <= x.max()]
     ticks = plain_ticks(octaves if example.bins else sorted(set(x.tolist())))
@@ -329,7 +343,8 @@ def _axis_panel(section: Section, title: str, quantity: str, traces: Sequence[Tr
 def _y_range(
     comparison: RunComparison, section: Section, traces: Sequence[Trace]
 ) -> tuple[tuple[float, float] | None, str]:
-    """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values above the range.
+    """The range (low, high) of the y axis, cut off above the metric's reference level, and a note on arms with values
+    above the range.
 
     The range is None and the note empty if no value is finite, there is no reference level, or higher is better.
     """
@@ -361,8 +376,8 @@ def _y_range(
 
 
 def heat_maps(comparison: RunComparison) -> list[Picture]:
-    """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth and length. Each map
-    shows an arm's mean over seeds."""
+    """Pictures of heat maps of fractions of more than `MAX_TASKS_WITHOUT_MAP` tasks, such as accuracy by needle depth
+    and length. Each map shows an arm's mean over seeds."""
     series_groups = defaultdict[tuple[str, str, str], dict[str, dict[str, list[Series]]]](
         lambda: defaultdict(lambda: defaultdict(list))
     )
@@ -391,7 +406,9 @@ def heat_maps(comparison: RunComparison) -> list[Picture]:
 
 
 def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> Map:
-    """A heat map of an arm: a row for each task, a column for each point, cells with means over runs. All series have the same points."""
+    """A heat map of an arm: a row for each task, a column for each point, cells with means over runs. All series have
+    the same points.
+    """
     example, *_ = next(iter(series_by_task.values()))
     values = np.array(
         [np.mean([series.means for series in series_list], axis=0) for series_list in series_by_task.values()],
@@ -407,7 +424,9 @@ def _fraction_map(arm: str, series_by_task: Mapping[str, Sequence[Series]]) -> M
 
 
 def layer_curves(log_lines: list[dict[str, Plain]]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """Curves by (quantity, layer), such as (`largest_score`, 0), then by head: `head3`, `rms` (root mean square) or '' (no heads)."""
+    """Curves by (quantity, layer), such as (`largest_score`, 0), then by head: `head3`, `rms` (root mean square) or ''
+    (no heads).
+    """
     names = dict.fromkeys(name for log_line in log_lines for name in log_line)
     curves: dict[tuple[str, int], dict[str, Curve]] = {}
     for match in sorted(
@@ -429,11 +448,12 @@ def quantity_title(quantity: str) -> str:
 
 
 def layer_pictures(names: Sequence[str], runs: Sequence[DrawnRun]) -> dict[str, Picture]:
-    """Pictures, by name, of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with those that the key
-    `log.dynamics` lists (logit scale, largest score, gradient norm).
+    """Pictures, by name, of quantities logged for each layer: `normalizer-parameters`, and `dynamics` with those that
+    the key `log.dynamics` lists (logit scale, largest score, gradient norm).
 
-    Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a colour. Gradient
-    norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are merged to `MAX_POINTS` or fewer.
+    Each arm has a colour and thin lines, and a thick line for the median of these; with a single run, each layer has a
+    colour. Gradient norms, which differ by large factors, have a logarithmic axis. Neighbouring points of a curve are
+    merged to `MAX_POINTS` or fewer.
     """
     captions = {
         "normalizer-parameters": "Parameters of the normalizers. A line for each seed, layer and head.",
@@ -494,7 +514,8 @@ def _median_traces(names: Sequence[str], traces: Sequence[Trace]) -> list[Trace]
 def _merge_points(quantity: str, x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Merge neighbouring points into at most `MAX_POINTS` points and return their x and y; `values` is (points, heads).
 
-    Each y is the median of a group's values over all heads; for the largest score and the gradient norm, which have spikes, the largest.
+    Each y is the median of a group's values over all heads; for the largest score and the gradient norm, which have
+    spikes, the largest.
     """
     group_size = -(-len(x) // MAX_POINTS)
     groups = np.split(np.arange(len(x)), range(group_size, len(x), group_size))

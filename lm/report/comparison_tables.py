@@ -27,15 +27,21 @@ from lm.schema import Plain, flatten
 from lm.statistics.intervals import Interval
 
 BETTER_SIDE = {"lower": "below zero", "higher": "above zero", "none": ""}  # side on which differences are improvements
-REPORTING_NOTE = "of held-out text or tasks, numbers are of the documents or sequences that report, without the third that selects rates and checkpoints"
-OWN_SEEDS_NOTE = "arms were measured with different seeds: means are over each arm's own, differences over the seeds that both arms have"
+REPORTING_NOTE = (
+    "of held-out text or tasks, numbers are of the documents or sequences that report, without the third "
+    "that selects rates and checkpoints"
+)
+OWN_SEEDS_NOTE = (
+    "arms were measured with different seeds: means are over each arm's own, differences over the seeds "
+    "that both arms have"
+)
 AGREEMENT_TEXTS = {True: "yes", False: "NO", None: "unknown"}  # how tables show `Fact.agrees`
 TimeSpan = tuple[datetime, datetime]
 
 
 def comparison_tables(comparison: RunComparison) -> tuple[Table, ...]:
-    """One table for each section: a row for each task, inference setting and arm, a column for each metric at each point or range.
-    A table of differences to the baseline follows if any difference has an interval."""
+    """One table for each section: a row for each task, inference setting and arm, a column for each metric at each
+    point or range. A table of differences to the baseline follows if any difference has an interval."""
     tables, differences = (
         [_section_table(comparison, section) for section in comparison.sections],
         _difference_table(comparison),
@@ -84,7 +90,9 @@ def _section_table(comparison: RunComparison, section: Section) -> Table:
 
 
 def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int | None = None) -> str | None:
-    """The mean of the values that are not None, divided by `unit`, as text with four digits or `decimals` decimals; None without values."""
+    """The mean of the values that are not None, divided by `unit`, as text with four digits or `decimals` decimals;
+    None without values.
+    """
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -95,7 +103,9 @@ def _mean_text(values: Sequence[float | None], unit: float = 1.0, decimals: int 
 def _mean_columns(
     comparison: RunComparison, section: Section, rows: list[tuple[ArmRuns, SeriesName]]
 ) -> list[FilledColumn]:
-    """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also have an sd column."""
+    """Columns of a metric's means, one for each point (with intervals) or range. Single numbers of several seeds also
+    have an sd column.
+    """
     example = section.example(rows[0][1].metric)
     unit, has_points, training_lengths = _unit(example.unit), section.shape == "points", section.seq_lens
     cells_by_name = {}
@@ -128,7 +138,9 @@ def _unit(unit: str) -> str:
 
 
 def _difference_table(comparison: RunComparison) -> Table:
-    """A table of the differences to the baseline that have an interval, with a column for each source of noise that intervals cover."""
+    """A table of the differences to the baseline that have an interval, with a column for each source of noise that
+    intervals cover.
+    """
     differences = [difference for difference in comparison.differences if difference.interval]
     intervals = [difference.interval for difference in differences]
     examples = [difference.section.example(difference.name.metric) for difference in differences]
@@ -145,7 +157,9 @@ def _difference_table(comparison: RunComparison) -> Table:
 
 
 def comparison_notes(comparison: RunComparison) -> list[str]:
-    """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on what runs lack."""
+    """Notes on what differs besides the normalizer, on how differences were computed or why they are missing, and on
+    what runs lack.
+    """
     lines = [comparison.warning] if comparison.warning else []
     has_text = any(
         series.samples and series.data_fingerprint
@@ -177,7 +191,9 @@ def comparison_notes(comparison: RunComparison) -> list[str]:
 
 
 def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], title: str = "What a run took") -> Table:
-    """A table of the mean costs of a run, one row per arm. `concurrent_runs`: all runs that may have been under way at the same time."""
+    """A table of the mean costs of a run, one row per arm. `concurrent_runs`: all runs that may have been under way at
+    the same time.
+    """
     training_spans = {run.folder: _training_span(run) for run in concurrent_runs}
     uses_cpu = [str(run.setting("device") or "cpu").startswith("cpu") for arm in arms for run in arm.runs]
     memory_unit = (
@@ -205,7 +221,9 @@ def cost_table(arms: Sequence[ArmRuns], concurrent_runs: Sequence[RunRecord], ti
 def _costs(
     run: RunRecord, training_spans: Mapping[Path, TimeSpan | None], memory_unit: str
 ) -> dict[tuple[str, str], float | None]:
-    """A run's costs by (name, unit), None where the run folder records none. `training_spans`: start and end of training by run folder."""
+    """A run's costs by (name, unit), None where the run folder records none. `training_spans`: start and end of
+    training by run folder.
+    """
     seconds, memory = training_seconds(run.log_lines), peak_memory(run.log_lines)
     tokens = run.tokens_seen and run.tokens_seen - (
         run.environment_entry("branched_from.tokens") or 0
@@ -236,7 +254,9 @@ def _costs(
 
 
 def _training_span(run: RunRecord) -> TimeSpan | None:
-    """Start and end of a run's training since it was last started or resumed; None if the run folder does not record them."""
+    """Start and end of a run's training since it was last started or resumed; None if the run folder does not record
+    them.
+    """
     run_starts = starts(run.environment)
     seconds = training_seconds(run.log_lines, run_starts[-1]["step"]) if run_starts else None
     if not seconds or not run_starts[-1].get("time"):
@@ -252,7 +272,8 @@ def _training_span(run: RunRecord) -> TimeSpan | None:
 class Fact:
     """A setting or measurement of all runs: its value as text, by arm if arms differ, and whether all runs agree.
 
-    `agrees` is None if it is unknown whether runs agree. `condition`: whether a fair comparison needs the runs to agree.
+    `agrees` is None if it is unknown whether runs agree. `condition`: whether a fair comparison needs the runs to
+    agree.
     """
 
     name: str
@@ -262,7 +283,9 @@ class Fact:
 
 
 def run_facts(comparison: RunComparison) -> list[Fact]:
-    """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair comparison."""
+    """Facts on the settings of all runs and on how the runs were measured, beginning with the conditions of a fair
+    comparison.
+    """
     arms, sections = (
         comparison.arms,
         {section.example_series.shown.measured_on: section for section in comparison.sections},
@@ -276,7 +299,10 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
         return None if total is None or normalizer is None else total - normalizer
 
     def steps(run: RunRecord) -> str:
-        return f"{plain_text(run.evaluations[0].step if run.evaluations else None)} / {plain_text(run.flat.get('trainer.max_steps'))}"
+        return (
+            f"{plain_text(run.evaluations[0].step if run.evaluations else None)} / "
+            f"{plain_text(run.flat.get('trainer.max_steps'))}"
+        )
 
     def parameters(run: RunRecord) -> str:
         return " / ".join(
@@ -331,7 +357,9 @@ def run_facts(comparison: RunComparison) -> list[Fact]:
 
 
 def facts_table(comparison: RunComparison) -> Table:
-    """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair comparison hold."""
+    """A table with a row for each of the `run_facts`; with several arms, a column says which conditions of a fair
+    comparison hold.
+    """
     rows = []
     for fact in run_facts(comparison):
         agreement = (
@@ -344,7 +372,9 @@ def facts_table(comparison: RunComparison) -> Table:
 
 
 def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], bool]) -> Table:
-    """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for each arm."""
+    """A table with a row for each configuration key in which the arms differ, unless it `is_omitted`, and a column for
+    each arm.
+    """
     keys = [key for key in comparison.config_diff if not is_omitted(key)]
     cells_by_arm = [[comparison.config_diff[key][index] for key in keys] for index in range(len(comparison.arms))]
     columns = [
@@ -354,7 +384,9 @@ def configuration_table(comparison: RunComparison, is_omitted: Callable[[str], b
 
 
 def _sequences_text(section: Section, run: RunRecord) -> str | None:
-    """Text on number and length of the sequences on which a run's series in a section were measured, by task; None if no series says it."""
+    """Text on number and length of the sequences on which a run's series in a section were measured, by task; None if
+    no series says it.
+    """
     amounts = dict.fromkeys(
         (name.subject, series.shown.amount) for (owner, name), series in section.series.items() if owner is run
     )
@@ -362,7 +394,9 @@ def _sequences_text(section: Section, run: RunRecord) -> str | None:
 
 
 def corpus_text(run: RunRecord) -> str | None:
-    """Text on a run's data: source (left out for symbolic tasks), and numbers of tokens and documents; None if nothing is recorded."""
+    """Text on a run's data: source (left out for symbolic tasks), and numbers of tokens and documents; None if nothing
+    is recorded.
+    """
     counts = {
         name: count for name, count in (run.environment.get("data") or {}).items() if name != "store"
     }  # without the machine's folder
@@ -399,7 +433,9 @@ def _normalizer_text(run: RunRecord) -> str:
 
 
 def _option_text(value: Plain) -> str:
-    """The value of a normalizer's option as text. A normalizer within the value is written as its name with its options in parentheses."""
+    """The value of a normalizer's option as text. A normalizer within the value is written as its name with its options
+    in parentheses.
+    """
     if isinstance(value, list):
         return ", ".join(map(_option_text, value))
     if not isinstance(value, dict):

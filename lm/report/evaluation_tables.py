@@ -1,4 +1,6 @@
-"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with a row or object for each number."""
+"""The numbers of evaluations of any kind: tables on the terminal, and CSV or JSON with a row or object for each
+number.
+"""
 
 import math
 from collections import Counter
@@ -25,7 +27,9 @@ CellTexts = dict[
 
 @dataclass(frozen=True, eq=False)
 class EvaluationResult:
-    """One evaluation of one checkpoint of a run. `cached` says whether it was read from the run folder, not measured anew."""
+    """One evaluation of one checkpoint of a run. `cached` says whether it was read from the run folder, not measured
+    anew.
+    """
 
     folder: Path
     evaluation: Evaluation
@@ -50,7 +54,9 @@ class Row:
 
 
 def rows_of(all_series: Iterable[Series]) -> list[Row]:
-    """Rows of all series' means and reference levels; over bins, a row for each range (`Series.places`) and one for the overall mean."""
+    """Rows of all series' means and reference levels; over bins, a row for each range (`Series.places`) and one for the
+    overall mean.
+    """
     return [row for series, name in series_names(all_series).items() for row in _rows(series, name)]
 
 
@@ -72,7 +78,9 @@ def _rows(series: Series, name: str) -> Iterator[Row]:
 
 
 def _has_intervals(series: Series) -> bool:
-    """Whether the means of a series are printed with intervals, provided that there are enough documents; means over bins are not."""
+    """Whether the means of a series are printed with intervals, provided that there are enough documents; means over
+    bins are not.
+    """
     return series.interval != "none" and not series.bins
 
 
@@ -89,7 +97,8 @@ def logged_means(evaluation: Evaluation) -> dict[str, float]:
 
 
 def print_results(results: list[EvaluationResult], output: Path | None = None) -> None:
-    """Print tables for each kind of evaluation: for many metrics only the overall means, for long curves only the first and last values.
+    """Print tables for each kind of evaluation: for many metrics only the overall means, for long curves only the first
+    and last values.
 
     `output`: the file or folder that holds all numbers. Runs with different data fingerprints are not comparable.
     """
@@ -164,12 +173,15 @@ def print_results(results: list[EvaluationResult], output: Path | None = None) -
             print(f"{omitted_count:,} more numbers, by layer, position or the like, and all intervals: {destination}")
     if any(series.samples and series.data_fingerprint for result in results for series in result.evaluation.series):
         print(
-            "Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and checkpoints."
+            "Numbers are of all held-out text; lm report and lm compare leave out the third that selects rates and "
+            "checkpoints."
         )
 
 
 def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) -> Table:
-    """The table of `cells`, without label columns that are all empty. A model's name stands in the first of its rows only."""
+    """The table of `cells`, without label columns that are all empty. A model's name stands in the first of its rows
+    only.
+    """
     rows, columns = dict.fromkeys(row for row, _ in cells), dict.fromkeys(column for _, column in cells)
     indices, settings, places = (list(labels) for labels in zip(*rows, strict=True))
     names = [
@@ -189,7 +201,9 @@ def _table(title: str, models: list[str], place_heading: str, cells: CellTexts) 
 
 
 def _interval_cells(indexed_rows: list[tuple[int, Row]]) -> CellTexts:
-    """Texts of means with intervals: rows by evaluation, setting and place, columns by metric. `indexed_rows`: (evaluation index, row)."""
+    """Texts of means with intervals: rows by evaluation, setting and place, columns by metric. `indexed_rows`:
+    (evaluation index, row).
+    """
     units = {row.metric: f"95% over {row.over}" for _, row in reversed(indexed_rows) if row.low is not None}
     cells = {}
     for index, row in indexed_rows:

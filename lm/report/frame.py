@@ -41,30 +41,37 @@ RowBlock = dict[
 def results(*folders: str | os.PathLike, history: bool = False) -> pd.DataFrame:
     """The numbers that runs have measured, as a data frame with one row per number (`COLUMNS`).
 
-    A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until - x`, too.
+    A mean is the average of `value` over the rows of a `part`, weighted by `weight`; over bins it is weighted by `until
+    - x`, too.
 
     Args:
         folders: run folders, or folders that hold run folders, such as folders of experiments.
-        history: whether to return evaluations of all steps and numbers logged in training (kind `log`); else each kind's last evaluation.
+        history: whether to return evaluations of all steps and numbers logged in training (kind `log`); else each
+            kind's last evaluation.
 
     Returns:
-        The frame. Columns of the run: name, folder, experiment with its arm, size, stage and rate, seed, git commit, and `state` (finished,
-        unfinished or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of the tuned key, or
-        optim.lr if no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for a key that the arm lacks.
+        The frame. Columns of the run: name, folder, experiment with its arm, size, stage and rate, seed, git commit,
+            and `state` (finished,
+        unfinished or diverged). Without an experiment `arm` is the normalizer with its options. `rate` is the value of
+        the tuned key, or optim.lr if no key is tuned. The `rate` of several keys is text, `0.002 / 0.1`, with `any` for
+        a key that the arm lacks.
 
-        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task (with its options where the evaluation has
-        another task of that name), inference setting, unit of the value, and the better direction. `x` is the point on the axis or the
-        start of a bin, and `until` the end of a bin.
+        Columns of the measurement: step, tokens seen by then, kind of evaluation, metric, task (with its options where
+            the evaluation has
+        another task of that name), inference setting, unit of the value, and the better direction. `x` is the point on
+        the axis or the start of a bin, and `until` the end of a bin.
 
-        Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`. `group` is the document.
-        `part` is `selects` for held-out documents that choose learning rates and checkpoints, and `reports` for all others. A number of
-        which only the mean is stored has no sample.
+        Columns of the sequences: `sequences` is their hash, and values of equal hashes can be paired by `sample`.
+            `group` is the document.
+        `part` is `selects` for held-out documents that choose learning rates and checkpoints, and `reports` for all
+        others. A number of which only the mean is stored has no sample.
 
     Raises RunError: a folder without runs, or a file of a run that can't be read.
     """
     if non_paths := [folder for folder in folders if not isinstance(folder, str | os.PathLike)]:
         raise RunError(
-            f"{non_paths[0]!r}: must be the path of a folder, not {type(non_paths[0]).__name__}; several are several arguments"
+            f"{non_paths[0]!r}: must be the path of a folder, not {type(non_paths[0]).__name__}; several are several "
+            "arguments"
         )
     if not folders:
         raise RunError("no run folder given, e.g. runs/softmax")
@@ -87,14 +94,17 @@ def frame(blocks: Iterable[RowBlock]) -> pd.DataFrame:
 
 
 def evaluation_blocks(evaluation: Evaluation, run_values: RowBlock) -> Iterator[RowBlock]:
-    """Yield the rows of an evaluation: blocks for each of its series. `run_values`: the run's columns, which all of these rows share."""
+    """Yield the rows of an evaluation: blocks for each of its series. `run_values`: the run's columns, which all of
+    these rows share.
+    """
     shared_columns = run_values | {"step": evaluation.step, "tokens": evaluation.tokens_seen, "kind": evaluation.kind}
     for series, task in series_names(evaluation.series).items():
         yield from (shared_columns | {"task": task} | block for block in _series_blocks(series))
 
 
 def _series_blocks(series: Series) -> Iterator[RowBlock]:
-    """Yield blocks of rows with a series' values: for each sample a block, with a row for each of its units at each axis value or bin.
+    """Yield blocks of rows with a series' values: for each sample a block, with a row for each of its units at each
+    axis value or bin.
 
     A unit is a sequence, document or trial. A series without samples gives one block, which holds its means.
     """
@@ -130,8 +140,8 @@ def _series_blocks(series: Series) -> Iterator[RowBlock]:
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    """Return [folder] for a run folder, else the run folders below it except those in a folder named `swapped`. Raises RunError: there are
-    none."""
+    """Return [folder] for a run folder, else the run folders below it except those in a folder named `swapped`. Raises
+    RunError: there are none."""
     if (folder / CONFIG).is_file():
         return [folder]
     parents = (path.parent for path in folder.glob(f"**/{CONFIG}"))

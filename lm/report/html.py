@@ -28,8 +28,10 @@ from lm.report.tables import Table, plain_text, printable, to_csv, to_latex, to_
 from lm.runs.record import RunRecord
 
 COST_NOTE = (
-    "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one device and with as many "
-    "concurrent runs: how many of the runs on this page were under way at a time is known from their starts, what else the machine did is "
+    "Means over runs. Training time is that of the steps, without evaluations. Speeds can be compared only on one "
+    "device and with as many "
+    "concurrent runs: how many of the runs on this page were under way at a time is known from their starts, what else "
+    "the machine did is "
     "not. FLOPs are computed, not measured."
 )
 PAGE, PICTURE = "report.html", "overview.png"
@@ -41,7 +43,9 @@ BlockKind = Literal["note", "warning", "list", "table", "picture", "code", "deta
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A part of a page section; `kind` says how its content is shown. `name` is its files' name without suffix, empty if it has none."""
+    """A part of a page section; `kind` says how its content is shown. `name` is its files' name without suffix, empty
+    if it has none.
+    """
 
     kind: BlockKind
     content: str | list[str] | Table | Picture | tuple[str, str]
@@ -79,14 +83,17 @@ class Answer:
     value: str = ""
     ends: str = ""
     noise_source: str = ""  # the noise that the interval covers; empty if the verdict names it
-    # where mean, ends, zero and ends of the margin are drawn, in per cent of the drawing's width; None: the effect has no ends
+    # where mean, ends, zero and ends of the margin are drawn, in per cent of the drawing's width; None: the effect has
+    # no ends
     drawn_positions: tuple[float, ...] | None = None
     marks: tuple[str, ...] = ()  # labels written under zero and under the ends of the margin
 
 
 @dataclass(frozen=True)
 class PagePart:
-    """A comparison or an experiment on the page. `margin_note`: a note that explains the shaded region in the drawings of its answers."""
+    """A comparison or an experiment on the page. `margin_note`: a note that explains the shaded region in the drawings
+    of its answers.
+    """
 
     name: str
     sections: list[PageSection]
@@ -96,7 +103,9 @@ class PagePart:
 
 
 def page(parts: list[PagePart]) -> str:
-    """The HTML text of the page. The page loads no other files, all its text is escaped, and its only script sorts tables."""
+    """The HTML text of the page. The page loads no other files, all its text is escaped, and its only script sorts
+    tables.
+    """
     template, script = (
         files("lm.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "sort.js")
     )
@@ -121,7 +130,9 @@ def page(parts: list[PagePart]) -> str:
 
 
 def inline(picture: Picture) -> Markup:
-    """The SVG of a picture for embedding in the page, without the file header, and without the colour rules, which the page has once."""
+    """The SVG of a picture for embedding in the page, without the file header, and without the colour rules, which the
+    page has once.
+    """
     return Markup(re.sub(r"^.*?(?=<svg )|<style>@media.*?</style>", "", picture.svg, flags=re.DOTALL))
 
 
@@ -170,7 +181,8 @@ def run_details(run: DrawnRun) -> tuple[str, str]:
 
 
 def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
-    """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture that has a name.
+    """Contents of the report's files, by path in `folder`: the page `report.html`, and files of each table and picture
+    that has a name.
 
     Tables are written as CSV and as LaTeX, pictures as SVG and, with their numbers, as CSV.
     """
@@ -185,7 +197,8 @@ def page_files(parts: list[PagePart], folder: Path) -> dict[Path, bytes]:
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> Path:
-    """Write the report of a comparison, or of a single run, into `folder`: pictures, tables and the page. Returns the path of the page.
+    """Write the report of a comparison, or of a single run, into `folder`: pictures, tables and the page. Returns the
+    path of the page.
 
     Raises RunError: the report can't be written.
     """
@@ -204,7 +217,8 @@ def write_comparison(comparison: RunComparison, folder: Path) -> Path:
     ):
         warnings.insert(
             0,
-            "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as far.",
+            "One seed: intervals cover the choice of text alone. Another seed can move a difference several times as "
+            "far.",
         )
     training_section.add("warning", warnings)
     training_section.add("picture", picture, "overview")

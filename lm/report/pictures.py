@@ -1,4 +1,6 @@
-"""Pictures as data: panels of lines, dots and intervals, and heat maps. They are drawn as SVG and PNG, and their numbers written as CSV."""
+"""Pictures as data: panels of lines, dots and intervals, and heat maps. They are drawn as SVG and PNG, and their
+numbers written as CSV.
+"""
 
 import io
 import re
@@ -45,7 +47,8 @@ PLOT_SETTINGS = {
     "axes.axisbelow": True,
     "legend.frameon": False,
 }
-# The first three colours of Okabe and Ito, and three more: readers with colour blindness can tell all of them apart on white.
+# The first three colours of Okabe and Ito, and three more: readers with colour blindness can tell all of them apart on
+# white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#bd5c94", "#684e09", "#1893ff", INK)
 DARK_COLOURS = {  # colours of SVG files and pages for readers who prefer dark pages
     INK: "#e4e6ea", PAPER: "#15181d", GREY: "#a4abb5", GRID: "#2c323a", SHADE: "#262b33",
@@ -75,7 +78,8 @@ class Trace:
     # x, y: coordinates of the points, (points,); NaN where a value is unknown
     x: np.ndarray
     y: np.ndarray
-    # thin line (`seed`), thick line with interval as band (`mean`), `dots`, points with bars (`interval`), crosses at the top (`diverged`)
+    # thin line (`seed`), thick line with interval as band (`mean`), `dots`, points with bars (`interval`), crosses at
+    # the top (`diverged`)
     kind: Literal["seed", "mean", "dots", "interval", "diverged"]
     # low, high: ends of the interval, (points,); None: there are none
     low: np.ndarray | None = None
@@ -115,7 +119,9 @@ class Panel:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more arms have a mean than there are colours; if so, their means are drawn without seeds and without intervals."""
+        """Whether more arms have a mean than there are colours; if so, their means are drawn without seeds and without
+        intervals.
+        """
         return len({trace.arm for trace in self.traces if trace.kind == "mean"}) > len(COLOURS)
 
 
@@ -161,7 +167,9 @@ class Picture:
 
     @property
     def shown_arms(self) -> list[int]:
-        """Indices of the arms that are named above all panels: arms with a trace that has points and stands in no panel's legend."""
+        """Indices of the arms that are named above all panels: arms with a trace that has points and stands in no
+        panel's legend.
+        """
         traces = [trace for panel in self.panels if isinstance(panel, Panel) for trace in panel.traces if len(trace.x)]
         return sorted({trace.arm for trace in traces if not trace.in_legend and trace.arm >= 0}) if self.arms else []
 
@@ -177,7 +185,9 @@ class Picture:
 
     @property
     def parts(self) -> "list[Picture | None]":
-        """One picture for each panel (None for an empty place), for a page to arrange by its width; a picture with maps is not divided."""
+        """One picture for each panel (None for an empty place), for a page to arrange by its width; a picture with maps
+        is not divided.
+        """
         if self.has_maps:
             return [self]
         single_panels = [panel and replace(self, panels=[panel], arms=[]) for panel in self.panels]
@@ -218,7 +228,9 @@ class Picture:
 
     @cached_property
     def csv(self) -> str:
-        """The picture's numbers as CSV text, one line per point or map cell: panel, label, kind, x, y and the ends of the interval."""
+        """The picture's numbers as CSV text, one line per point or map cell: panel, label, kind, x, y and the ends of
+        the interval.
+        """
         columns, lines = ("panel", "of", "kind", "x", "y", "low", "high"), []
         for panel in filter(None, self.panels):
             if isinstance(panel, Map):
@@ -233,7 +245,9 @@ class Picture:
         return csv_text([dict(zip(columns, line, strict=False)) for line in lines], columns)
 
     def file(self, suffix: str) -> bytes:
-        """The content of the picture's file in the format of `suffix`: .svg, .png or .csv. Raises RunError for any other suffix."""
+        """The content of the picture's file in the format of `suffix`: .svg, .png or .csv. Raises RunError for any
+        other suffix.
+        """
         if suffix not in (".svg", ".png", ".csv"):
             raise RunError(f"can't draw a picture as {suffix or 'a file without a suffix'}: choose .svg, .png or .csv")
         content = getattr(self, suffix[1:])
@@ -251,7 +265,9 @@ def dark_style() -> str:
 
 
 def _render(picture: Picture, kind: Literal["svg", "png"]) -> str | bytes:
-    """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the machine."""
+    """Draw the picture and return the content of its SVG or PNG file, which does not depend on the time or the
+    machine.
+    """
     (rows, columns), (width, height), arms, shown_arms = (
         picture.grid_shape,
         picture.size,
@@ -382,7 +398,9 @@ def _legend_entry_count(panel: Panel) -> int:
 
 
 def _draw_trace(axes: Axes, trace: Trace, is_alone: bool, has_band: bool) -> None:
-    """Draw a trace. With `is_alone` its arm has no other line, and a seed is as thick as a mean. With `has_band` means show intervals."""
+    """Draw a trace. With `is_alone` its arm has no other line, and a seed is as thick as a mean. With `has_band` means
+    show intervals.
+    """
     style = colour_and_marker(trace.arm) | dashes_and_width(trace.dashes or max(trace.arm, 0) // len(COLOURS))
     style |= {"fillstyle": "none" if trace.hollow else "full"} | ({"label": trace.label} if trace.in_legend else {})
     point_style = style | {"linestyle": "none"}
@@ -456,7 +474,9 @@ def _wrap_title(title: str) -> str:
 
 
 def colour_and_marker(number: int) -> Style:
-    """Colour and marker of trace `number` (`Trace.arm`): no two of the traces 0 to 48 have both in common; -1 is grey, without a marker."""
+    """Colour and marker of trace `number` (`Trace.arm`): no two of the traces 0 to 48 have both in common; -1 is grey,
+    without a marker.
+    """
     if number < 0:
         return {"color": GREY, "marker": ""}
     return {"color": COLOURS[number % 7], "marker": MARKERS[(number + number // 7) % 7]}
@@ -468,14 +488,18 @@ def dashes_and_width(number: int) -> Style:
 
 
 def logarithmic_ticks(values: Sequence[float]) -> tuple[Literal[2, 10], dict[float, str]]:
-    """Base and ticks (labels by value) of a logarithmic axis for ascending `values`: powers of 2, or of 10 if values lie below 1."""
+    """Base and ticks (labels by value) of a logarithmic axis for ascending `values`: powers of 2, or of 10 if values
+    lie below 1.
+    """
     base = 2 if values[0] >= 1 else 10
     ticks = [tick for power in range(-30, 41) if values[0] / base < (tick := float(base) ** power) < values[-1] * base]
     return base, {tick: number(tick) for tick in ticks}
 
 
 def token_unit(count: float) -> tuple[float, str]:
-    """The unit of an axis of up to `count` tokens, and the label of the axis, such as 1e6 and `tokens seen (millions)`."""
+    """The unit of an axis of up to `count` tokens, and the label of the axis, such as 1e6 and `tokens seen
+    (millions)`.
+    """
     unit, word = next(
         ((size, word) for size, word in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands")) if count >= size),
         (1, ""),
@@ -486,7 +510,9 @@ def token_unit(count: float) -> tuple[float, str]:
 def write_note(
     axes: Axes, text: str, xy: tuple[float, float], offset: tuple[int, int], transform: Transform, **options: str | int
 ) -> None:
-    """Write small grey text, shifted by `offset` (points) from `xy`, a point (x, y) in the coordinates of `transform`."""
+    """Write small grey text, shifted by `offset` (points) from `xy`, a point (x, y) in the coordinates of
+    `transform`.
+    """
     halo = [withStroke(linewidth=2.5, foreground=PAPER)]
     axes.annotate(
         text, xy, offset, transform, textcoords="offset points", color=GREY, fontsize=9, path_effects=halo, **options

@@ -66,7 +66,9 @@ FilledColumn = tuple[Column, list[Cell]]  # a column and its cells, row by row
 
 @dataclass(frozen=True)
 class Table:
-    """A table as columns, each with its cells in the order of rows. Label columns come first, and the column of arms before all others."""
+    """A table as columns, each with its cells in the order of rows. Label columns come first, and the column of arms
+    before all others.
+    """
 
     title: str
     unit: str  # unit of most columns
@@ -104,7 +106,9 @@ def printable(text: str) -> str:
 
 
 def numeral(value: float | None) -> str | None:
-    """A value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for NaN or inf, None for None."""
+    """A value as text: four decimals below a magnitude of 100, else four significant digits. `not finite` for NaN or
+    inf, None for None.
+    """
     if value is None:
         return None
     if not np.isfinite(value):
@@ -145,7 +149,9 @@ def to_markdown(tables: tuple[Table, ...], notes: list[str]) -> str:
 
 
 def to_csv(tables: tuple[Table, ...]) -> str:
-    """CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value, and its interval."""
+    """CSV text of all tables: a line for each measured cell that is no label, with its row's labels, its value, and its
+    interval.
+    """
     labels = list(dict.fromkeys(column.name for table in tables for column in table.columns if column.kind == "label"))
     numbers, lines = ("quantity", "unit", "value", "low", "high", "interval over"), []
     for table in tables:
@@ -165,7 +171,9 @@ def to_csv(tables: tuple[Table, ...]) -> str:
 
 
 def table_from_rows(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping[str, ColumnKind]) -> Table:
-    """A table with a row for each of `lines`, which map column names to cells. Columns without a kind in `kinds` are labels."""
+    """A table with a row for each of `lines`, which map column names to cells. Columns without a kind in `kinds` are
+    labels.
+    """
     columns = [
         Column(name, kind=kinds.get(name, "label")) for name in dict.fromkeys(name for line in lines for name in line)
     ]
@@ -173,9 +181,11 @@ def table_from_rows(title: str, lines: Sequence[dict[str, Cell]], kinds: Mapping
 
 
 def csv_text(lines: Sequence[dict[str, Plain]], columns: Sequence[str] = (), intervals: Sequence[str] = ()) -> str:
-    """CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the lines' other columns.
+    """CSV text with a row for each of `lines`, which map column names to values; `columns` come first, then the lines'
+    other columns.
 
-    A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three columns even if None.
+    A list [value, low, high] takes three columns, a mapping one for each key. Values named in `intervals` take three
+    columns even if None.
     """
     text = io.StringIO()
     cells = [
@@ -198,7 +208,9 @@ def _csv_columns(name: str, value: Plain, intervals: Sequence[str]) -> list[tupl
 
 
 def table_bytes(lines: Sequence[dict[str, Plain]], path: Path) -> bytes:
-    """The content of file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON has null for NaN, inf."""
+    """The content of file `path`, CSV or JSON by suffix: a row for each of `lines`, values by column name. JSON has
+    null for NaN, inf.
+    """
     return json_bytes(json_value(list(lines))) if path.suffix == ".json" else csv_text(lines).encode()
 
 
@@ -257,7 +269,9 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
 
 
 def to_rich(table: Table) -> RichTable:
-    """The table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title only."""
+    """The table in the form in which rich prints it. The unit of most columns (`Table.unit`) stands in the title
+    only.
+    """
     title = with_unit(table.title, table.unit)
     rich_table = RichTable(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     omits_intervals = sum(column.kind == "mean" for column in table.columns) > MAX_MEANS_WITH_INTERVALS

@@ -1,4 +1,6 @@
-"""Checkpoint and weights files, which are written atomically, verified byte by byte before use, and read without executing anything."""
+"""Checkpoint and weights files, which are written atomically, verified byte by byte before use, and read without
+executing anything.
+"""
 
 import hashlib
 import json
@@ -35,8 +37,8 @@ def write_weights(
 ) -> dict[str, str]:
     """Write tensors to a safetensors file; returns the `tensor_sha256` of each tensor by name.
 
-    `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is described in
-    https://huggingface.co/docs/safetensors.
+    `signatures` has the dtype and shape of each tensor by name; `tensors` must be in the same order. The file format is
+    described in https://huggingface.co/docs/safetensors.
     """
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in signatures.items():
@@ -62,7 +64,9 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """The sha256 over names, dtypes, shapes and values of all tensors, sorted by name. Tensors are copied to the CPU one at a time."""
+    """The sha256 over names, dtypes, shapes and values of all tensors, sorted by name. Tensors are copied to the CPU
+    one at a time.
+    """
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -75,9 +79,11 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def mismatch(expected: Mapping[str, object], saved: Mapping[str, object], unexpected_phrase: str) -> str:
-    """Compare tensors by name. Returns a message on the first tensor that is missing in `saved` or `expected`, misshapen or not contiguous.
+    """Compare tensors by name. Returns a message on the first tensor that is missing in `saved` or `expected`,
+    misshapen or not contiguous.
 
-    Returns an empty text if all tensors fit. unexpected_phrase: what the message says of a name that is not in `expected`.
+    Returns an empty text if all tensors fit. unexpected_phrase: what the message says of a name that is not in
+    `expected`.
     """
     for name in {**expected, **saved}:
         if name not in expected or name not in saved:
@@ -102,7 +108,8 @@ TENSOR_ENTRIES = {
 
 
 def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
-    """Write `checkpoint` atomically to `path`, with a sha256 of each entry that holds tensors; returns the sha256 of the weights.
+    """Write `checkpoint` atomically to `path`, with a sha256 of each entry that holds tensors; returns the sha256 of
+    the weights.
 
     Raises RunError: the file can't be written, for example because the disk is full.
     """
@@ -113,7 +120,9 @@ def save_checkpoint(checkpoint: dict[str, object], path: Path) -> str:
 
 
 def link_checkpoint(name: str, path: Path) -> None:
-    """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`, by a hard link, or a copy where links fail."""
+    """Give the checkpoint at `path` a second file name in its folder, such as `last.ckpt`, by a hard link, or a copy
+    where links fail.
+    """
     link_path, temporary_path = path.parent / name, path.parent / f".{name}"
     try:
         temporary_path.unlink(missing_ok=True)
@@ -133,12 +142,12 @@ def link_checkpoint(name: str, path: Path) -> None:
 def load_checkpoint(path: Path) -> dict[str, object]:
     """The verified content of a checkpoint, plain data and tensors on the CPU. Nothing in the file is executed.
 
-    Every byte is checked against the CRCs in the file, which torch doesn't check; a gigabyte takes half a second. Weights and optimizer
-    tensors are also checked by sha256, which checkpoints of lm 0.9 and earlier lack. CRCs alone don't reveal a file that was rewritten with
-    other tensors.
+    Every byte is checked against the CRCs in the file, which torch doesn't check; a gigabyte takes half a second.
+    Weights and optimizer tensors are also checked by sha256, which checkpoints of lm 0.9 and earlier lack. CRCs alone
+    don't reveal a file that was rewritten with other tensors.
 
-    Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the altered tensor, and the newest other
-    checkpoint in the folder.
+    Raises RunError: the file is missing, damaged, or no checkpoint of lm. The message names the altered tensor, and the
+    newest other checkpoint in the folder.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -163,7 +172,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
     for number, (name, size) in enumerate(_storage_sizes(checkpoint).items()):
         if sizes.get(str(number)) != {size}:  # torch would read past a member that is too short
             raise RunError(
-                f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} bytes){fallback_hint(path)}"
+                f"{path}: {name.removeprefix('state_dict.')} was altered (it has not its {size:,} "
+                f"bytes){fallback_hint(path)}"
             )
     if SHA256 in checkpoint:
         expected_digests = checkpoint[SHA256]
@@ -176,8 +186,8 @@ def load_checkpoint(path: Path) -> dict[str, object]:
 
 
 def _member_label(path: Path, member: str) -> str:
-    """The name that messages give to a member of a checkpoint's zip archive. Member `data/N` has its tensor's name, any other member its
-    file name. N counts the tensors that torch saved, from 0; tied tensors count once."""
+    """The name that messages give to a member of a checkpoint's zip archive. Member `data/N` has its tensor's name, any
+    other member its file name. N counts the tensors that torch saved, from 0; tied tensors count once."""
     number = member.rpartition("/data/")[2]
     if not number.isdigit():
         return member.rpartition("/")[2]
@@ -186,7 +196,9 @@ def _member_label(path: Path, member: str) -> str:
 
 
 def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in nested maps and lists, in torch's order of saving. Names are the keys on the way, dotted."""
+    """Yield (name, tensor) for each tensor in nested maps and lists, in torch's order of saving. Names are the keys on
+    the way, dotted.
+    """
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -195,7 +207,9 @@ def _named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
-    """The number of bytes of each storage, by the name of its first tensor, in torch's order of saving; tied tensors share a storage."""
+    """The number of bytes of each storage, by the name of its first tensor, in torch's order of saving; tied tensors
+    share a storage.
+    """
     sizes_by_storage: dict[int, tuple[str, int]] = {}
     for name, tensor in _named_tensors(checkpoint):
         sizes_by_storage.setdefault(tensor.untyped_storage()._cdata, (name, tensor.untyped_storage().nbytes()))
@@ -203,8 +217,8 @@ def _storage_sizes(checkpoint: dict[str, object]) -> dict[str, int]:
 
 
 def _entry_digests(checkpoint: dict[str, object]) -> dict[str, str]:
-    """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer`, by these names, where it has these entries.
-    Evaluations record the first as `weights_sha256`."""
+    """The sha256 of a checkpoint's weights (`state_dict`) and of the tensors of `optimizer`, by these names, where it
+    has these entries. Evaluations record the first as `weights_sha256`."""
     return {
         entry: weights_sha256(dict(_named_tensors(checkpoint[entry])))
         for entry in TENSOR_ENTRIES

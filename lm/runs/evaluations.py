@@ -1,4 +1,6 @@
-"""Evaluations of a run folder, their files, and their series of measured values, from which tables, pictures and differences are made."""
+"""Evaluations of a run folder, their files, and their series of measured values, from which tables, pictures and
+differences are made.
+"""
 
 import hashlib
 import re
@@ -31,8 +33,8 @@ Shape = Literal["number", "bins", "points"]
 class Axis:
     """The axis of a series, such as positions or sequence lengths.
 
-    `values`, in ascending order, are the points at which the series was measured. If `bins` is true, they are the edges of its bins,
-    whole numbers from 0.
+    `values`, in ascending order, are the points at which the series was measured. If `bins` is true, they are the edges
+    of its bins, whole numbers from 0.
     """
 
     name: str  # such as `position in the sequence`
@@ -49,7 +51,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Shown:
-    """Title and texts with which a report shows a series; series of equal `title` and `Series.shape` share a table and a picture."""
+    """Title and texts with which a report shows a series; series of equal `title` and `Series.shape` share a table and
+    a picture.
+    """
 
     title: str
     measured_on: str  # a plural noun for the sequences of the measurement, such as `validation sequences`
@@ -60,7 +64,9 @@ class Shown:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A metric's values by unit (sequence, document or trial) on one set of sequences. Samples of equal `sha256` can be paired by unit."""
+    """A metric's values by unit (sequence, document or trial) on one set of sequences. Samples of equal `sha256` can be
+    paired by unit.
+    """
 
     sha256: str  # hash of the sequences
     values: np.ndarray  # (units, columns); NaN where not finite
@@ -68,8 +74,8 @@ class Sample:
     groups: np.ndarray  # (units,) labels: equal for units that depend on each other, such as sequences of one document
 
     def part(self, mask: np.ndarray) -> "Sample":
-        """The sample restricted to units where `mask`, (units,) bool, is true; if a unit is dropped, the sample's hash depends on the mask,
-        too."""
+        """The sample restricted to units where `mask`, (units,) bool, is true; if a unit is dropped, the sample's hash
+        depends on the mask, too."""
         if mask.all():
             return self
         sha256 = hashlib.sha256(f"{self.sha256} {np.flatnonzero(mask).tolist()}".encode()).hexdigest()
@@ -77,10 +83,12 @@ class Sample:
 
 
 def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports use all other units.
+    """Mask, (units,) bool, of held-out units (such as sequences) that choose checkpoints and learning rates; reports
+    use all other units.
 
-    `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a third of the documents
-    are selecting documents, which choose checkpoints and rates. All others are reporting documents, whose results are reported.
+    `documents`, (units,), is the label of each unit's document. By a hash of label and data `fingerprint`, about a
+    third of the documents are selecting documents, which choose checkpoints and rates. All others are reporting
+    documents, whose results are reported.
     """
     labels, label_indices = np.unique(documents, return_inverse=True)
     selection = [hashlib.sha256(f"{fingerprint} {label}".encode()).digest()[0] % 3 == 0 for label in labels.tolist()]
@@ -88,19 +96,23 @@ def selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
 
 
 class NoDocuments(RunError):
-    """Raised if `selection_mask` leaves no held-out document to choose learning rates on, or none to report results on."""
+    """Raised if `selection_mask` leaves no held-out document to choose learning rates on, or none to report
+    results on.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """A series' values by unit (such as a sequence) at a point or over a range of its axis. `Units` of equal `identity` can be paired."""
+    """A series' values by unit (such as a sequence) at a point or over a range of its axis. `Units` of equal `identity`
+    can be paired.
+    """
 
     # values, weights, groups: (units,); the groups are labels of documents
     values: np.ndarray
     weights: np.ndarray
     groups: np.ndarray
-    # fingerprint of the held-out text, of which some documents choose learning rates, and the others are reported; empty for units that do
-    # not come from held-out text, such as questions, which do both
+    # fingerprint of the held-out text, of which some documents choose learning rates, and the others are reported;
+    # empty for units that do not come from held-out text, such as questions, which do both
     fingerprint: str
     sha256: str  # the hash of the sequences
     span: tuple[float, float]  # start and end on the axis
@@ -119,9 +131,11 @@ class Units:
         return replace(self, values=self.values - baseline.values)
 
     def part(self, selection: bool) -> "Units":
-        """The units of documents that choose learning rates (`selection_mask`) if `selection` is true, else of documents that are reported.
+        """The units of documents that choose learning rates (`selection_mask`) if `selection` is true, else of
+        documents that are reported.
 
-        A sequence belongs to the document in which it begins. All units are returned if they don't come from held-out text.
+        A sequence belongs to the document in which it begins. All units are returned if they don't come from held-out
+        text.
 
         Raises NoDocuments: no unit is left.
         """
@@ -131,17 +145,20 @@ class Units:
         if not mask.any():
             purpose = "choose learning rates" if selection else "report"
             raise NoDocuments(
-                f"none of {len(set(self.groups.tolist()))} held-out documents is left to {purpose} on: hold out more text"
+                f"none of {len(set(self.groups.tolist()))} held-out documents is left to {purpose} on: hold out more "
+                "text"
             )
         return replace(self, values=self.values[mask], weights=self.weights[mask], groups=self.groups[mask])
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One metric of one evaluation under one inference setting, such as rescaled RoPE. It has a column for each point or bin of its axis.
+    """One metric of one evaluation under one inference setting, such as rescaled RoPE. It has a column for each point
+    or bin of its axis.
 
-    Without `samples` only means are known, so that it has no intervals or differences. One sample holds all columns. Where each point was
-    measured on different sequences, there is instead one sample for each column, in the order of the axis.
+    Without `samples` only means are known, so that it has no intervals or differences. One sample holds all columns.
+    Where each point was measured on different sequences, there is instead one sample for each column, in the order of
+    the axis.
     """
 
     kind: str  # kind of evaluation
@@ -205,7 +222,9 @@ class Series:
         return "number" if self.axis is None else "bins" if self.axis.bins else "points"
 
     def column(self, index: int) -> tuple[Sample, np.ndarray]:
-        """The sample that holds column `index` (a point or bin of the axis), and the column's values by unit, (units,)."""
+        """The sample that holds column `index` (a point or bin of the axis), and the column's values by unit,
+        (units,).
+        """
         for sample in self.samples:
             if index < sample.values.shape[1]:
                 return sample, sample.values[:, index]
@@ -213,8 +232,8 @@ class Series:
         raise IndexError(f"{self.metric} has no such column")
 
     def units(self, start: float, stop: float) -> Units | None:
-        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None if there are
-        no such values."""
+        """Values by unit (such as a sequence) at point `start`; for bins, each unit's mean from `start` to `stop`. None
+        if there are no such values."""
         columns, widths = self._columns(start, stop)
         if not self.samples or not len(columns):
             return None
@@ -226,7 +245,9 @@ class Series:
         )
 
     def _columns(self, start: float, stop: float) -> tuple[np.ndarray, np.ndarray]:
-        """Indices and widths of the columns from `start` to `stop` if columns are bins; else of the column at point `start`, of width 1."""
+        """Indices and widths of the columns from `start` to `stop` if columns are bins; else of the column at point
+        `start`, of width 1.
+        """
         axis_values = np.array(self.axis.values if self.axis else [0.0], dtype=float)
         columns = np.flatnonzero(
             (axis_values[:-1] >= start) & (axis_values[1:] <= stop) if self.bins else axis_values == start
@@ -234,7 +255,9 @@ class Series:
         return columns, np.diff(axis_values)[columns] if self.bins else np.ones(len(columns))
 
     def logged_units(self, metric: str) -> Units | None:
-        """Values by unit (such as a sequence) of the column that is logged as `metric`; for bins, each unit's mean over all bins."""
+        """Values by unit (such as a sequence) of the column that is logged as `metric`; for bins, each unit's mean over
+        all bins.
+        """
         if self.bins or self.axis is None:
             return self.units(0, self.axis.values[-1] if self.axis else 0)
         point = self.axis.values[self.logged.index(metric)]
@@ -247,7 +270,9 @@ class Series:
 
     @property
     def places(self) -> dict[str, tuple[float, float]]:
-        """The points or ranges that reports show, (start, stop) by label. Ranges are `within 1x`, `1x-2x`, ... of the training length."""
+        """The points or ranges that reports show, (start, stop) by label. Ranges are `within 1x`, `1x-2x`, ... of the
+        training length.
+        """
         if self.axis is None:
             return {"": (0, 0)}
         if not self.bins:
@@ -261,8 +286,8 @@ class Series:
         return dict(zip(labels, zip([0, *stops[:-1]], stops, strict=True), strict=True))
 
     def column_at(self, label: str) -> int:
-        """The index, among the columns of `means`, of the point with the label `label`, a key of `places`; for the label of a range of
-        bins, the index of its first bin."""
+        """The index, among the columns of `means`, of the point with the label `label`, a key of `places`; for the
+        label of a range of bins, the index of its first bin."""
         start = self.places[label][0]
         return (
             0
@@ -276,16 +301,20 @@ class Series:
         return float(self.curve[int(start) : int(stop)].mean() if self.bins else self.means[self.column_at(label)])
 
     def mean_within(self, start: float, stop: float) -> float:
-        """The mean at the point `start`; for bins, the mean over the bins from `start` to `stop`, weighted by bin width."""
+        """The mean at the point `start`; for bins, the mean over the bins from `start` to `stop`, weighted by bin
+        width.
+        """
         columns, widths = self._columns(start, stop)
         return float(np.average(self.means[columns], weights=widths))
 
     @property
     def reporting(self) -> "Series":
-        """The series restricted to reporting documents: held-out documents that don't choose checkpoints or learning rates.
+        """The series restricted to reporting documents: held-out documents that don't choose checkpoints or learning
+        rates.
 
-        Means are then over the units (such as sequences) of these documents; `curve` is constant in each bin. If a sample has no such unit,
-        the series keeps its means over all held-out text, without `samples`. A series without samples or held-out text stays as it is.
+        Means are then over the units (such as sequences) of these documents; `curve` is constant in each bin. If a
+        sample has no such unit, the series keeps its means over all held-out text, without `samples`. A series without
+        samples or held-out text stays as it is.
         """
         if not self.data_fingerprint or not self.samples:
             return self
@@ -312,7 +341,9 @@ class Series:
         return dict(zip(self.logged, means, strict=False))
 
     def plain(self) -> dict[str, Plain]:
-        """The series as JSON data, with null for numbers that are not finite. `curve` and the values in `samples` are rounded to 1e-6."""
+        """The series as JSON data, with null for numbers that are not finite. `curve` and the values in `samples` are
+        rounded to 1e-6.
+        """
         content = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         content["axis"], content["shown"] = self.axis and asdict(self.axis), self.shown and asdict(self.shown)
         content["samples"] = [
@@ -323,7 +354,9 @@ class Series:
 
     @classmethod
     def from_plain(cls, content: dict[str, Plain]) -> "Series":
-        """The series whose `plain()` is `content`. Raises ValueError, TypeError or KeyError where `content` is not of this form."""
+        """The series whose `plain()` is `content`. Raises ValueError, TypeError or KeyError where `content` is not of
+        this form.
+        """
         field_names = {spec.name for spec in fields(cls)}
         _require(not set(content) - field_names, f"a series has no {', '.join(sorted(set(content) - field_names))}")
         field_values = typed_fields(cls, content)
@@ -360,7 +393,9 @@ def number(value: float) -> str:
 
 
 def series_names(series: Iterable[Series]) -> dict[Series, str]:
-    """The name of each series' task or source, with the options that distinguish it from tasks or sources of the same name."""
+    """The name of each series' task or source, with the options that distinguish it from tasks or sources of the same
+    name.
+    """
     definitions = {member: {"name": member.what} | member.options for member in series}
     distinct_definitions = {str(definition): definition for definition in definitions.values()}
     names = dict(zip(distinct_definitions, task_names(list(distinct_definitions.values())), strict=True))
@@ -371,7 +406,9 @@ _TYPE_WORDS = {str: "a text", int: "an integer", bool: "true or false", dict: "a
 
 
 def typed_fields(schema: type, content: dict[str, Plain]) -> dict[str, Plain]:
-    """The values in `content` of the fields of dataclass `schema`. Raises KeyError if a field is missing, ValueError for a wrong type."""
+    """The values in `content` of the fields of dataclass `schema`. Raises KeyError if a field is missing, ValueError
+    for a wrong type.
+    """
     values = {spec.name: content[spec.name] for spec in fields(schema)}
     for spec in fields(schema):
         plain_type = typing.get_origin(spec.type) or spec.type
@@ -415,7 +452,8 @@ def validation_series(
     data_fingerprint: str = "",
     level: str = UNIGRAM,
 ) -> list[Series]:
-    """The series of the loss (nats per token) and, for text, of bits per byte on held-out sequences of the training length.
+    """The series of the loss (nats per token) and, for text, of bits per byte on held-out sequences of the training
+    length.
 
     Args:
         bits_per_byte: bits per byte of the text; None: the tokens are symbols, which are no bytes.
@@ -446,13 +484,17 @@ def validation_series(
 
 
 def checkpoint_selection_mask(fingerprint: str, documents: np.ndarray) -> np.ndarray:
-    """Mask, (sequences,) bool, of validation sequences that choose the best checkpoint: `selection_mask`, or all if it selects none."""
+    """Mask, (sequences,) bool, of validation sequences that choose the best checkpoint: `selection_mask`, or all if it
+    selects none.
+    """
     selection = selection_mask(fingerprint, documents)
     return selection if selection.any() else ~selection
 
 
 def selection_loss(series: Series) -> tuple[float, str]:
-    """Validation loss (nats per token) on the sequences on which the best checkpoint is chosen, and the hash of these sequences."""
+    """Validation loss (nats per token) on the sequences on which the best checkpoint is chosen, and the hash of these
+    sequences.
+    """
     (sample,) = series.samples
     selected_sample = sample.part(checkpoint_selection_mask(series.data_fingerprint, sample.groups))
     return float(np.average(selected_sample.values[:, 0], weights=selected_sample.weights)), selected_sample.sha256
@@ -494,7 +536,8 @@ class Evaluation:
     asked: dict[str, Plain] = field(
         default_factory=dict
     )  # the keys of `eval` that asked for it; {}: an older version measured it
-    # digests of the code that measured it (`Measurement.code`); {} if an older version did, whose files hold no sha256 of themselves
+    # digests of the code that measured it (`Measurement.code`); {} if an older version did, whose files hold no sha256
+    # of themselves
     code: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -504,8 +547,8 @@ class Evaluation:
 
     @property
     def reporting(self) -> "Evaluation":
-        """A copy whose series keep only the held-out documents for reports (`Series.reporting`). A metric whose mean stays over
-        all held-out text gets a name that says so."""
+        """A copy whose series keep only the held-out documents for reports (`Series.reporting`). A metric whose mean
+        stays over all held-out text gets a name that says so."""
         has_text = any(member.data_fingerprint for member in self.series)
         series = [member.reporting for member in self.series]
         named_series = [
@@ -520,7 +563,9 @@ class Evaluation:
 
     @classmethod
     def from_plain(cls, content: dict[str, Plain]) -> "Evaluation":
-        """The evaluation whose `plain()` is `content`. Raises KeyError if a field is missing, ValueError if a field has another type."""
+        """The evaluation whose `plain()` is `content`. Raises KeyError if a field is missing, ValueError if a field has
+        another type.
+        """
         try:
             series = tuple(Series.from_plain(entry) for entry in content["series"])
             return cls(**typed_fields(cls, {"asked": {}, "code": {}} | content) | {"series": series})
@@ -540,7 +585,8 @@ def evaluation_files(run: Path) -> dict[tuple[str, int], Path]:
 
 
 def read_evaluation(path: Path) -> dict[str, Plain]:
-    """The content of an evaluation's file, verified by its sha256; files of older versions have neither sha256 nor `code`.
+    """The content of an evaluation's file, verified by its sha256; files of older versions have neither sha256 nor
+    `code`.
 
     Raises RunError: the file is missing, damaged or altered, or its kind or step differs from the file name.
     """
@@ -557,7 +603,9 @@ def read_evaluation(path: Path) -> dict[str, Plain]:
 
 
 def load_evaluation(path: Path) -> Evaluation | None:
-    """Read the evaluation in a file; None if it holds no series. Raises RunError if the file is damaged or this version can't read it."""
+    """Read the evaluation in a file; None if it holds no series. Raises RunError if the file is damaged or this version
+    can't read it.
+    """
     content = read_evaluation(path)
     try:
         return Evaluation.from_plain(content) if "series" in content else None
@@ -568,7 +616,9 @@ def load_evaluation(path: Path) -> Evaluation | None:
 
 
 def restore_advice(path: Path) -> str:
-    """Advice that ends an error message on a damaged evaluation file: restore it, or measure again if the checkpoint exists."""
+    """Advice that ends an error message on a damaged evaluation file: restore it, or measure again if the checkpoint
+    exists.
+    """
     run, step = path.parent.parent, int(path.stem.rpartition(".step-")[2])
     if not step_path(run / CHECKPOINTS, step).exists():
         return "bring it back: the checkpoint of its step is no longer there to be measured again"
@@ -612,7 +662,9 @@ def last_evaluations(
 
 
 def _wanted_kinds(config: dict[str, Plain]) -> set[str]:
-    """The kinds of evaluation that a run's configuration asks for; empty if this version can't read the configuration."""
+    """The kinds of evaluation that a run's configuration asks for; empty if this version can't read the
+    configuration.
+    """
     problems = []
     eval_config = build(EvalConfig, config.get("eval") or {}, "eval", problems)
     data_config = build(DataConfig, config.get("data") or {}, "data", problems)

@@ -1,4 +1,6 @@
-"""Run folders: names of the files that training leaves and later commands read, configuration, checkpoints, and metrics.jsonl."""
+"""Run folders: names of the files that training leaves and later commands read, configuration, checkpoints, and
+metrics.jsonl.
+"""
 
 import hashlib
 import itertools
@@ -28,7 +30,8 @@ SWAPPED = "swapped"  # folder in an experiment's folder, with the swapped weight
 RESOLVED_FILE = (
     "resolved.json"  # file in an experiment's folder, with the settings that its first start fixed for all runs
 )
-ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"  # the reason why a locked folder is refused
+# the reason why a locked folder is refused
+ALREADY_TRAINING = "another process is training in this run folder; wait for it or stop it"
 DESCRIPTION = "lm.json"  # file in a model folder, which describes the model
 LAST, BEST = "last.ckpt", "best.ckpt"  # names in CHECKPOINTS, beside step-N.ckpt
 
@@ -53,10 +56,13 @@ def command_line() -> str:
 
 
 def require_run(folder: Path, *files: str) -> None:
-    """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is, and what to do."""
+    """Check that `folder` is a run folder with `files`. Raises RunError otherwise; the message says what `folder` is,
+    and what to do.
+    """
     if (folder / "modeling_lm.py").is_file():
         raise RunError(
-            f"{folder}: a model exported for transformers with its code, which is not read back; name what it was exported from"
+            f"{folder}: a model exported for transformers with its code, which is not read back; name what it was "
+            "exported from"
         )
     if (folder / "config.json").is_file() or (folder.suffix == ".gguf" and folder.is_file()):
         raise RunError(f"{folder}: a model that was not imported; run lm import {folder} -o OUT, and name OUT here")
@@ -78,7 +84,9 @@ def require_run(folder: Path, *files: str) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration in a run's config.yaml. Raises RunError if `folder` is no run folder, or the file is not readable or cut short."""
+    """The configuration in a run's config.yaml. Raises RunError if `folder` is no run folder, or the file is not
+    readable or cut short.
+    """
     require_run(folder, CONFIG)
     path = folder / CONFIG
     try:
@@ -92,7 +100,8 @@ def read_config(folder: Path) -> Config:
         if missing_names:  # a run writes all of these keys, `log` last; older runs wrote no experiment
             expression = f"lm.config.load.to_yaml(lm.load({str(folder)!r}).config)"
             raise RunError(
-                f"{path}: cut short: it has no {', '.join(missing_names)}; bring it back, or write what the checkpoint holds: {expression}"
+                f"{path}: cut short: it has no {', '.join(missing_names)}; bring it back, or write what the checkpoint "
+                f"holds: {expression}"
             )
         return parse(content)
     except (OSError, ConfigError, TypeError) as error:
@@ -124,7 +133,8 @@ def step_paths(folder: Path) -> list[Path]:
 # ---------------------------------------------------------------- metrics.jsonl
 
 
-PEAK_MEMORY = "peak_memory_bytes"  # log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
+# log key of the peak on rank 0 so far: bytes of tensors on the GPU, of the whole process on the CPU
+PEAK_MEMORY = "peak_memory_bytes"
 _WARM_UP_STEPS = 3  # steps after the first one that are not timed either, as they are slower than later steps
 _TAIL_BYTES = 1 << 16  # bytes that `last_logged` reads
 DIVERGED = "diverged"  # key of the last line of a run that stopped at values that are not finite; its value says why
@@ -132,14 +142,17 @@ DIVERGED = "diverged"  # key of the last line of a run that stopped at values th
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A metric, such as the training loss, as a function of the tokens seen, with a point for each logged step; NaN where not finite."""
+    """A metric, such as the training loss, as a function of the tokens seen, with a point for each logged step; NaN
+    where not finite.
+    """
 
     tokens: np.ndarray  # (points,) tokens seen so far
     values: np.ndarray  # (points,) in the unit of the metric, such as nats per token
 
 
 class Log(NamedTuple):
-    """A metrics.jsonl as read. `lines` are its JSON objects with a step, and `unreadable` the numbers, from 1, of all other complete lines.
+    """A metrics.jsonl as read. `lines` are its JSON objects with a step, and `unreadable` the numbers, from 1, of all
+    other complete lines.
 
     `content` holds all bytes of the file; it is None if there is no such file.
     """
@@ -158,8 +171,8 @@ def read_metrics(path: Path) -> Log:
 
 
 def truncate_metrics(path: Path, step: int) -> list[str]:
-    """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`. Unreadable lines are deleted,
-    too; returns a note on them if there are any."""
+    """Delete log lines that a resumed run writes anew: lines of steps after `step`, and of a swap at `step`. Unreadable
+    lines are deleted, too; returns a note on them if there are any."""
     if not path.exists():
         return []
     lines, unreadable_numbers, _ = read_metrics(path)
@@ -173,7 +186,8 @@ def truncate_metrics(path: Path, step: int) -> list[str]:
 
 
 def log_seal(path: Path) -> dict[str, Plain]:
-    """Size (`bytes`) and `sha256` of the log so far, which a checkpoint records to detect later changes (`lm.runs.same_run.check_log`).
+    """Size (`bytes`) and `sha256` of the log so far, which a checkpoint records to detect later changes
+    (`lm.runs.same_run.check_log`).
 
     The log is first synced to disk, so that a power cut can't lose lines that the checkpoint counts.
     """
@@ -193,7 +207,9 @@ EMPTY_LOG = seal(b"")
 
 
 def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> float | None:
-    """Seconds spent in training steps after `after_step`, over all starts of the run, without evaluations; None if the log lacks times."""
+    """Seconds spent in training steps after `after_step`, over all starts of the run, without evaluations; None if the
+    log lacks times.
+    """
     step_times = [(line["step"], line["elapsed_s"]) for line in lines if line.get("elapsed_s")]
     return (
         step_times[-1][1] - max((seconds for step, seconds in step_times if step <= after_step), default=0.0)
@@ -203,12 +219,16 @@ def training_seconds(lines: list[dict[str, Plain]], after_step: int = 0) -> floa
 
 
 def peak_memory(lines: list[dict[str, Plain]]) -> int | None:
-    """The highest `peak_memory_bytes` in the log lines, evaluations during training included; None if it was not logged."""
+    """The highest `peak_memory_bytes` in the log lines, evaluations during training included; None if it was not
+    logged.
+    """
     return max((line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)), default=None)
 
 
 def last_logged(path: Path) -> dict[str, Plain]:
-    """The last value of each metric in the last `_TAIL_BYTES` of a log that may still grow; {} if the log can't be read."""
+    """The last value of each metric in the last `_TAIL_BYTES` of a log that may still grow; {} if the log can't be
+    read.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -226,8 +246,8 @@ def curve(lines: list[dict[str, Plain]], name: str) -> Curve:
 
 
 def step_seconds(path: Path) -> float | None:
-    """Median seconds of a step after the first 1 + `_WARM_UP_STEPS`, in a log with a line for each step. Returns the mean of all steps if
-    the log ends earlier, None if it has no step."""
+    """Median seconds of a step after the first 1 + `_WARM_UP_STEPS`, in a log with a line for each step. Returns the
+    mean of all steps if the log ends earlier, None if it has no step."""
     elapsed_times = [line["elapsed_s"] for line in read_metrics(path).lines if "elapsed_s" in line]
     durations = [end - start for start, end in itertools.pairwise(elapsed_times)][_WARM_UP_STEPS:]
     return statistics.median(durations or [elapsed_times[-1] / len(elapsed_times)]) if elapsed_times else None
@@ -251,10 +271,12 @@ ConfigKeys = dict[str, Plain]  # keys of a configuration
 
 
 def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[str, Plain]) -> dict[str, Plain]:
-    """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a run's configuration.
+    """Merge `file_keys`, shape and tokenizer of the model at `init_from`, and `overrides`, in rising priority, into a
+    run's configuration.
 
-    Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a swap of it. The
-    model's normalizer is the default if neither `file_keys` nor `overrides` name a normalizer or phases of training.
+    Shape and tokenizer are taken only from a model folder that records no training run, such as an imported model, or a
+    swap of it. The model's normalizer is the default if neither `file_keys` nor `overrides` name a normalizer or phases
+    of training.
 
     Raises RunError: the folder's description is damaged, or its path names a user who does not exist (`~name`).
     """
@@ -264,8 +286,8 @@ def with_shape_of(init_from: str, file_keys: dict[str, Plain], overrides: dict[s
 
 
 def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
-    """The normalizer's keys, and the keys of shape and tokenizer (`_inherited_keys`), if `folder` holds a model without a training run or a
-    swap of such a model; else two empty dicts."""
+    """The normalizer's keys, and the keys of shape and tokenizer (`_inherited_keys`), if `folder` holds a model without
+    a training run or a swap of such a model; else two empty dicts."""
     if (folder / DESCRIPTION).is_file():
         description = read_sealed(folder / DESCRIPTION)
         spec = description["spec"]
@@ -291,13 +313,15 @@ def _untrained_model_keys(folder: Path) -> tuple[ConfigKeys, ConfigKeys]:
 def _inherited_keys(
     folder: Path, model: ConfigKeys, seq_len: int, tokenizer_keys: ConfigKeys
 ) -> tuple[ConfigKeys, ConfigKeys]:
-    """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its shape, its tokenizer,
-    and its length if positions are learned.
+    """Two dicts of keys that a run takes from a model. One has its normalizer, if lm defines it. The other has its
+    shape, its tokenizer, and its length if positions are learned.
 
-    If the model has tokens that end a document (`end_tokens`), its start token is added to them, as it ends the document before.
+    If the model has tokens that end a document (`end_tokens`), its start token is added to them, as it ends the
+    document before.
     """
     normalizer = model["normalizer"]
-    # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not taken from it.
+    # A configuration may import the normalizers that it names. A model folder may not: a normalizer outside lm is not
+    # taken from it.
     is_builtin = all(
         entry["name"] in ENTRIES for entry in (normalizer["of"] if normalizer["name"] == Layers.name else [normalizer])
     )

@@ -1,4 +1,6 @@
-"""Read trained models from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), and write them as model folders."""
+"""Read trained models from run folders, checkpoints and model folders (safetensors, JSON, tokenizer), and write them as
+model folders.
+"""
 
 import os
 import sys
@@ -112,7 +114,9 @@ class LoadedModel:
 
     @property
     def folder(self) -> Path:
-        """The folder in which tokenizer.json and other files lie: the run folder of a checkpoint, or the model folder itself."""
+        """The folder in which tokenizer.json and other files lie: the run folder of a checkpoint, or the model folder
+        itself.
+        """
         return _folder_of_files(self.path)
 
     def tokenizer_and_start(self) -> tuple[Tokenizer, int]:
@@ -125,7 +129,9 @@ class LoadedModel:
 
     @property
     def end_ids(self) -> list[int]:
-        """Ids of the tokens that end a document; the model must have a tokenizer. Raises RunError if the tokenizer lacks such a token."""
+        """Ids of the tokens that end a document; the model must have a tokenizer. Raises RunError if the tokenizer
+        lacks such a token.
+        """
         ids = {token: self.tokenizer.token_to_id(token) for token in self.spec.end_tokens or [self.spec.end_of_text]}
         if unknown_tokens := [token for token, index in ids.items() if index is None]:
             raise RunError(f"{self.folder}: its tokenizer has no token {unknown_tokens[0]} (end_tokens)")
@@ -133,18 +139,21 @@ class LoadedModel:
 
     @property
     def stamp(self) -> dict[str, Plain]:
-        """The model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation; 0, 0 and None without a training run."""
+        """The model's `step`, `tokens_seen` and `data_fingerprint`, as fields of an evaluation; 0, 0 and None without a
+        training run.
+        """
         step, tokens = self.metadata.get("step", 0), self.metadata.get("tokens", 0)
         return {"step": step, "tokens_seen": tokens, "data_fingerprint": self.metadata.get("data_fingerprint")}
 
 
 def load(path: str | os.PathLike, checkpoint: str | int = "last") -> LoadedModel:
-    """Load the model at `path`, a checkpoint, a model folder or a run folder. `checkpoint` of a run folder is `last`, `best` or a step.
+    """Load the model at `path`, a checkpoint, a model folder or a run folder. `checkpoint` of a run folder is `last`,
+    `best` or a step.
 
     `lm export` and `save_model` write model folders. Every byte is verified before it is used.
 
-    Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite, or files belong
-    to different runs.
+    Raises RunError: there is no such model, a file is damaged, weights don't fit their configuration or aren't finite,
+    or files belong to different runs.
     """
     if not isinstance(path, str | os.PathLike):
         raise RunError(
@@ -212,7 +221,8 @@ def _build_decoder(
 ) -> tuple[Decoder, Tokenizer | None]:
     for name, saved_version, present_version in spec.changed_plugins():
         print(
-            f"note: {path}: {name} was {saved_version} when this was saved, it is {present_version} now: the model may be another",
+            f"note: {path}: {name} was {saved_version} when this was saved, it is {present_version} now: the model may "
+            "be another",
             file=sys.stderr,
         )
     try:
@@ -231,7 +241,8 @@ def _build_decoder(
 
 
 def _read_tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokenizer | None:
-    """Read the tokenizer in `file`; None if `file` is missing and `sha256`, the hash of the file used in training, is not known (None).
+    """Read the tokenizer in `file`; None if `file` is missing and `sha256`, the hash of the file used in training, is
+    not known (None).
 
     Raises:
         RunError: `sha256` is given, and `file` is missing or has another hash.
@@ -251,7 +262,8 @@ def _read_tokenizer(file: Path, end_of_text: str, sha256: str | None) -> Tokeniz
 def weights_mismatch(spec: ModelSpec, weights: dict[str, Tensor]) -> str:
     """A message on the first tensor in `weights` that doesn't fit the decoder described by `spec`; empty if all fit.
 
-    Shapes are compared on torch's meta device, which stores no values, so that huge shapes in a damaged file allocate no memory.
+    Shapes are compared on torch's meta device, which stores no values, so that huge shapes in a damaged file allocate
+    no memory.
     """
     model, embedding = spec.model, weights.get("embedding.weight")
     layer_indices = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
@@ -280,7 +292,8 @@ def _folder_of_files(path: Path) -> Path:
 def find_checkpoint(folder: Path, checkpoint: str) -> Path:
     """The path of a checkpoint of the run in `folder`; `checkpoint` is `last`, `best`, a step, or a path.
 
-    Raises RunError: there is no such checkpoint (the message lists the saved steps), or the checkpoint belongs to another run.
+    Raises RunError: there is no such checkpoint (the message lists the saved steps), or the checkpoint belongs to
+    another run.
     """
     checkpoints = folder / CHECKPOINTS
     if checkpoint in ("last", "best"):
@@ -298,9 +311,11 @@ def find_checkpoint(folder: Path, checkpoint: str) -> Path:
 
 
 def export(source: Path, checkpoint: str, out: Path) -> Path:
-    """Export the model at `source` as a model folder `out`, safetensors and JSON with the training run's metadata. Returns `out`.
+    """Export the model at `source` as a model folder `out`, safetensors and JSON with the training run's metadata.
+    Returns `out`.
 
-    Raises RunError: there is no model at `source`, or `out` is not empty or can't be written; no incomplete folder is left.
+    Raises RunError: there is no model at `source`, or `out` is not empty or can't be written; no incomplete folder is
+    left.
     """
     model = load(source, checkpoint)
     training = {**model.metadata, "config": to_yaml(model.config)} if model.config else None
@@ -312,7 +327,8 @@ def export(source: Path, checkpoint: str, out: Path) -> Path:
 def save_model(
     decoder: Decoder, out: str | os.PathLike, tokenizer: str | os.PathLike | None = None, end_of_text: str = END_OF_TEXT
 ) -> Path:
-    """Write a decoder, trained by lm or elsewhere, as a model folder, which `load` and `lm` commands read. Returns `out`.
+    """Write a decoder, trained by lm or elsewhere, as a model folder, which `load` and `lm` commands read. Returns
+    `out`.
 
     `lm.evaluation.harness.HarnessLM` takes the model as `load` returns it.
 
@@ -322,14 +338,15 @@ def save_model(
         end_of_text: the tokenizer's token that starts a document.
 
     Raises:
-        RunError: RoPE is rescaled (`for_inference`), weights are not finite, the tokenizer has more tokens than the model, or `out` holds
-            something or can't be written.
+        RunError: RoPE is rescaled (`for_inference`), weights are not finite, the tokenizer has more tokens than the
+            model, or `out` holds something or can't be written.
         DataError: the tokenizer can't be used, or has no token `end_of_text`.
     """
     out, tokenizer = expand_home(out), expand_home(tokenizer) if tokenizer else None
     if decoder.rope_scaling != AS_TRAINED:
         raise RunError(
-            f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was made of"
+            f"{out}: a model folder holds no inference setting: save the decoder that the copy with its own RoPE was "
+            "made of"
         )
     if tokenizer and (tokens := load_tokenizer(tokenizer, end_of_text).get_vocab_size()) > decoder.vocab_size:
         raise RunError(

@@ -24,7 +24,8 @@ METADATA = {
 SHA256 = (
     "sha256"  # the entry of a checkpoint with a sha256 of each entry that holds tensors; lm 0.9 and earlier wrote none
 )
-# Entries that `lm.runs.same_run.check_evaluations` reads: SHA256, and in the metadata digests of the weights by step and of the log.
+# Entries that `lm.runs.same_run.check_evaluations` reads: SHA256, and in the metadata digests of the weights by step
+# and of the log.
 DIGEST_FIELDS = {SHA256: dict[str, str], "weights_sha256": dict[str, list[str]], "log": dict}
 
 
@@ -43,7 +44,8 @@ def best_step(folder: Path) -> int | None:
 def read_without_tensors(path: Path) -> dict[str, object]:
     """The content of a checkpoint with placeholders for its tensors, whose values are neither read nor verified.
 
-    Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint in the folder.
+    Raises RunError: the file is missing, damaged, or no checkpoint of lm; the message names the newest other checkpoint
+    in the folder.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -58,7 +60,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads the plain data of a checkpoint. No code that the file names is imported."""
 
     def find_class(self, module: str, name: str) -> type:
-        """OrderedDict if the file names it; for any other class that the file names, such as a tensor's, a placeholder class."""
+        """OrderedDict if the file names it; for any other class that the file names, such as a tensor's, a placeholder
+        class.
+        """
         return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Placeholder
 
     def persistent_load(self, storage: object) -> None:
@@ -73,7 +77,9 @@ class _Placeholder:
 
 
 def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
-    """Return `checkpoint`, the content of the file at `path`. Raises RunError if it is no checkpoint that this version of lm can read."""
+    """Return `checkpoint`, the content of the file at `path`. Raises RunError if it is no checkpoint that this version
+    of lm can read.
+    """
     if not isinstance(checkpoint, dict) or not all(
         isinstance(checkpoint.get(name), dict) for name in ("lm", "state_dict")
     ):
@@ -87,7 +93,9 @@ def checked_content(checkpoint: object, path: Path) -> dict[str, object]:
 
 
 def unreadable_checkpoint(path: Path, error: Exception) -> RunError:
-    """The RunError for a checkpoint file that can't be read because of `error`; the message says what is wrong and what to do."""
+    """The RunError for a checkpoint file that can't be read because of `error`; the message says what is wrong and what
+    to do.
+    """
     if isinstance(error, FileNotFoundError):
         return RunError(f"{path}: no such checkpoint or run folder; lm train makes run folders, runs/NAME")
     if isinstance(error, zipfile.BadZipFile) and "CRC" in str(error):
@@ -96,7 +104,9 @@ def unreadable_checkpoint(path: Path, error: Exception) -> RunError:
 
 
 def fallback_hint(damaged_path: Path) -> str:
-    """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if there is none."""
+    """The end of an error message on a damaged checkpoint, which names the newest other one in its folder; empty if
+    there is none.
+    """
     other_checkpoints = [
         checkpoint for checkpoint in step_paths(damaged_path.parent) if not checkpoint.samefile(damaged_path)
     ]

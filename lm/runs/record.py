@@ -1,4 +1,6 @@
-"""Read configuration, environment, logged metrics and last evaluations of a run folder, and find the settings that tell arms apart."""
+"""Read configuration, environment, logged metrics and last evaluations of a run folder, and find the settings that tell
+arms apart.
+"""
 
 import hashlib
 import json
@@ -46,9 +48,11 @@ from lm.schema import Plain, convert, flatten, yaml_scalar
 
 
 def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
-    """The settings (dotted keys) of each start in environment.json that contributed steps to a run's weights; [] without a training run.
+    """The settings (dotted keys) of each start in environment.json that contributed steps to a run's weights; []
+    without a training run.
 
-    A start is the first launch of a run, or a resumption. A start at step s replaces the starts before it whose step is s or more.
+    A start is the first launch of a run, or a resumption. A start at step s replaces the starts before it whose step is
+    s or more.
 
     Raises ValueError: the entry `starts` is no list of objects with a step.
     """
@@ -64,7 +68,9 @@ def starts(environment: dict[str, Plain]) -> list[dict[str, Plain]]:
 
 
 def start_setting(environment: dict[str, Plain], name: str) -> Plain:
-    """A run's value of setting `name`; None if not recorded. If `starts` differ, it is a text such as `32, from step 500 bf16-mixed`."""
+    """A run's value of setting `name`; None if not recorded. If `starts` differ, it is a text such as `32, from step
+    500 bf16-mixed`.
+    """
     recorded_values = [(start["step"], start[name]) for start in starts(environment) if start.get(name) is not None]
     changes = [next(equal_values) for _, equal_values in groupby(recorded_values, key=itemgetter(1))]
     if len(changes) < 2:
@@ -74,7 +80,9 @@ def start_setting(environment: dict[str, Plain], name: str) -> Plain:
 
 
 def differing_settings(environment: dict[str, Plain]) -> list[str]:
-    """A text for each setting that differs between a run's launch and its resumptions, such as `precision 32, from step 500 bf16-mixed`."""
+    """A text for each setting that differs between a run's launch and its resumptions, such as `precision 32, from step
+    500 bf16-mixed`.
+    """
     entries = starts(environment)
     names = dict.fromkeys(name for start in entries for name in start if name not in ("step", "time", "command"))
     differing_names = [
@@ -84,11 +92,12 @@ def differing_settings(environment: dict[str, Plain]) -> list[str]:
 
 
 def arm_definition(config: dict[str, Plain], environment: dict[str, Plain]) -> dict[str, Plain]:
-    """The settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are one arm.
+    """The settings that decide what a run learns, except its seed, as dotted keys. Runs with equal settings are one
+    arm.
 
-    Equal models have equal settings (`lm.config.tree.canonical`). Precision, compilation, `optim.on_nonfinite` and the number of steps have
-    the values that the run's `starts` used. Initial weights (`init_from`) and the run that this run branches from (`branch_from`) are
-    identified by their arm, not by their path.
+    Equal models have equal settings (`lm.config.tree.canonical`). Precision, compilation, `optim.on_nonfinite` and the
+    number of steps have the values that the run's `starts` used. Initial weights (`init_from`) and the run that this
+    run branches from (`branch_from`) are identified by their arm, not by their path.
     """
     definition = {key: value for key, value in flatten(canonical(config)).items() if distinguishes_arms(key)}
     settings = {key: start_setting(environment, key.rpartition(".")[2]) for key in recorded_per_start()}
@@ -109,7 +118,8 @@ def arm(config: dict[str, Plain], environment: dict[str, Plain]) -> str:
 
 
 def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int, ...]:
-    """All seeds that decided a run's weights: seeds of the run that trained its initial weights, its own seed, and `data.seed` if set.
+    """All seeds that decided a run's weights: seeds of the run that trained its initial weights, its own seed, and
+    `data.seed` if set.
 
     Consecutive equal seeds are listed once.
     """
@@ -121,14 +131,16 @@ def seeds(config: dict[str, Plain], environment: dict[str, Plain]) -> tuple[int,
 
 # ---------------------------------------------------------------- how a run came to its end
 
-MIN_LOSS_RISE = 0.5  # nats per token; a run of finite losses diverged only if its training loss ends more than this above its minimum
+# nats per token; a run of finite losses diverged only if its training loss ends more than this above its minimum
+MIN_LOSS_RISE = 0.5
 
 
 def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> str:
     """A text that says how a run diverged; empty if it didn't.
 
-    A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its final loss is
-    above the unigram cross-entropy, and its training loss ended more than `MIN_LOSS_RISE` above its minimum.
+    A run diverged if it stopped at values that are not finite, or its final loss is not finite. It also diverged if its
+    final loss is above the unigram cross-entropy, and its training loss ended more than `MIN_LOSS_RISE` above its
+    minimum.
 
     final_series: validation loss at the run's last step; None: the run has not reached this step.
     """
@@ -148,13 +160,17 @@ def divergence(lines: list[dict[str, Plain]], final_series: Series | None) -> st
 
 
 def tokens_before(environment: Mapping[str, Plain]) -> int:
-    """Number of tokens on which the initial weights of a run were trained, over all earlier runs; 0 for random initial weights."""
+    """Number of tokens on which the initial weights of a run were trained, over all earlier runs; 0 for random initial
+    weights.
+    """
     origin = environment.get("started_from") or {}
     return origin.get("tokens", 0) + origin.get("tokens_before", 0)
 
 
 def loss_above_unigram(final_series: Series | None) -> str:
-    """A text that says that the final validation loss exceeds the unigram cross-entropy; empty if not, or if a value is not known."""
+    """A text that says that the final validation loss exceeds the unigram cross-entropy; empty if not, or if a value is
+    not known.
+    """
     loss, references = (final_series.means[0], final_series.references) if final_series else (0.0, {})
     level = references.get(UNIGRAM, references.get(UNIGRAM_BOUND, math.inf))
     return f"final loss above the unigram cross-entropy ({loss:.4f} > {level:.4f})" if loss > level else ""
@@ -185,7 +201,9 @@ class RunRecord:
 
     @cached_property
     def arm_definition(self) -> dict[str, Plain]:
-        """Settings that decide what the run learns, except its seed, as dotted keys; runs of one arm share all of them."""
+        """Settings that decide what the run learns, except its seed, as dotted keys; runs of one arm share all of
+        them.
+        """
         return arm_definition(self.config, self.environment)
 
     @property
@@ -205,7 +223,9 @@ class RunRecord:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Seeds of the runs that trained the initial weights, then the run's own seeds. Runs of two arms with equal seeds are paired."""
+        """Seeds of the runs that trained the initial weights, then the run's own seeds. Runs of two arms with equal
+        seeds are paired.
+        """
         return seeds(self.config, self.environment)
 
     @property
@@ -220,7 +240,9 @@ class RunRecord:
 
     @property
     def tokens_seen(self) -> int | None:
-        """The number of tokens that the run had seen at the first of its `evaluations`; without evaluations, at the last logged step."""
+        """The number of tokens that the run had seen at the first of its `evaluations`; without evaluations, at the
+        last logged step.
+        """
         if self.evaluations:
             return self.evaluations[0].tokens_seen
         tokens = self.curve("train/loss").tokens
@@ -231,16 +253,22 @@ class RunRecord:
 
     @property
     def tokens_before(self) -> int:
-        """Number of tokens on which the run's initial weights were trained, over all earlier runs; 0 for random initial weights."""
+        """Number of tokens on which the run's initial weights were trained, over all earlier runs; 0 for random initial
+        weights.
+        """
         return tokens_before(self.environment)
 
     def setting(self, name: str) -> Plain:
-        """The value of setting `name`, such as `precision`; None if not recorded. If resumptions changed it, a text has all values."""
+        """The value of setting `name`, such as `precision`; None if not recorded. If resumptions changed it, a text has
+        all values.
+        """
         return start_setting(self.environment, name)
 
     @property
     def commits(self) -> str | None:
-        """A text that lists the commits of the run's launch and resumptions, and marks uncommitted changes; None if none is recorded."""
+        """A text that lists the commits of the run's launch and resumptions, and marks uncommitted changes; None if
+        none is recorded.
+        """
         entries = [start for start in starts(self.environment) if start.get("git_commit")]
         labels = dict.fromkeys(
             f"{start['git_commit'][:12]}{' with uncommitted changes' * bool(start.get('git_dirty'))}"
@@ -249,7 +277,9 @@ class RunRecord:
         return ", then ".join(labels) or None
 
     def environment_entry(self, path: str) -> Plain:
-        """The entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such entry."""
+        """The entry of environment.json at a dotted `path`, such as `parameters.total`; None if there is no such
+        entry.
+        """
         return flatten(self.environment).get(path)
 
 
@@ -304,13 +334,16 @@ def read_run(
         # Other kinds, such as a swap, have steps of their own.
         if evaluation.step != first_result.step and evaluation.kind in EvalConfig.kind_names():
             gaps.append(
-                f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step {evaluation.step:,}"
+                f"the {first_result.name} is of step {first_result.step:,}, the {evaluation.name} of step "
+                f"{evaluation.step:,}"
             )
     return RunRecord(folder, folder.resolve().name, config, environment, lines, tuple(evaluations), tuple(gaps))
 
 
 def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
-    """Parsed content and text of a run's config.yaml. Raises RunError: the file can't be read, or lacks a required key."""
+    """Parsed content and text of a run's config.yaml. Raises RunError: the file can't be read, or lacks a required
+    key.
+    """
     try:
         content = path.read_bytes()
         config = parse_yaml(content, path.name)
@@ -327,8 +360,8 @@ def _read_config(path: Path) -> tuple[dict[str, Plain], str]:
 
 
 def _environment_gaps(config: dict[str, Plain], environment: dict[str, Plain], path: Path) -> list[str]:
-    """Messages on facts that environment.json lacks, and on settings that differ between the run's launch and its resumptions.
-    Raises RunError for a malformed file."""
+    """Messages on facts that environment.json lacks, and on settings that differ between the run's launch and its
+    resumptions. Raises RunError for a malformed file."""
     try:
         entries, differences = starts(environment), differing_settings(environment)
         arm_definition(config, environment), seeds(config, environment)

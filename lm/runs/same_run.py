@@ -1,4 +1,6 @@
-"""Check that the files of a run folder belong together. A checkpoint records its configuration and data; other files must agree with it."""
+"""Check that the files of a run folder belong together. A checkpoint records its configuration and data; other files
+must agree with it.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +32,9 @@ DEFAULT_DIGESTS = {"weights_sha256": {}, "log": EMPTY_LOG}  # for checkpoints of
 
 
 def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
-    """The configuration that the model at `path` was trained with. Raises RunError if the configuration can't be read."""
+    """The configuration that the model at `path` was trained with. Raises RunError if the configuration can't be
+    read.
+    """
     try:
         return parse(parse_yaml(metadata["config"], "it"))
     except ConfigError as error:
@@ -40,7 +44,8 @@ def trained_config(metadata: dict[str, Plain], path: Path) -> Config:
 def config_problems(
     config: Config, training_config: Config, metadata: dict[str, Plain], path: Path, branches: bool = False
 ) -> list[Problem]:
-    """Every difference between `config` and the checkpoint's `training_config` that forbids resuming from the checkpoint at `path`.
+    """Every difference between `config` and the checkpoint's `training_config` that forbids resuming from the
+    checkpoint at `path`.
 
     metadata: metadata of the checkpoint; `step` and `phase` say how far training has come.
     branches: whether a new run branches from the checkpoint, and may therefore have another schedule.
@@ -58,7 +63,10 @@ def config_problems(
             continue
         remedy = "branch with that" if branches else "resume it with that, or choose another name"
         if on_resume == "branch":
-            remedy = f"resume it with that; or go on from its step and optimizer state in a new run: branch_from={path} name=..."
+            remedy = (
+                "resume it with that; or go on from its step and optimizer state in a new run: "
+                f"branch_from={path} name=..."
+            )
         problems.append(Problem(key, value, f"the checkpoint was trained with {as_written(trained_value)}", remedy))
     # Normalizers and phases are compared up to the checkpoint's step: later ones may change.
     problems += _length_problems(config, training_config, metadata["step"], path)
@@ -66,9 +74,11 @@ def config_problems(
 
 
 def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain) -> bool:
-    """Whether two paths (values of `init_from` or `branch_from`) name the same weights of an experiment whose folder has moved.
+    """Whether two paths (values of `init_from` or `branch_from`) name the same weights of an experiment whose folder
+    has moved.
 
-    Only the last parts of the paths are compared: run name and, for `branch_from`, checkpoint. False for a run outside experiments.
+    Only the last parts of the paths are compared: run name and, for `branch_from`, checkpoint. False for a run outside
+    experiments.
     """
     part_count = {"init_from": 1, "branch_from": 3}.get(key)
     return (
@@ -78,7 +88,8 @@ def _is_moved_path(config: Config, key: str, value: Plain, trained_value: Plain)
 
 
 def check_environment(file: Path, metadata: dict[str, Plain], checkpoint: Path) -> dict[str, Plain]:
-    """The content of a run's environment.json (`file`), after a check that it names the same run and data as `checkpoint`.
+    """The content of a run's environment.json (`file`), after a check that it names the same run and data as
+    `checkpoint`.
 
     Raises RunError: the file is missing or damaged, or belongs to another run than the checkpoint.
     """
@@ -88,7 +99,8 @@ def check_environment(file: Path, metadata: dict[str, Plain], checkpoint: Path) 
         run_id, saved_id = str(environment.get(name) or "")[:16], str(metadata.get(name) or "")[:16]
         if run_id and saved_id and run_id != saved_id:
             raise RunError(
-                f"{checkpoint}: {phrase} {saved_id}, {file} says {run_id}: they are of different runs; bring back the one that belongs here"
+                f"{checkpoint}: {phrase} {saved_id}, {file} says {run_id}: they are of different runs; bring back the "
+                "one that belongs here"
             )
     return environment
 
@@ -96,12 +108,14 @@ def check_environment(file: Path, metadata: dict[str, Plain], checkpoint: Path) 
 def check_evaluations(
     run: Path, evaluations: Sequence[Evaluation], checkpoint: Path, log: Log, config_text: str | None = None
 ) -> bool:
-    """Check evaluations and log against the digests in a checkpoint. Returns False if an older version wrote no digest for an evaluation.
+    """Check evaluations and log against the digests in a checkpoint. Returns False if an older version wrote no digest
+    for an evaluation.
 
-    config_text: the content of the run's config.yaml, which is compared with the checkpoint's configuration; None: no comparison.
+    config_text: the content of the run's config.yaml, which is compared with the checkpoint's configuration; None: no
+    comparison.
 
-    Raises RunError: the checkpoint is missing or damaged; an evaluation measured other weights than the checkpoint records for its step,
-    or configuration or log were altered.
+    Raises RunError: the checkpoint is missing or damaged; an evaluation measured other weights than the checkpoint
+    records for its step, or configuration or log were altered.
     """
     try:
         content = read_without_tensors(checkpoint)
@@ -122,7 +136,8 @@ def check_evaluations(
         if digests and evaluation.weights_sha256 not in digests:
             path = evaluation_path(run, evaluation.kind, step)
             raise RunError(
-                f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; {restore_advice(path)}"
+                f"{path}: is not of the weights that checkpoints/{checkpoint.name} records for step {step}; "
+                f"{restore_advice(path)}"
             )
         is_checked &= step > saved_digests["step"] or bool(digests and evaluation.code)
     check_log(run, log.content, content["lm"], checkpoint)
@@ -132,8 +147,8 @@ def check_evaluations(
 
 
 def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Check that the first bytes of a log, `content`, have the size and sha256 in a checkpoint's `metadata`; raises RunError if they don't.
-    Nothing is checked if `content` is None."""
+    """Check that the first bytes of a log, `content`, have the size and sha256 in a checkpoint's `metadata`; raises
+    RunError if they don't. Nothing is checked if `content` is None."""
     saved_seal = {**DEFAULT_DIGESTS, **metadata}["log"]
     check_fields(saved_seal, {"bytes": int, "sha256": str}, checkpoint, "log.")
     path, n_bytes = run / METRICS, saved_seal["bytes"]
@@ -142,14 +157,18 @@ def check_log(run: Path, content: bytes | None, metadata: dict[str, Plain], chec
     ):  # perhaps read before a run under way saved the checkpoint
         content = path.read_bytes()
     if content is not None and seal(content[:n_bytes]) != saved_seal:
-        advice = f"bring it back, delete the run folder and train it again, or go on in a new run: branch_from={checkpoint} name=..."
+        advice = (
+            "bring it back, delete the run folder and train it again, or go on in a new run: "
+            f"branch_from={checkpoint} name=..."
+        )
         raise RunError(f"{path}: was altered since checkpoints/{checkpoint.name} was saved; {advice}")
 
 
 def check_config(
     file: Path, config: Config, training_config: Config, metadata: dict[str, Plain], checkpoint: Path
 ) -> None:
-    """Check that `checkpoint` could be resumed with `config`, read from `file` (`config_problems`). Raises RunError if not.
+    """Check that `checkpoint` could be resumed with `config`, read from `file` (`config_problems`). Raises RunError if
+    not.
 
     training_config, metadata: configuration with which the checkpoint's run was trained, and the checkpoint's metadata.
     """
@@ -161,10 +180,11 @@ def check_config(
 
 
 def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Path) -> None:
-    """Check that a run's config.yaml, given as `text`, agrees with that in its checkpoint (`check_config`); raises RunError if not.
+    """Check that a run's config.yaml, given as `text`, agrees with that in its checkpoint (`check_config`); raises
+    RunError if not.
 
-    Nothing is checked if the checkpoint's configuration can't be read, because an older version wrote it, or because it names code outside
-    lm, which reports do not import.
+    Nothing is checked if the checkpoint's configuration can't be read, because an older version wrote it, or because it
+    names code outside lm, which reports do not import.
     """
     if text == metadata["config"]:
         return
@@ -182,8 +202,8 @@ def check_text(file: Path, text: str, metadata: dict[str, Plain], checkpoint: Pa
 
 
 def _length_problems(config: Config, training_config: Config, step: int, checkpoint: Path) -> list[Problem]:
-    """A list with a problem if `config` gives steps up to `step` other sequence lengths than `training_config`, with which they were
-    trained, as `trainer.max_steps` differs; else an empty list."""
+    """A list with a problem if `config` gives steps up to `step` other sequence lengths than `training_config`, with
+    which they were trained, as `trainer.max_steps` differs; else an empty list."""
     lengths = config.data.lengths
     schedules = (
         lengths.length_by_step(config.data.seq_len, run_config.trainer.max_steps)
@@ -201,7 +221,9 @@ def _length_problems(config: Config, training_config: Config, step: int, checkpo
 
 
 def _plan_problems(config: Config, training_config: Config, phase: int, step: int, checkpoint: Path) -> list[Problem]:
-    """Problems where normalizer, warm-up or end of a phase differ from training, for phases from 0 to `phase`, the checkpoint's phase."""
+    """Problems where normalizer, warm-up or end of a phase differ from training, for phases from 0 to `phase`, the
+    checkpoint's phase.
+    """
     problems = []
     for index in range(phase + 1):
         setting = f"phases[{index}]" if config.phases else "model"
@@ -215,7 +237,10 @@ def _plan_problems(config: Config, training_config: Config, phase: int, step: in
             for layer in range(training_config.model.n_layer)
         ):
             reason = f"the checkpoint was trained with {trained_normalizer.label()}"
-            remedy = f"lm swap {checkpoint} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of another name"
+            remedy = (
+                f"lm swap {checkpoint} --to {normalizer.swap_arguments()} -o OUT, then init_from=OUT in a run of "
+                "another name"
+            )
             problems.append(Problem(f"{setting}.normalizer", normalizer.label(), reason, f"to change it now: {remedy}"))
         if warmup_steps != trained_warmup_steps:
             problems.append(

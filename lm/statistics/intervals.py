@@ -1,4 +1,5 @@
-"""Intervals of means over documents, over training seeds or over both, and of fractions of trials; each holds with 95 % by default.
+"""Intervals of means over documents, over training seeds or over both, and of fractions of trials; each holds with 95 %
+by default.
 
 All intervals are in closed form, without resampling.
 """
@@ -17,7 +18,8 @@ _NORMAL_QUANTILE = 1.959963984540054  # 97.5 % quantile of the normal distributi
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured value was not finite.
+    """A mean and its interval, at 95 % for itself or for a family of intervals together; NaN where a measured value was
+    not finite.
 
     `noise_source` names the sampled units whose noise the interval covers, such as `3 seeds` or `documents, 1 seed`.
     """
@@ -29,7 +31,9 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether both ends are finite and differ. It is False where all values of a sample are equal (`Estimate.half_width`)."""
+        """Whether both ends are finite and differ. It is False where all values of a sample are equal
+        (`Estimate.half_width`).
+        """
         return bool(np.isfinite([self.low, self.high]).all() and self.low < self.high)
 
     def picture_values(self) -> list[float]:
@@ -43,10 +47,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The means of one or many samples of equal size and their standard errors, for intervals and tests; NaN where a value was not finite.
+    """The means of one or many samples of equal size and their standard errors, for intervals and tests; NaN where a
+    value was not finite.
 
-    Student's t estimates the spread from the sample. As a sample of equal values has no spread to estimate, the exact sign-flip test then
-    decides in place of t. Its p of the hypothesis that the mean is not above 0 is 2^-n for n equal values above 0.
+    Student's t estimates the spread from the sample. As a sample of equal values has no spread to estimate, the exact
+    sign-flip test then decides in place of t. Its p of the hypothesis that the mean is not above 0 is 2^-n for n equal
+    values above 0.
     """
 
     # mean, error, degrees: (...,) means, their standard errors, and degrees of freedom of Student's t
@@ -54,7 +60,8 @@ class Estimate:
     error: np.ndarray
     degrees: np.ndarray
     noise_source: str  # the units whose noise the intervals cover, as in `Interval`
-    # other estimates of the same means: intervals of this estimate are at least as long as the intervals of each of them
+    # other estimates of the same means: intervals of this estimate are at least as long as the intervals of each of
+    # them
     floors: tuple["Estimate", ...] = ()
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "Estimate":
@@ -62,10 +69,11 @@ class Estimate:
         return Estimate(self.mean[index], self.error[index], self.degrees[index], self.noise_source, floors)
 
     def half_width(self, family: int = 1) -> np.ndarray:
-        """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 % (Bonferroni).
+        """Half the length of the interval of each mean, (...,); `family` such intervals hold together with 95 %
+        (Bonferroni).
 
-        For a sample of equal values it is 0. It is infinite if the values are too few for the sign-flip test to reach a two-sided p of 0.05
-        divided by `family`.
+        For a sample of equal values it is 0. It is infinite if the values are too few for the sign-flip test to reach a
+        two-sided p of 0.05 divided by `family`.
         """
         from scipy.special import stdtrit  # takes a quarter of a second to import, which most runs need not
 
@@ -77,7 +85,8 @@ class Estimate:
     def p(self, sign: int) -> np.ndarray:
         """One-sided p, (...,), of the hypothesis that the mean is at least 0 (`sign` 1), or at most 0 (`sign` -1).
 
-        p is at most 0.025 / family where the interval by `half_width(family)` lies below 0 (`sign` 1) or above 0 (`sign` -1).
+        p is at most 0.025 / family where the interval by `half_width(family)` lies below 0 (`sign` 1) or above 0
+        (`sign` -1).
         """
         from scipy.special import stdtr
 
@@ -95,7 +104,9 @@ class Estimate:
 def _estimate(
     mean: np.ndarray, variance: np.ndarray, degrees: np.ndarray, largest_value: np.ndarray, noise_source: str
 ) -> Estimate:
-    """The estimate of means, given their variances. A standard error up to 1e-9 times `largest_value` is rounding, set to 0."""
+    """The estimate of means, given their variances. A standard error up to 1e-9 times `largest_value` is rounding, set
+    to 0.
+    """
     error = np.sqrt(variance)
     return Estimate(
         mean,
@@ -106,7 +117,9 @@ def _estimate(
 
 
 def interval_of(series: Series, column: int, mean: float | None = None) -> Interval | None:
-    """The 95 % interval of one column's mean; None if `series` has no intervals, or too few documents. `mean` replaces that mean."""
+    """The 95 % interval of one column's mean; None if `series` has no intervals, or too few documents. `mean` replaces
+    that mean.
+    """
     mean = float(series.means[column]) if mean is None else mean
     if series.interval == "none":
         return None
@@ -123,16 +136,19 @@ def interval_of(series: Series, column: int, mean: float | None = None) -> Inter
 def over_documents(
     values: np.ndarray, weights: np.ndarray | None = None, groups: np.ndarray | None = None
 ) -> Interval | None:
-    """The weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents of the units.
+    """The weighted mean over units, such as sequences, with its 95 % interval by Student's t over the documents of the
+    units.
 
-    The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each divided by 1 minus
-    the document's fraction of the weight (Bell and McCaffrey 2002, CR2). Student's t has Satterthwaite degrees of freedom: D - 1 for D
-    documents of equal weight; fewer where few documents have most of the weight. Values that aren't all finite give NaN.
+    The mean is a ratio of sums over documents. Its variance is the sum of the documents' squared residual sums, each
+    divided by 1 minus the document's fraction of the weight (Bell and McCaffrey 2002, CR2). Student's t has
+    Satterthwaite degrees of freedom: D - 1 for D documents of equal weight; fewer where few documents have most of the
+    weight. Values that aren't all finite give NaN.
 
     Args:
         values: (units,), such as losses in nats per token, or differences between the losses of two models.
         weights: (units,), such as the number of tokens of a unit; None: equal weights.
-        groups: (units,) labels; units of one label, such as a document's sequences, depend on each other. None: all units are independent.
+        groups: (units,) labels; units of one label, such as a document's sequences, depend on each other. None: all
+            units are independent.
 
     Returns:
         None if fewer than `MIN_DOCUMENTS` documents have weight.
@@ -151,15 +167,16 @@ def over_documents(
 
 
 def _mean_variance(values: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """(means, variances of the means, degrees of freedom) of values (units, columns), as in `over_documents`. `labels`, (units,), numbers
-    the documents of the units from 0."""
+    """(means, variances of the means, degrees of freedom) of values (units, columns), as in `over_documents`. `labels`,
+    (units,), numbers the documents of the units from 0."""
     fractions = np.bincount(labels, weights) / weights.sum()  # (documents,) fraction of the weight in each document
     mean = weights @ values / weights.sum()
     residuals = np.zeros((len(fractions), values.shape[1]))
     np.add.at(residuals, labels, weights[:, None] / weights.sum() * (values - mean))
     residuals, fractions = residuals[fractions > 0], fractions[fractions > 0]
     variance = (residuals**2 / (1 - fractions[:, None])).sum(0)
-    # The variance is a quadratic form, of matrix G, in document means that are taken as equally spread; degrees: trace(G)^2 / trace(G G).
+    # The variance is a quadratic form, of matrix G, in document means that are taken as equally spread; degrees:
+    # trace(G)^2 / trace(G G).
     u, square = fractions**2 / (1 - fractions), (fractions**2).sum()
     first_moment, second_moment = u @ fractions, u @ fractions**2
     trace = (u * (1 + square - 2 * fractions)).sum()
@@ -184,7 +201,8 @@ def over_seeds(values: np.ndarray) -> Estimate:
 
 
 def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
-    """The mean change of a difference per doubling of size, by least squares for each seed, with its interval by Student's t over seeds.
+    """The mean change of a difference per doubling of size, by least squares for each seed, with its interval by
+    Student's t over seeds.
 
     Args:
         differences: (sizes, seeds); a column is one seed at every size. At least two seeds.
@@ -198,9 +216,10 @@ def trend(differences: np.ndarray, sizes: np.ndarray) -> Interval:
 def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate | None:
     """The estimate of means over seeds and documents, for intervals that hold for new seeds and new documents, too.
 
-    Seeds and documents are crossed: each seed's model reads each document. The variance is the variance over seeds, plus the
-    variance over documents, minus the variance of their interaction, which both contain (Cameron, Gelbach and Miller 2011). Intervals are
-    at least as long as intervals over seeds or documents alone. Degrees of freedom are Satterthwaite's.
+    Seeds and documents are crossed: each seed's model reads each document. The variance is the variance over seeds,
+    plus the variance over documents, minus the variance of their interaction, which both contain (Cameron, Gelbach and
+    Miller 2011). Intervals are at least as long as intervals over seeds or documents alone. Degrees of freedom are
+    Satterthwaite's.
 
     Args:
         values: (..., seeds, units), such as paired differences in nats per token.
@@ -239,12 +258,13 @@ def over_seeds_and_documents(values: np.ndarray, weights: np.ndarray, groups: np
 
 
 def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
-    """The number of independent trials that the questions of several sequences are worth, at most the number of questions.
+    """The number of independent trials that the questions of several sequences are worth, at most the number of
+    questions.
 
-    It is the number of questions divided by the design effect. The design effect is the variance of right answers between sequences divided
-    by the binomial variance (Kish 1965; Korn and Graubard 1998). It is 1 with one question in each sequence. It is computed with two more
-    sequences of mean size, one all right, one all wrong, as Agresti and Coull (1998) add to a fraction. So M sequences whose answers are
-    all right (or all wrong) are M trials.
+    It is the number of questions divided by the design effect. The design effect is the variance of right answers
+    between sequences divided by the binomial variance (Kish 1965; Korn and Graubard 1998). It is 1 with one question in
+    each sequence. It is computed with two more sequences of mean size, one all right, one all wrong, as Agresti and
+    Coull (1998) add to a fraction. So M sequences whose answers are all right (or all wrong) are M trials.
 
     Args:
         right_answers: (sequences,) numbers of right answers, which may be fractional.
@@ -264,10 +284,11 @@ def effective_trials(right_answers: np.ndarray, questions: np.ndarray) -> float:
 
 
 def wilson(successes: float, trials: float) -> Interval:
-    """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN without trials.
+    """A fraction of independent trials with its 95 % Wilson score interval (1927), which stays within 0 and 1; NaN
+    without trials.
 
-    `successes` may be fractional where a trial is a mean, such as over the depths at which one needle is hidden in a text. The interval is
-    as wide as for trials of 0 or 1.
+    `successes` may be fractional where a trial is a mean, such as over the depths at which one needle is hidden in a
+    text. The interval is as wide as for trials of 0 or 1.
     `trials` may be fractional where trials depend on each other (`effective_trials`).
     """
     if not trials:

@@ -1,4 +1,6 @@
-"""Compare fractions of runs that reach a level of a metric, by Fisher's exact test, and find the training tokens that each run needed."""
+"""Compare fractions of runs that reach a level of a metric, by Fisher's exact test, and find the training tokens that
+each run needed.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,9 @@ from lm.statistics.verdicts import UNTUNED, Name, Verdict
 class LearnedCounts:
     """The numbers of runs that have learned (`has_learned`), for an arm and the baseline."""
 
-    # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates. The judged pair comes first, then all
-    # pairs of rates that the two were trained at. Each pair must show the difference. A run that diverged has not learned
+    # (runs of the arm, runs of the baseline) that have learned, for each pair of learning rates. The judged pair comes
+    # first, then all pairs of rates that the two were trained at. Each pair must show the difference. A run that
+    # diverged has not learned
     learned_pairs: Sequence[tuple[int, int]]
     n_ended_seeds: int  # number of seeds whose runs have all ended, in both arms
     n_diverged_runs: int = 0  # number of runs that diverged, of both arms
@@ -26,21 +29,24 @@ class LearnedCounts:
 
     @property
     def p(self) -> list[float]:
-        """p of Fisher's test at each pair of learning rates; 1 where the difference has another sign than at the first pair."""
+        """p of Fisher's test at each pair of learning rates; 1 where the difference has another sign than at the first
+        pair.
+        """
         first_sign, n = np.sign(np.subtract(*self.learned_pairs[0])), self.n_ended_seeds
         return [fisher_exact(a, n, b, n) if np.sign(a - b) == first_sign else 1.0 for a, b in self.learned_pairs]
 
 
 def learned_verdicts(counts: Mapping[Name, LearnedCounts], looks: int = 1) -> dict[Name, Verdict]:
-    """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test of equal probabilities of learning.
+    """The verdict on each arm (or arm and size, as in `verdicts`) by Fisher's exact test of equal probabilities of
+    learning.
 
-    p is multiplied by the number of comparisons and by `looks`, how often the data may be judged. There is no verdict of equivalence, as a
-    handful of runs can't show that two probabilities are equal.
+    p is multiplied by the number of comparisons and by `looks`, how often the data may be judged. There is no verdict
+    of equivalence, as a handful of runs can't show that two probabilities are equal.
 
-    Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's test pairs the runs, but counts only
-    seeds with which one arm has learned and the other has not, and can't reach 0.05 with fewer than 6 such seeds. A seed that is good or
-    bad for both arms makes their results more alike. Equal arms then differ less often than Fisher's test allows for, so that the test is
-    conservative.
+    Fisher's test takes the runs of both arms as independent, although they share seeds. McNemar's test pairs the runs,
+    but counts only seeds with which one arm has learned and the other has not, and can't reach 0.05 with fewer than 6
+    such seeds. A seed that is good or bad for both arms makes their results more alike. Equal arms then differ less
+    often than Fisher's test allows for, so that the test is conservative.
     """
     family = max(1, len(counts)) * looks
     min_seeds = fewest_seeds(ALPHA / family)
@@ -83,7 +89,8 @@ def _verdict(counts: LearnedCounts, family: int, min_seeds: int) -> Verdict:
 def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int) -> float:
     """Two-sided p of equal success probabilities of an arm and the baseline (Fisher 1935); 1 where either has no runs.
 
-    It is the probability of all 2 x 2 tables with the same margins that are no likelier than the observed table, computed in integers.
+    It is the probability of all 2 x 2 tables with the same margins that are no likelier than the observed table,
+    computed in integers.
     """
     total = successes + base_successes
     counts = range(max(0, total - base_runs), min(runs, total) + 1)
@@ -92,12 +99,16 @@ def fisher_exact(successes: int, runs: int, base_successes: int, base_runs: int)
 
 
 def fewest_seeds(alpha: float) -> int:
-    """The fewest seeds with which `fisher_exact` gives `alpha` or less if all runs of one arm have learned, and no run of the other arm."""
+    """The fewest seeds with which `fisher_exact` gives `alpha` or less if all runs of one arm have learned, and no run
+    of the other arm.
+    """
     return next(seeds for seeds in range(1, 1000) if fisher_exact(seeds, seeds, 0, seeds) <= alpha)
 
 
 def clopper_pearson(successes: int, runs: int) -> Interval:
-    """The fraction of runs that succeed, with an interval whose coverage is at least 95 % (Clopper and Pearson 1934)."""
+    """The fraction of runs that succeed, with an interval whose coverage is at least 95 % (Clopper and Pearson
+    1934).
+    """
     if not runs:
         return Interval(np.nan, np.nan, np.nan, "0 seeds")
     low = betaincinv(successes, runs - successes + 1, 0.025) if successes else 0.0
@@ -116,8 +127,8 @@ def has_learned(value: float, level: float, better: Literal["lower", "higher"]) 
 def tokens_to_reach(
     tokens: Sequence[int], values: Sequence[float], level: float, better: Literal["lower", "higher"]
 ) -> float:
-    """The number of training tokens at which a metric first reaches `level`, interpolated linearly in log tokens between the first
-    evaluation that has reached it and the evaluation before.
+    """The number of training tokens at which a metric first reaches `level`, interpolated linearly in log tokens
+    between the first evaluation that has reached it and the evaluation before.
 
     Args:
         tokens: tokens seen at each evaluation, ascending, above 0.

@@ -1,4 +1,6 @@
-"""Choose each arm's learning rate, or values of several keys together, by the loss on the selection text, in a grid that all arms share."""
+"""Choose each arm's learning rate, or values of several keys together, by the loss on the selection text, in a grid
+that all arms share.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +37,9 @@ def grid_rates(axes: Iterable[Iterable[float]]) -> list[Rate]:
 
 
 def rate_text(rate: Rate | str) -> str:
-    """The text of a rate, or of a table cell with a rate (`rate_cell`), for example `0.002`, or `0.002 / 0.1` for two keys."""
+    """The text of a rate, or of a table cell with a rate (`rate_cell`), for example `0.002`, or `0.002 / 0.1` for two
+    keys.
+    """
     return _SEPARATOR.join(ANY_VALUE if value == ANY_VALUE else f"{float(value):g}" for value in _split_cell(rate))
 
 
@@ -56,9 +60,10 @@ def rate_cell(rate: Rate | None, presence: Sequence[bool] = ()) -> Cell:
 def cells_by_partial_cell(cells: Iterable[Cell], grid: Iterable[Cell]) -> dict[Cell, list[Cell]]:
     """Map each cell of a rate (`rate_cell`) to the list of cells without `ANY_VALUE` that it stands for.
 
-    A run that lacks a tuned key has `ANY_VALUE` as that key's value. Its cell stands for all `cells` with the same values of its keys. It
-    also stands for the cell with the missing key's middle value in `grid`, which `best_rate` chooses if losses are equal. Listed cells
-    omit keys without a value in `grid`. Returns {} if no cell has `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
+    A run that lacks a tuned key has `ANY_VALUE` as that key's value. Its cell stands for all `cells` with the same
+    values of its keys. It also stands for the cell with the missing key's middle value in `grid`, which `best_rate`
+    chooses if losses are equal. Listed cells omit keys without a value in `grid`. Returns {} if no cell has
+    `ANY_VALUE`, or if cells of `grid` have different numbers of keys.
     """
     cell_values, grid_values = (
         {cell: _split_cell(cell) for cell in group if cell is not None and cell == cell} for group in (cells, grid)
@@ -98,7 +103,9 @@ def _split_cell(cell: Rate | str) -> list[str]:
 
 
 def read_rate(cell: Rate | str) -> Rate:
-    """The rate that a cell holds (`rate_cell`); a rate is returned as it is. Raises ValueError if the cell holds no rate."""
+    """The rate that a cell holds (`rate_cell`); a rate is returned as it is. Raises ValueError if the cell holds no
+    rate.
+    """
     if not isinstance(cell, str):
         return cell
     return make_rate(int(text) if text.isdecimal() else float(text) for text in _split_cell(cell))
@@ -110,7 +117,8 @@ class TuningOutcome:
 
     rates: dict[str, Rate]  # by arm, the rate of the lowest mean loss; arms in `at_edge` have none
     missing: tuple[Rate, ...] = ()  # rates to measure for every arm before a rate is chosen; then `rates` is empty
-    # arms that get no verdict: their best rate is at an edge of a grid that may not grow again, in any key, or they diverged at every rate
+    # arms that get no verdict: their best rate is at an edge of a grid that may not grow again, in any key, or they
+    # diverged at every rate
     at_edge: tuple[str, ...] = ()
 
 
@@ -119,11 +127,13 @@ def tuning_outcome(
 ) -> TuningOutcome:
     """The outcome of tuning by the losses so far; every arm is trained at all rates of the grid.
 
-    A rate at which any seed diverged has infinite mean loss. Where an arm's best rate has a key's highest (lowest) value, twice
-    (half) this value is added to the grid of every arm. The grid grows at most `EXTENSIONS` times, and only by `possible` values.
+    A rate at which any seed diverged has infinite mean loss. Where an arm's best rate has a key's highest (lowest)
+    value, twice (half) this value is added to the grid of every arm. The grid grows at most `EXTENSIONS` times, and
+    only by `possible` values.
 
     Args:
-        axes: planned values of each tuned key, above 0; an odd whole number is halved exactly if that is possible, else rounded down.
+        axes: planned values of each tuned key, above 0; an odd whole number is halved exactly if that is possible, else
+            rounded down.
         losses: by arm, with `MIN_TUNING_SEEDS` seeds or more at each rate.
         possible: whether the tuned keys may have the values of a rate.
     """
@@ -159,9 +169,11 @@ def rate_choice(losses: Mapping[str, Losses], rates: Iterable[Rate] | None = Non
 
 
 def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate, ...]]:
-    """The rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the baseline, all arms' rates.
+    """The rates of each arm's final runs (the runs that are judged): its own rate, then the baseline's; for the
+    baseline, all arms' rates.
 
-    As tuning seeds are few, a rate chosen for an arm is tried with the baseline, too, and vice versa, before a verdict names a difference.
+    As tuning seeds are few, a rate chosen for an arm is tried with the baseline, too, and vice versa, before a verdict
+    names a difference.
 
     Args:
         base: the baseline; if it has no rate, every arm is trained at its own rate alone.
@@ -172,7 +184,9 @@ def crossed_rates(base: str, rates: Mapping[str, Rate]) -> dict[str, tuple[Rate,
 
 
 def best_rate(by_rate: Losses, rates: Iterable[Rate]) -> Rate:
-    """The rate of the lowest mean loss. If losses are equal, as where all runs solve a task, it is the one nearest to the grid's middle."""
+    """The rate of the lowest mean loss. If losses are equal, as where all runs solve a task, it is the one nearest to
+    the grid's middle.
+    """
     rates = sorted(rates)
     axes = _axes(rates)
 
@@ -196,11 +210,15 @@ def _grown_axes(
     losses: Mapping[str, Losses],
     possible: Callable[[Rate], bool],
 ) -> list[list[float]]:
-    """The axes, extended at each edge where an arm's rate (`rates_by_arm`) lies; an arm that diverged at every rate extends no axis."""
+    """The axes, extended at each edge where an arm's rate (`rates_by_arm`) lies; an arm that diverged at every rate
+    extends no axis.
+    """
     edge_rates = [key_values(rate) for arm, rate in rates_by_arm.items() if mean_loss(losses[arm][rate]) < math.inf]
 
     def first_possible_value(key_index: int, candidates: list[float]) -> list[float]:
-        """A list of the first of `candidates` that is possible for the tuned key number `key_index`; [] if no candidate is."""
+        """A list of the first of `candidates` that is possible for the tuned key number `key_index`; [] if no candidate
+        is.
+        """
         grids = (
             (value, grid_rates([*axes[:key_index], [value], *axes[key_index + 1 :]]))
             for value in candidates
@@ -221,5 +239,7 @@ def _grown_axes(
 
 
 def mean_loss(losses: Sequence[float]) -> float:
-    """The mean loss over seeds; infinite if any loss is not finite, so that tuning avoids rates at which some seeds diverge."""
+    """The mean loss over seeds; infinite if any loss is not finite, so that tuning avoids rates at which some seeds
+    diverge.
+    """
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf

@@ -1,4 +1,6 @@
-"""Verdicts on arms against one baseline. Each verdict follows from one interval, and all intervals hold together with 95 %."""
+"""Verdicts on arms against one baseline. Each verdict follows from one interval, and all intervals hold together with
+95 %.
+"""
 
 import math
 from bisect import bisect_left
@@ -13,17 +15,21 @@ from scipy.special import chdtri, nctdtr, ndtri, stdtrit
 from lm.statistics.intervals import ALPHA, Estimate, Interval, over_seeds
 
 POWER = 0.8  # probability with which a number of seeds must find a difference
-MIN_SEEDS = 3  # fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up to 6
+# fewest seeds of a verdict: a spread estimated from two seeds is off by a factor of up to 32 (95 %), from three by up
+# to 6
+MIN_SEEDS = 3
 MIN_SIGN_FLIP_SEEDS = 6  # seeds from which the sign-flip test can reach 0.05
 MAX_SIGN_FLIP_SEEDS = 30  # seeds up to which p of the sign-flip test is computed
 MAX_SEEDS = 1000  # number of seeds that `seeds_needed` counts to
 
 VerdictKind = Literal[
-    "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete", "not reached", "unstable",
+    "better", "worse", "difference below margin", "no difference above margin", "undecided", "incomplete",
+    "not reached", "unstable",
     "not tuned",
 ]  # fmt: skip
 UNTUNED = (
-    "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged: give tune.grid other values",
+    "the best learning rate is at the edge of a grid that may not grow again, or every rate diverged: give tune.grid "
+    "other values",
     "no best learning rate inside the grid",
 )  # the reason, and the reason in a few words
 Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its size
@@ -31,15 +37,18 @@ Name = TypeVar("Name", bound=Hashable)  # name of an arm, or of an arm and its s
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between an arm and the baseline in the primary metric, with the facts about runs that decide the verdict."""
+    """The differences between an arm and the baseline in the primary metric, with the facts about runs that decide the
+    verdict.
+    """
 
-    # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for several learning rates
-    # (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best rates (`combine_over_rates`)
+    # arm minus baseline on the reporting documents, one value a seed that both were trained with: (seeds,), or for
+    # several learning rates (the arm's rates, the baseline's rates, seeds). The claim is about both arms at their best
+    # rates (`combine_over_rates`)
     rate_differences: np.ndarray | Sequence[float]
     judged_pair: tuple[int, int] = (0, 0)  # indices in `rate_differences` of the pair of rates that are judged
     n_diverged_runs: int = 0  # number of final runs of either arm that diverged; they are counted, never dropped
-    # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it is worse than the
-    # baseline at one of these rates. None: all rates
+    # number of the baseline's rates, from the first on, that the arm was trained at, too. The arm is worse only if it
+    # is worse than the baseline at one of these rates. None: all rates
     n_shared_rates: int | None = None
     all_pairs: bool = (
         False  # whether the claim must hold at every pair of rates, since the best rates were chosen by another metric
@@ -53,7 +62,8 @@ class Comparison:
     divergence: str = ""  # the runs that diverged, and how, in words
     # (the arm's rates, the baseline's rates), the estimates over seeds and documents, where there are enough of both
     document_estimate: Estimate | None = None
-    unreached_runs: str = ""  # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
+    # the runs that have no value because they did not reach a level, in words; with such runs there is no verdict
+    unreached_runs: str = ""
 
     @cached_property
     def rate_difference_array(self) -> np.ndarray:
@@ -64,7 +74,8 @@ class Comparison:
     def differences(self) -> np.ndarray:
         """Each seed's difference between arm and baseline at the rates of `judged_pair`, (seeds,).
 
-        Seeds are left out if a run never reached the level of the metric that `primary.reach` asks for (`unreached_runs`).
+        Seeds are left out if a run never reached the level of the metric that `primary.reach` asks for
+        (`unreached_runs`).
         """
         values = self.rate_difference_array[self.judged_pair]
         return values[np.isfinite(values)] if self.unreached_runs else values
@@ -75,12 +86,14 @@ class Comparison:
         return over_seeds(self.rate_difference_array)
 
     def interval(self, family: int = 1) -> Interval:
-        """The interval over seeds of the difference between arms at their best rates; `family` such intervals hold together with 95 %."""
+        """The interval over seeds of the difference between arms at their best rates; `family` such intervals hold
+        together with 95 %.
+        """
         return self.enclosing(self.estimates, family)
 
     def enclosing(self, estimates: Estimate, family: int = 1) -> Interval:
-        """The same interval as `interval`, but from any estimates, such as estimates over seeds and documents. It contains the interval at
-        `judged_pair`. Ends of the interval that depend on a NaN are NaN.
+        """The same interval as `interval`, but from any estimates, such as estimates over seeds and documents. It
+        contains the interval at `judged_pair`. Ends of the interval that depend on a NaN are NaN.
 
         estimates: the estimate at each pair of rates, (the arm's rates, the baseline's rates).
         """
@@ -105,15 +118,17 @@ class Verdict:
 
     kind: VerdictKind
     reason: str  # the facts that the verdict rests on, with the smallest difference of interest
-    # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with 95 %. None with
-    # fewer than two seeds
+    # the interval of the difference, from which the verdict follows. All intervals of the experiment hold together with
+    # 95 %. None with fewer than two seeds
     interval: Interval | None
     p: float  # two-sided p of no difference, times the number of comparisons and looks; 1 where nothing was tested
-    # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for the ends of its 95 %
-    # interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three: unknown
+    # numbers of seeds that find a difference that matters with probability `POWER`: for the measured spread, and for
+    # the ends of its 95 % interval (chi squared). A number is None above `MAX_SEEDS`; None in place of all three:
+    # unknown
     seeds_needed: tuple[int | None, int | None, int | None] | None
     single_interval: Interval | None = None  # the 95 % interval of this difference by itself, for all looks together
-    # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many seeds
+    # the same p by the sign-flip test, which assumes symmetric differences, not normal ones; None: too few or too many
+    # seeds
     p_exact: float | None = None
     document_interval: Interval | None = (
         None  # the interval over seeds and documents; None where there are too few seeds or documents
@@ -128,19 +143,24 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """The verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is exploratory."""
+        """The verdict's kind for tables that programs read, preceded by `exploratory: ` if the verdict is
+        exploratory.
+        """
         return f"{'exploratory: ' if self.exploratory else ''}{self.kind}"
 
     @property
     def statement(self) -> str:
-        """The verdict in plain words with its margin, such as `no difference above 0.01`. No other code puts a kind into words."""
+        """The verdict in plain words with its margin, such as `no difference above 0.01`. No other code puts a kind
+        into words.
+        """
         if self.open_reason:
             return f"{self.kind}: {self.open_reason}"
         if not self.margin_text:
             return f"learns {'more' if self.kind == 'better' else 'less'} often"
         if self.kind in ("better", "worse"):
             return f"{self.kind}{' by more' if self.exceeds_margin else ', perhaps by less'} than {self.margin_text}"
-        return f"{'a ' if self.kind == 'difference below margin' else ''}{self.kind.removesuffix('margin')}{self.margin_text}"
+        article = "a " if self.kind == "difference below margin" else ""
+        return f"{article}{self.kind.removesuffix('margin')}{self.margin_text}"
 
     @property
     def words(self) -> str:
@@ -153,11 +173,12 @@ class Verdict:
 def verdicts(
     comparisons: Mapping[Name, Comparison], matters: float, ratio: bool = False, looks: int = 1
 ) -> dict[Name, Verdict]:
-    """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one family.
+    """The verdict on each arm (or pair of an arm and one of the experiment's `sizes`), all comparisons taken as one
+    family.
 
-    Each comparison has one interval by Student's t over seeds, at a level of 0.05 divided by the number of comparisons (Bonferroni). Its
-    verdict follows from this interval alone. With a probability of 95 % all intervals contain the true differences, and then no verdict of
-    any kind is false. A comparison that can't be tested counts in the family.
+    Each comparison has one interval by Student's t over seeds, at a level of 0.05 divided by the number of comparisons
+    (Bonferroni). Its verdict follows from this interval alone. With a probability of 95 % all intervals contain the
+    true differences, and then no verdict of any kind is false. A comparison that can't be tested counts in the family.
 
     Args:
         comparisons: the comparison of each arm with the baseline, by name.
@@ -191,7 +212,8 @@ def _verdict(
 
     def untested_verdict(kind: VerdictKind, reason: str, open_reason: str) -> Verdict:
         return Verdict(
-            kind, reason, interval, 1.0, needed_seeds, single_interval=single_interval, document_interval=document_interval,
+            kind, reason, interval, 1.0, needed_seeds, single_interval=single_interval,
+            document_interval=document_interval,
             margin_text=margin_text, open_reason=open_reason,
         )  # fmt: skip
 
@@ -262,8 +284,10 @@ def _verdict(
 
 
 def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[int | None, ...]:
-    """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured spread and by the ends of
-    its 95 % interval. `family`: the number of comparisons that are judged together. None stands for more seeds than are tried."""
+    """The numbers of seeds needed to detect a difference of `margin` (`Verdict.seeds_needed`), by the measured spread
+    and by the ends of its 95 % interval. `family`: the number of comparisons that are judged together. None stands for
+    more seeds than are tried.
+    """
     seeds, spread = len(comparison.differences), float(np.std(comparison.differences, ddof=1))
     shared_differences = comparison.rate_difference_array[:, : comparison.n_shared_rates]
     rates = 1 if comparison.all_pairs or comparison.unreached_runs else max(shared_differences.shape[:2])
@@ -274,9 +298,9 @@ def _seed_numbers(comparison: Comparison, margin: float, family: int) -> tuple[i
 def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
     """The p, or the end of an interval, of the claim that arm A is better than arm B, each at its best rate.
 
-    The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's rates, times their
-    number (Bonferroni), since the tested seeds choose among these rates. p of the claim is the greatest p over B's rates (an
-    intersection-union test, Berger 1982).
+    The claim is that, for each rate of B, A is better at one of A's rates. p at a rate of B is the least p over A's
+    rates, times their number (Bonferroni), since the tested seeds choose among these rates. p of the claim is the
+    greatest p over B's rates (an intersection-union test, Berger 1982).
 
     Args:
         values: (rates of A, rates of B), p or ends of intervals, corrected for the number of A's rates.
@@ -286,9 +310,11 @@ def combine_over_rates(values: np.ndarray, all_pairs: bool) -> float:
 
 
 def p_difference(comparison: Comparison) -> float:
-    """Two-sided p of the paired t test that the arms' mean difference at their best rates is 0; NaN where a difference is not finite.
+    """Two-sided p of the paired t test that the arms' mean difference at their best rates is 0; NaN where a difference
+    is not finite.
 
-    It is at most 0.05 / family where `Comparison.interval(family)` leaves out 0. For equal differences the sign-flip test gives p.
+    It is at most 0.05 / family where `Comparison.interval(family)` leaves out 0. For equal differences the sign-flip
+    test gives p.
     """
     estimates = comparison.estimates
     return _two_sided_p(comparison, estimates.p(1), estimates.p(-1))
@@ -297,7 +323,8 @@ def p_difference(comparison: Comparison) -> float:
 def p_exact(comparison: Comparison) -> float | None:
     """Two-sided p of the sign-flip test that the arms' mean difference at their best rates is 0 (Fisher 1935).
 
-    It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above `MAX_SIGN_FLIP_SEEDS` seeds.
+    It is exact where differences are symmetric about 0. None below `MIN_SIGN_FLIP_SEEDS` or above `MAX_SIGN_FLIP_SEEDS`
+    seeds.
     """
     values = comparison.rate_difference_array
     if not MIN_SIGN_FLIP_SEEDS <= values.shape[-1] <= MAX_SIGN_FLIP_SEEDS:
@@ -327,8 +354,8 @@ def _two_sided_p(comparison: Comparison, p_below: np.ndarray, p_above: np.ndarra
 def sign_flip(values: np.ndarray) -> np.ndarray:
     """One-sided p, (...,), of the hypothesis that a mean over seeds is not above 0; `values`: (..., seeds).
 
-    It is the fraction of the 2^seeds choices of signs that give at least the observed sum. Sums are made for each half of the seeds, so
-    that memory holds about 2^(seeds / 2) sums.
+    It is the fraction of the 2^seeds choices of signs that give at least the observed sum. Sums are made for each half
+    of the seeds, so that memory holds about 2^(seeds / 2) sums.
     """
     values = np.asarray(values, dtype=float)
     *outer_shape, seeds = values.shape
@@ -346,7 +373,9 @@ def sign_flip(values: np.ndarray) -> np.ndarray:
 
 
 def power(seeds: int, spread: float, difference: float, alpha: float = ALPHA) -> float:
-    """The probability that a two-sided test at `alpha` finds a mean `difference`; `spread` is the standard deviation over seeds."""
+    """The probability that a two-sided test at `alpha` finds a mean `difference`; `spread` is the standard deviation
+    over seeds.
+    """
     if spread == 0:  # the sign-flip test decides
         return float(bool(difference) and 2.0 ** (1 - seeds) <= alpha)
     critical_value, shift = stdtrit(seeds - 1, 1 - alpha / 2), abs(difference) / spread * math.sqrt(seeds)

@@ -35,13 +35,20 @@ from lm.training.starting import PhaseStart
 # A run with fewer tokens a parameter gets a note: a quarter of the 20 that use compute best (Hoffmann et al. 2022).
 MIN_TOKEN_RATIO = 5
 FEW_TOKENS = (
-    f"fewer than {MIN_TOKEN_RATIO} tokens a parameter: with the same compute, a smaller model on more tokens reaches a lower loss; "
+    f"fewer than {MIN_TOKEN_RATIO} tokens a parameter: with the same compute, a smaller model on more tokens reaches a "
+    "lower loss; "
     "best are about 20 (arXiv 2203.15556): trainer.tokens_per_parameter=20"
 )
 # A run that reads text more often gets a note: up to 4 times is about as good as new text (Muennighoff et al. 2023).
 MAX_EPOCHS = 16
-MANY_EPOCHS = f"text is read more than {MAX_EPOCHS} times: up to 4 are about as good as new text, the value of more decays (arXiv 2305.16264)"
-FEW_HELD_OUT = "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose it; hold out more text"
+MANY_EPOCHS = (
+    f"text is read more than {MAX_EPOCHS} times: up to 4 are about as good as new text, the value of more "
+    "decays (arXiv 2305.16264)"
+)
+FEW_HELD_OUT = (
+    "too few held-out documents to choose best.ckpt on some of them and report others: all of them choose "
+    "it; hold out more text"
+)
 MIN_SEQUENCES = 32  # a run with fewer validation sequences, and fewer than `eval.sequences`, gets a note
 SEQUENCES_PER_TASK = 8  # sequences of each task from which the banner estimates the fraction of answers
 # Keys of `model` that the banner shows outside its line `options`.
@@ -96,7 +103,8 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
     if len(documents) < min(config.eval.sequences, MIN_SEQUENCES):
         remedy = "raise data.val_fraction, or split files into documents by data.source.separator"
         notes.append(
-            f"held-out text of {len(documents)} validation sequences, eval.sequences asks for {config.eval.sequences:,}: {remedy}"
+            f"held-out text of {len(documents)} validation sequences, eval.sequences asks for "
+            f"{config.eval.sequences:,}: {remedy}"
         )
     length_texts = ", ".join(f"{length} tokens {fraction:.1%}" for length, fraction in lengths.items())
     lines = {
@@ -115,14 +123,17 @@ def banner(config: Config, store: Store, start: PhaseStart, machine: Machine) ->
         if data.lengths.allows_shorter
         else "",
         "documents": "isolated: attention and n restart at each" if data.documents == "isolate" else "",
-        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a parameter"
+        "tokens": f"{config.trainer.max_steps:,} steps x {optim.batch_tokens:,} = {tokens:,}, {token_ratio:.3g} a "
+        "parameter"
         + (f" ({', '.join(f'{label} {number:.2f}'.strip() for label, number in epochs)} epochs)" if epochs else ""),
         "note": "; ".join(notes),
         "device": f"{machine.device}, precision {machine.precision}, compile {machine.compilation}",
         "memory": _memory_text(config, start.phase, decoder.vocab_size, machine),
         "compute": f"{flops / 1e6:,.1f} MFLOP a token, {flops * tokens:.2e} FLOP in all; {peak_text}",
-        "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x {config.world_size} processes",
-        "optimizer": f"{_variant_text(optim.optimizer)}, lr {optim.lr:g}, {_variant_text(optim.schedule)}, warm-up of {warmup} steps; "
+        "step": f"{config.micro_batch} sequences x {data.seq_len} tokens x {accumulation} micro-batches x "
+        f"{config.world_size} processes",
+        "optimizer": f"{_variant_text(optim.optimizer)}, lr {optim.lr:g}, {_variant_text(optim.schedule)}, warm-up of "
+        f"{warmup} steps; "
         f"gradients' norm {f'at most {optim.grad_clip:g}' if optim.grad_clip else 'not bounded'}"
         + (f"; z-loss x {optim.z_loss:g}" if optim.z_loss else ""),
         "transfer": transfer_text if model.transfer else "",
@@ -142,7 +153,10 @@ def _memory_text(config: Config, phase: int, vocab_size: int, machine: Machine) 
     ) as error:  # such as from a plugin's normalizer: a failed estimate must not keep a run from starting
         return f"not estimated: {one_line(error)}"
     tape = "inputs of blocks" if config.trainer.activation_checkpointing else "activations"
-    return f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries and evaluations aside"
+    return (
+        f"about {n_bytes / 2**30:.2f} GiB of tensors a process (weights, gradients, optimizer, {tape}); libraries "
+        "and evaluations aside"
+    )
 
 
 def _normalizer_text(decoder: Decoder) -> str:
@@ -172,7 +186,9 @@ def _changed_options(options: object) -> dict[str, object]:
 
 
 def _groups_text(config: Config, decoder: Decoder) -> str:
-    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name list their modules."""
+    """Text with size, learning-rate factor, weight decay and any epsilon of each parameter group; groups of one name
+    list their modules.
+    """
     groups, texts = parameter_groups(decoder, config.optim), []
     group_counts = Counter(group["name"] for group in groups)
     for group in groups:
@@ -186,7 +202,8 @@ def _groups_text(config: Config, decoder: Decoder) -> str:
         texts.append(f"{group['name']}{modules_text} {size:,} parameters, {factors}{eps_text}")
     if (later_group := config.optim.groups.normalizer) != Group() and "normalizer" not in group_counts:
         texts.append(
-            f"normalizer (of later phases), lr x {later_group.lr_factor:.4g}, weight decay {config.optim.weight_decay('normalizer'):.4g}"
+            f"normalizer (of later phases), lr x {later_group.lr_factor:.4g}, weight decay "
+            f"{config.optim.weight_decay('normalizer'):.4g}"
         )
     return "; ".join(texts)
 
@@ -205,10 +222,11 @@ def _source_epochs(store: Store, config: Config, sequences: TrainSequences) -> l
 
 
 def _tasks_text(config: Config, sequences: TrainSequences, fractions: dict[int, float]) -> str:
-    """Text with each task's name and weight; if sequences must repeat, also the numbers of drawn and of distinct sequences.
+    """Text with each task's name and weight; if sequences must repeat, also the numbers of drawn and of distinct
+    sequences.
 
-    If the run trains on text, too, it ends with the fraction of targets that are answers to tasks, estimated from the first sequences of
-    each task at the first length. fractions: fraction of the run's tokens at each sequence length.
+    If the run trains on text, too, it ends with the fraction of targets that are answers to tasks, estimated from the
+    first sequences of each task at the first length. fractions: fraction of the run's tokens at each sequence length.
     """
     texts, tokens = [], config.trainer.max_steps * config.optim.batch_tokens
     for weighted in config.data.tasks:
@@ -245,7 +263,8 @@ def environment(
 ) -> dict[str, Plain]:
     """The content of environment.json: facts on which results depend, other than the configuration.
 
-    `old_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are appended to `starts`.
+    `old_facts`: environment.json of a resumed run, else facts on the initial weights. This start's settings are
+    appended to `starts`.
     """
     commit, dirty = git_state()
     packages = [name for name in ("torch", "lightning", "datasets", "tokenizers", "wandb", "numpy") if find_spec(name)]
@@ -302,7 +321,8 @@ def environment(
 def git_state() -> tuple[str | None, bool | None]:
     """Git commit of the checkout from which this package runs, and whether tracked files have uncommitted changes.
 
-    If git doesn't track this package, the commit is LM_COMMIT, which a Docker image sets, or None; and the second value is None.
+    If git doesn't track this package, the commit is LM_COMMIT, which a Docker image sets, or None; and the second value
+    is None.
     """
 
     def git(*arguments: str) -> str:

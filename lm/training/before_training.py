@@ -26,12 +26,12 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
     checkpoint: the checkpoint that the run resumes or branches from; None: the run starts at step 0.
 
-    Returns the configuration and, for a new run, the model that `init_from` names, else None. If checkpoint or model give the vocabulary
-    size, `tokens_per_parameter` of the returned configuration is converted to a number of steps.
+    Returns the configuration and, for a new run, the model that `init_from` names, else None. If checkpoint or model
+    give the vocabulary size, `tokens_per_parameter` of the returned configuration is converted to a number of steps.
 
     Raises:
-        ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the configuration doesn't fit
-            the checkpoint or the weights.
+        ConfigError: the device is missing, nothing is trained, the model is too large for the machine, or the
+            configuration doesn't fit the checkpoint or the weights.
         RunError: the checkpoint or the model can't be loaded.
     """
     accelerator, _ = resolve_device(config)
@@ -67,7 +67,9 @@ def check_before_data(config: Config, checkpoint: Path | None) -> tuple[Config, 
 
 
 def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
-    """Check that weights, gradients and optimizer state, without embedding and head, fit in memory (GPU or host); raises ConfigError."""
+    """Check that weights, gradients and optimizer state, without embedding and head, fit in memory (GPU or host);
+    raises ConfigError.
+    """
     state = [
         value
         for entries in implied_state(decoder, config).values()
@@ -82,12 +84,17 @@ def _check_memory(config: Config, decoder: Decoder, accelerator: str) -> None:
         owner, capacity = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed_bytes > capacity:
         size_text = f"{sum(p.numel() for p in decoder.parameters()):,} parameters"
-        reason = f"need {needed_bytes / 2**30:,.0f} GiB for weights, gradients and optimizer state, {owner} has {capacity / 2**30:,.0f} GiB"
+        reason = (
+            f"need {needed_bytes / 2**30:,.0f} GiB for weights, gradients and optimizer state, {owner} has "
+            f"{capacity / 2**30:,.0f} GiB"
+        )
         raise ConfigError([Problem("model", size_text, reason, "lower model.n_embd, model.n_layer or model.n_mlp")])
 
 
 def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel) -> list[Problem]:
-    """A problem for each key (model, normalizer, tasks, learned positions) that doesn't fit `source_model`, which `init_from` names."""
+    """A problem for each key (model, normalizer, tasks, learned positions) that doesn't fit `source_model`, which
+    `init_from` names.
+    """
     models = ({"model": to_plain(model, whole=True)} for model in (decoder.config, source_model.decoder.config))
     problems = [
         Problem(key, value, f"{source_model.path} has {as_written(source_value)}", "set it to that")
@@ -98,13 +105,19 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
     if config.data.symbolic and source_model.tokenizer is not None:
         tasks = [weighted.task for weighted in config.data.tasks]
         if source_model.tokenizer.get_vocab() != symbol_tokenizer(tasks).get_vocab():
-            reason = f"makes sequences of symbols, and {source_model.path} knows other tokens, of a text or of more or fewer symbols"
+            reason = (
+                f"makes sequences of symbols, and {source_model.path} knows other tokens, of a text or of more or "
+                "fewer symbols"
+            )
             problems.append(
                 Problem("data.tasks", tasks[0].name, reason, "name what it was trained on, or drop init_from")
             )
     model_config, source_config = decoder.config, source_model.decoder.config
     if model_config.size_multipliers != source_config.size_multipliers:
-        reason = f"the weights of {source_model.path} have other proportions to a base model than these learning rates are for"
+        reason = (
+            f"the weights of {source_model.path} have other proportions to a base model than these learning rates "
+            "are for"
+        )
         base_shape = ", ".join(f"{name}: {value}" for name, value in source_config.base_shape.items())
         remedy = f"set model.transfer={{{base_shape}}}" if source_config.transfer else "drop it"
         problems.append(Problem("model.transfer", model_config.base_shape, reason, remedy))
@@ -115,7 +128,9 @@ def _source_problems(config: Config, decoder: Decoder, source_model: LoadedModel
 
 
 def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedModel) -> list[Problem]:
-    """Problems if a normalizer's options (except initial values), or its constants (`Normalizer.constants`), differ in `source_model`."""
+    """Problems if a normalizer's options (except initial values), or its constants (`Normalizer.constants`), differ in
+    `source_model`.
+    """
     models = decoder, source_model.decoder
     labels = [model.config.normalizer.label() for model in models]
     setting = "phases[0].normalizer" if config.phases else "model.normalizer"
@@ -130,7 +145,10 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
         ]
         if options[0] != options[1]:
             arguments = config.plan[0].normalizer.swap_arguments()
-            remedy = f"convert it: lm swap {config.init_from} --to {arguments} -o OUT, then init_from=OUT; or keep {labels[1]}"
+            remedy = (
+                f"convert it: lm swap {config.init_from} --to {arguments} -o OUT, then init_from=OUT; or keep "
+                f"{labels[1]}"
+            )
             return [Problem(setting, labels[0], f"{source_model.path} has {labels[1]}", remedy)]
         constants = source_normalizer.constants()
         if problems := [
@@ -148,8 +166,8 @@ def _normalizer_problems(config: Config, decoder: Decoder, source_model: LoadedM
 
 
 def check_trainable(config: Config, decoder: Decoder) -> None:
-    """Check that parameters are trained in each phase (each choice of normalizers), in the group that the optimizer needs, and in each
-    group that `optim.groups` sets. Raises ConfigError otherwise."""
+    """Check that parameters are trained in each phase (each choice of normalizers), in the group that the optimizer
+    needs, and in each group that `optim.groups` sets. Raises ConfigError otherwise."""
     layer_shape = decoder.normalizers()[0].layer
     groups = {group_of(name, p) for name, p in decoder.named_parameters() if p.requires_grad} - {"normalizer"}
     for index, phase in enumerate(config.plan):

@@ -73,8 +73,9 @@ class Clock:
 # ---------------------------------------------------------------- FLOPs a second, of a device and of a run
 
 
-# TFLOP/s of GPUs in bf16 (tensor cores, dense, fp32 accumulation) and in fp32, by their makers' data sheets. Lightning's table differs in
-# bf16: an A40 has a fourth of its figure, an RTX 4090 half, an H200 the figure for sparse matrices. It also takes an L40 for an L4.
+# TFLOP/s of GPUs in bf16 (tensor cores, dense, fp32 accumulation) and in fp32, by their makers' data sheets.
+# Lightning's table differs in bf16: an A40 has a fourth of its figure, an RTX 4090 half, an H200 the figure for sparse
+# matrices. It also takes an L40 for an L4.
 GPU_TFLOPS = {
     "A10": (125, 31.2),
     "A40": (149.7, 37.4),
@@ -98,7 +99,8 @@ MAX_MATRIX_ROWS, MEASURING_SECONDS = 1024, 0.1  # for the FLOPs of a CPU: most r
 def peak_flops(accelerator: str, bf16: bool) -> float | None:
     """Peak FLOPs a second of one device in bf16 or fp32; None if it is not known.
 
-    The peak of a GPU comes from the maker's data sheet; the peak of a CPU is measured by timing matrix products with torch's threads.
+    The peak of a GPU comes from the maker's data sheet; the peak of a CPU is measured by timing matrix products with
+    torch's threads.
     """
     if accelerator == "gpu":
         name_words = re.split(
@@ -111,9 +113,11 @@ def peak_flops(accelerator: str, bf16: bool) -> float | None:
 
 @lru_cache
 def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """Highest FLOPs a second over matrix products timed on the CPU; `threads` (torch's number) is only part of the cache key.
+    """Highest FLOPs a second over matrix products timed on the CPU; `threads` (torch's number) is only part of the
+    cache key.
 
-    Matrices grow only while time remains, as a CPU that emulates bf16 takes seconds for one product of `MAX_MATRIX_ROWS` rows.
+    Matrices grow only while time remains, as a CPU that emulates bf16 takes seconds for one product of
+    `MAX_MATRIX_ROWS` rows.
     """
     n_rows, best_flops_per_s, end = MAX_MATRIX_ROWS // 8, 0.0, time.perf_counter() + MEASURING_SECONDS
     while (begin := time.perf_counter()) < end:
@@ -127,9 +131,11 @@ def _matmul_flops(dtype: torch.dtype, threads: int) -> float:
 
 
 def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, float]:
-    """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the peak FLOPs a second of all devices together, is not known.
+    """Model FLOPs utilization (MFU) by metric name; {} if `peak`, the peak FLOPs a second of all devices together, is
+    not known.
 
-    `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts scores of all pairs of tokens, as PaLM and nanoGPT do.
+    `mfu/causal` counts the scores that causal attention needs; `mfu/palm` counts scores of all pairs of tokens, as PaLM
+    and nanoGPT do.
     """
     if not peak:
         return {}
@@ -141,7 +147,9 @@ def mfu(decoder: Decoder, tokens_per_s: float, peak: float | None) -> dict[str, 
 
 
 class StepCallback(L.Callback):
-    """A callback with one hook, `on_step`, called after each optimizer step (Lightning calls its hooks for each micro-batch)."""
+    """A callback with one hook, `on_step`, called after each optimizer step (Lightning calls its hooks for each
+    micro-batch).
+    """
 
     def __init__(self, run: RunContext, clock: Clock):
         self.config, self.metric_log, self.progress, self.machine, self.clock = (
@@ -169,9 +177,10 @@ class StepCallback(L.Callback):
 class StopOnSignal(StepCallback):
     """Ends training at SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the current step, on all ranks, with a checkpoint.
 
-    It is a context manager around all phases of a run, and also records, in `signal`, a signal between two phases. A repeated signal ends
-    the process at once, except SIGHUP, which a closed terminal sends more than once. A second signal of another number does not, as a
-    parent that ends after the first signal may send SIGTERM. A process that was started to ignore SIGHUP (nohup) ignores it.
+    It is a context manager around all phases of a run, and also records, in `signal`, a signal between two phases. A
+    repeated signal ends the process at once, except SIGHUP, which a closed terminal sends more than once. A second
+    signal of another number does not, as a parent that ends after the first signal may send SIGTERM. A process that was
+    started to ignore SIGHUP (nohup) ignores it.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -212,8 +221,8 @@ class StopOnSignal(StepCallback):
 class Metrics(StepCallback):
     """Logs metrics every `log.every` steps, and at the first and last step.
 
-    Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU, and peak memory. It
-    also has the normalizers' parameters and the metrics that `log.dynamics` names.
+    Each line has the mean loss since the last line, the step's gradient norm and learning rate, tokens per second, MFU,
+    and peak memory. It also has the normalizers' parameters and the metrics that `log.dynamics` names.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -222,7 +231,9 @@ class Metrics(StepCallback):
         self.sequences = train_sequences(run.store, run.config) if "largest_score" in run.config.log.dynamics else None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this step."""
+        """Start the clock at the seconds of training so far, which the checkpoint holds, and measure speed from this
+        step.
+        """
         self.clock.start(module.start.state.elapsed_s)
         self.last_step, self.last_time = trainer.global_step, self.clock.seconds()
 
@@ -257,8 +268,8 @@ class Metrics(StepCallback):
         self.progress.advance(step, loss, speed)
 
     def _weight_metrics(self, module: TrainModule, step: int) -> Iterator[NamedValues]:
-        """Yield the normalizers' parameters and, if `log.dynamics` names them, `logit_scales` and, on the step's first sequences,
-        `largest_scores`."""
+        """Yield the normalizers' parameters and, if `log.dynamics` names them, `logit_scales` and, on the step's first
+        sequences, `largest_scores`."""
         yield from normalizer_parameters(module.decoder)
         if "logit_scale" in self.config.log.dynamics:
             yield from logit_scales(module.decoder)
@@ -270,11 +281,13 @@ class Metrics(StepCallback):
 
 
 class Evaluations(StepCallback):
-    """Makes the measurements that are due, on all ranks, and writes each result to a file in evaluations/ and a line in metrics.jsonl.
+    """Makes the measurements that are due, on all ranks, and writes each result to a file in evaluations/ and a line in
+    metrics.jsonl.
 
-    Pictures take as long to draw as a short run takes to start. They are therefore drawn only if a logger such as wandb shows them, or at
-    the last step of a run outside experiments. Training time excludes measurements and pictures. If a measurement fails or exceeds its time
-    limit, the failure is logged, and training continues unless `eval.on_error` is stop.
+    Pictures take as long to draw as a short run takes to start. They are therefore drawn only if a logger such as wandb
+    shows them, or at the last step of a run outside experiments. Training time excludes measurements and pictures. If a
+    measurement fails or exceeds its time limit, the failure is logged, and training continues unless `eval.on_error` is
+    stop.
     """
 
     def __init__(self, run: RunContext, clock: Clock, measurements: list[Measurement]):
@@ -293,7 +306,9 @@ class Evaluations(StepCallback):
     def run(
         self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder
     ) -> Evaluation | None:
-        """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks must call it."""
+        """Measure `decoder` now, log the result and cache it for `lm eval`. Returns None if measuring failed. All ranks
+        must call it.
+        """
         begin, step, kind, max_seconds = (
             time.perf_counter(),
             trainer.global_step,
@@ -341,8 +356,8 @@ class Validate(Evaluations):
     def run(
         self, trainer: L.Trainer, module: TrainModule, measurement: Measurement, decoder: Decoder
     ) -> Evaluation | None:
-        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so far on
-        its sequences."""
+        """Measure and return the validation loss; record the step as the best if its `selection_loss` is the lowest so
+        far on its sequences."""
         if result := super().run(trainer, module, measurement, decoder):
             state, (loss, sha256) = module.start.state, selection_loss(result.series[0])
             has_no_comparable_best = (
@@ -355,10 +370,14 @@ class Validate(Evaluations):
 
 
 class Evaluate(Evaluations):
-    """Makes all evaluations but the validation (`Validate`), at their own intervals, and measures the effect of a swap."""
+    """Makes all evaluations but the validation (`Validate`), at their own intervals, and measures the effect of a
+    swap.
+    """
 
     def on_train_start(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Make evaluations that are missing at the step from which training continues, and measure the effect of a swap at this step."""
+        """Make evaluations that are missing at the step from which training continues, and measure the effect of a swap
+        at this step.
+        """
         step, old_decoder, folder = trainer.global_step, module.start.replaced_decoder, self.config.run_folder
         lines = (
             [line for line in read_metrics(folder / METRICS).lines if line["step"] == step]
@@ -385,11 +404,11 @@ class Evaluate(Evaluations):
 
 
 class Checkpoints(StepCallback):
-    """Saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a phase or training ends.
-    The newest and the best file also get the names `last.ckpt` and `best.ckpt`.
+    """Saves `step-N.ckpt` every `checkpoint_every` steps, at each best validation so far, and when a phase or training
+    ends. The newest and the best file also get the names `last.ckpt` and `best.ckpt`.
 
-    Lightning's own checkpoints are not used. Lightning writes through $TMPDIR, so that a process that dies may leave a truncated file,
-    and it stores counters that a resumed run would have to correct.
+    Lightning's own checkpoints are not used. Lightning writes through $TMPDIR, so that a process that dies may leave a
+    truncated file, and it stores counters that a resumed run would have to correct.
     """
 
     def __init__(self, run: RunContext, clock: Clock):
@@ -406,11 +425,15 @@ class Checkpoints(StepCallback):
             self.save(trainer, module)
 
     def is_regular(self, step: int) -> bool:
-        """Whether `step` is a multiple of `checkpoint_every` or the last step; the last `keep_checkpoints` regular checkpoints are kept."""
+        """Whether `step` is a multiple of `checkpoint_every` or the last step; the last `keep_checkpoints` regular
+        checkpoints are kept.
+        """
         return step % self.checkpoint_interval == 0 or step == self.config.trainer.max_steps
 
     def on_train_end(self, trainer: L.Trainer, module: TrainModule) -> None:
-        """Save a checkpoint of the last step, if this step has none yet, for example because a signal stopped training."""
+        """Save a checkpoint of the last step, if this step has none yet, for example because a signal stopped
+        training.
+        """
         if trainer.global_step != self.saved_step:
             self.save(trainer, module)
 
@@ -434,7 +457,9 @@ class Checkpoints(StepCallback):
         self.clock.exclude_since(begin)
 
     def content(self, module: TrainModule) -> dict[str, object]:
-        """The content of a checkpoint: weights, optimizer state by parameter name, and metadata to rebuild the model, resume and verify."""
+        """The content of a checkpoint: weights, optimizer state by parameter name, and metadata to rebuild the model,
+        resume and verify.
+        """
         start, step = module.start, module.global_step
         start.state.elapsed_s = self.clock.seconds()
         metadata = {
@@ -454,7 +479,9 @@ class Checkpoints(StepCallback):
         return {"state_dict": module.decoder.state_dict(), "optimizer": optimizer, "lm": metadata}
 
     def prune(self) -> None:
-        """Delete each `step-N.ckpt` but the newest, the last regular ones (`is_regular`), and those of phase ends; `best.ckpt` stays."""
+        """Delete each `step-N.ckpt` but the newest, the last regular ones (`is_regular`), and those of phase ends;
+        `best.ckpt` stays.
+        """
         paths = step_paths(self.folder)
         regular_paths = [path for path in paths if self.is_regular(step_of(path))]
         swaps = {step_path(self.folder, end) for end in self.config.phase_ends[:-1]}
@@ -473,7 +500,8 @@ PROFILE_ROWS = 40  # rows of the table of operations
 
 
 class ProfileSteps(StepCallback):
-    """Profiles the range of steps `trainer.profile` on the first process, or a part of it if training starts or ends within the range.
+    """Profiles the range of steps `trainer.profile` on the first process, or a part of it if training starts or ends
+    within the range.
 
     Writes to profile/ in the run folder: steps-FIRST-LAST.json.gz, a trace for chrome://tracing or ui.perfetto.dev, and
     steps-FIRST-LAST.txt, a table of the operations that took most time.

@@ -69,9 +69,11 @@ LAUNCHERS = {
 
 
 def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedModel | None, process: Process) -> int:
-    """Train from step 0, or from `checkpoint`, a checkpoint of this run or of the run that it branches from. Returns the exit status.
+    """Train from step 0, or from `checkpoint`, a checkpoint of this run or of the run that it branches from. Returns
+    the exit status.
 
-    source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights fit.
+    source: the model that `init_from` names, for a new run; `lm.training.before_training` has checked that its weights
+    fit.
 
     Raises LMError: the run can't start or continue; most checks come before anything is written.
     """
@@ -99,9 +101,13 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
         check_log(config.run_folder, old_log, content["lm"], checkpoint)
         if (step := content["lm"]["step"]) >= config.trainer.max_steps:
             if later_paths := [path for path in step_paths(config.run_folder / CHECKPOINTS) if step_of(path) > step]:
-                reason = f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has {later_paths[-1].name}"
+                reason = (
+                    f"leaves no step up to trainer.max_steps = {config.trainer.max_steps}, and the run has "
+                    f"{later_paths[-1].name}"
+                )
                 raise RunError(
-                    f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} name=..."
+                    f"{checkpoint}: {reason}; raise trainer.max_steps, or start a new run: branch_from={checkpoint} "
+                    "name=..."
                 )
             if is_main:
                 _evaluate_missing(config, all_measurements, checkpoint, step, mode, old_facts)
@@ -154,7 +160,9 @@ def fit(config: Config, store: Store, checkpoint: Path | None, source: LoadedMod
 def _write_run_files(
     config: Config, store: Store, start: PhaseStart, checkpoint: Path | None, facts: dict[str, Plain]
 ) -> None:
-    """Write configuration, environment and tokenizer, link `last.ckpt` and `best.ckpt`, and delete results of steps after `start.step`."""
+    """Write configuration, environment and tokenizer, link `last.ckpt` and `best.ckpt`, and delete results of steps
+    after `start.step`.
+    """
     folder = config.run_folder
     write_text(folder / CONFIG, to_yaml(replace(config, resume="")))  # `resume` is not part of the run
     write_json(folder / ENVIRONMENT, facts)
@@ -169,8 +177,10 @@ def _write_run_files(
 
 
 def truncate_after(run: Path, step: int) -> list[str]:
-    """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines, evaluations, checkpoints.
-    Also delete the evaluation of a swap at `step`, and temporary files of a killed process. Returns notes on unreadable log lines."""
+    """Delete from a run folder the results of steps after `step`, which a resumed run makes anew: log lines,
+    evaluations, checkpoints. Also delete the evaluation of a swap at `step`, and temporary files of a killed process.
+    Returns notes on unreadable log lines.
+    """
     pattern, temporary_links = f".*-{UNFINISHED}-*", [run / CHECKPOINTS / f".{name}" for name in (LAST, BEST)]
     for leftover in [
         *run.glob(pattern),
@@ -192,7 +202,9 @@ def truncate_after(run: Path, step: int) -> list[str]:
 
 
 def _train_phases(run: RunContext, start: PhaseStart) -> int:
-    """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Returns the process's exit status."""
+    """Train the remaining phases, each from the checkpoint at the end of the preceding phase. Returns the process's
+    exit status.
+    """
     config, folder = run.config, run.config.run_folder
     with StopOnSignal() as stop:
         while True:
@@ -210,7 +222,9 @@ def _train_phases(run: RunContext, start: PhaseStart) -> int:
 
 
 def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.Trainer:
-    """Lightning's Trainer for one phase. Only lm's callbacks save, log and show progress; they are called in the order listed here."""
+    """Lightning's Trainer for one phase. Only lm's callbacks save, log and show progress; they are called in the order
+    listed here.
+    """
     config, start, clock = run.config, module.start, Clock()
     trainer = L.Trainer(
         accelerator=run.machine.accelerator,
@@ -237,9 +251,11 @@ def make_trainer(run: RunContext, module: TrainModule, stop: StopOnSignal) -> L.
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # The two attributes set below are private. Lightning's handler of SIGTERM would end the run without a checkpoint, and with status 0.
+    # The two attributes set below are private. Lightning's handler of SIGTERM would end the run without a checkpoint,
+    # and with status 0.
     trainer._signal_connector.register_signal_handlers = lambda: None
-    # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based. Its other counters restart with each phase.
+    # Lightning's count of optimizer steps, on which `max_steps` and `global_step` are based. Its other counters restart
+    # with each phase.
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = start.step
     return trainer
 
@@ -252,8 +268,10 @@ def _evaluate_missing(
     mode: str,
     old_facts: dict[str, Plain],
 ) -> None:
-    """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results that its log lacks.
-    Evaluations that exceeded a time limit (`max_seconds`) that has not changed, or were made with other options, are not repeated."""
+    """Make and log evaluations that a complete run lacks because it was killed after its last step, and log results
+    that its log lacks. Evaluations that exceeded a time limit (`max_seconds`) that has not changed, or were made with
+    other options, are not repeated.
+    """
     folder = config.run_folder
     due_kinds, missing_kinds = (
         [measurement.kind for measurement in all_measurements if measurement.eval_config.is_due(step, step)],

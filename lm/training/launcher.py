@@ -1,4 +1,6 @@
-"""This process's rank in its run, by the environment variables of its launcher: torchrun, SLURM's srun, or Lightning itself."""
+"""This process's rank in its run, by the environment variables of its launcher: torchrun, SLURM's srun, or Lightning
+itself.
+"""
 
 import os
 import threading
@@ -40,10 +42,12 @@ class Process:
 def this_process(config: Config) -> Process:
     """Rank and launcher of this process, from environment variables; without a launcher they are 0 and `lightning`.
 
-    SLURM's variables count only within a step of several tasks, which srun starts, as a batch script inherits the variables of its
-    allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess it.
+    SLURM's variables count only within a step of several tasks, which srun starts, as a batch script inherits the
+    variables of its allocation. `lm.training.fit` passes the launcher on to Lightning, so that Lightning doesn't guess
+    it.
 
-    Raises ConfigError: the number of processes differs from the configuration's, or a rank is impossible for this number.
+    Raises ConfigError: the number of processes differs from the configuration's, or a rank is impossible for this
+    number.
     """
     values = {name: _number(name) for name in (*RANKS, *COUNTS) if name in os.environ}
     is_srun = "WORLD_SIZE" not in values and values.get("SLURM_STEP_NUM_TASKS", 1) > 1
@@ -51,7 +55,10 @@ def this_process(config: Config) -> Process:
         return _without_launcher(config, values)
     n_processes = values["SLURM_STEP_NUM_TASKS" if is_srun else "WORLD_SIZE"]
     if n_processes != config.world_size:
-        reason = f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher started {n_processes}"
+        reason = (
+            f"with num_nodes = {config.trainer.num_nodes} makes {config.world_size} processes, the launcher "
+            f"started {n_processes}"
+        )
         raise ConfigError([Problem("trainer.devices", config.trainer.devices, reason, "make them agree")])
     if is_srun:
         return _srun_process(config, values)
@@ -63,7 +70,8 @@ def this_process(config: Config) -> Process:
 def end_with_parent(process: Process) -> None:
     """If Lightning started this process, end it soon after its parent, another process of the run, has ended.
 
-    Children of a killed parent would otherwise wait minutes for its tensors. Called in the parent, it only records the parent's id.
+    Children of a killed parent would otherwise wait minutes for its tensors. Called in the parent, it only records the
+    parent's id.
 
     Raises RunError: the parent has ended already.
     """
@@ -96,7 +104,9 @@ def _torchrun_process(config: Config, values: dict[str, int]) -> Process:
 
 
 def _lightning_process(config: Config, values: dict[str, int]) -> Process:
-    """Describe this process from Lightning's environment variables, which Lightning or a user has set; checks the ranks."""
+    """Describe this process from Lightning's environment variables, which Lightning or a user has set; checks the
+    ranks.
+    """
     node_variable = "GROUP_RANK" if "GROUP_RANK" in values and "NODE_RANK" not in values else "NODE_RANK"
     for name, count in (("LOCAL_RANK", config.trainer.devices), (node_variable, config.trainer.num_nodes)):
         if values.get(name, 0) >= count:
@@ -128,7 +138,8 @@ def _srun_process(config: Config, values: dict[str, int]) -> Process:
 def _without_launcher(config: Config, values: dict[str, int]) -> Process:
     """Describe this process as rank 0, started without a launcher; Lightning starts any other processes of the run.
 
-    Raises ConfigError: an environment variable sets a rank that this process can't have, or the run needs several machines.
+    Raises ConfigError: an environment variable sets a rank that this process can't have, or the run needs several
+    machines.
     """
     names = [
         name
@@ -145,7 +156,10 @@ def _without_launcher(config: Config, values: dict[str, int]) -> Process:
     n_tasks = values.get("SLURM_NTASKS", 1)
     if n_tasks in (1, config.world_size):
         return Process(0, "lightning")
-    note = f"note: SLURM allocated {n_tasks} tasks, srun did not start this process: trains with trainer.devices = {config.trainer.devices}"
+    note = (
+        f"note: SLURM allocated {n_tasks} tasks, srun did not start this process: trains with trainer.devices = "
+        f"{config.trainer.devices}"
+    )
     return Process(
         0, "lightning", f"{note}; for all of them: srun --ntasks-per-node=... lm train ... trainer.devices=..."
     )

@@ -1,4 +1,6 @@
-"""Estimate the memory that a run will need. The tensors of a training step are made without their values, and their bytes are counted."""
+"""Estimate the memory that a run will need. The tensors of a training step are made without their values, and their
+bytes are counted.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from lm.training.optimizers import implied_state
 
 
 class TensorMemory(TorchDispatchMode):
-    """A context that counts the bytes of tensors made within it and not yet freed, each storage once (`current_bytes`, `peak_bytes`)."""
+    """A context that counts the bytes of tensors made within it and not yet freed, each storage once (`current_bytes`,
+    `peak_bytes`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +48,12 @@ _KNOWN_ESTIMATES: dict[str, int] = {}  # estimated bytes, by the repr of all val
 
 
 def estimated_memory(config: Config, phase: int, vocab_size: int, bf16: bool, accelerator: str) -> int:
-    """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations, logits), the
-    maximum over phase `phase` and all later phases.
+    """Estimate a process's peak bytes of tensors in a training step (weights, gradients, optimizer state, activations,
+    logits), the maximum over phase `phase` and all later phases.
 
-    The estimate takes no account of memory that `torch.compile` saves, nor of the isolation of documents, nor of evaluations. It also
-    leaves out the temporary memory of Muon, which is used once activations are freed: it is 12 to 22 bytes for each of `BATCH_ELEMENTS`
-    entries (lm.training.optimizers), or of the largest matrix if that has more.
+    The estimate takes no account of memory that `torch.compile` saves, nor of the isolation of documents, nor of
+    evaluations. It also leaves out the temporary memory of Muon, which is used once activations are freed: it is 12 to
+    22 bytes for each of `BATCH_ELEMENTS` entries (lm.training.optimizers), or of the largest matrix if that has more.
     """
     recomputes, models = (
         config.trainer.activation_checkpointing,
@@ -108,15 +112,18 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _gradients_of_loss(hidden: Tensor, head: Head, bf16: bool, device: str) -> list[Tensor]:
-    """Empty gradients of hidden states (B, T, C) and, if trained, of the head's weights (V, C). Before returning, allocates and frees as
-    much memory as the loss needs while it computes these gradients in chunks (`lm.model.cross_entropy`)."""
+    """Empty gradients of hidden states (B, T, C) and, if trained, of the head's weights (V, C). Before returning,
+    allocates and frees as much memory as the loss needs while it computes these gradients in chunks
+    (`lm.model.cross_entropy`).
+    """
     weight, (n_tokens, width), element_bytes = head.weight, hidden.flatten(0, -2).shape, 2 if bf16 else 4
     vocab_size = len(weight)
     n_chunk = min(n_tokens, chunk_tokens(vocab_size, device))
     n_cached = min(n_chunk, cached_tokens(vocab_size, device))
     gradients = [torch.empty_like(hidden), *([torch.empty_like(weight)] if weight.requires_grad else [])]
     weight_copy = torch.empty(element_bytes * weight.numel() if bf16 else 0, dtype=torch.uint8)
-    # The chunk's logits, and the largest of: fp32 logits, probabilities and softcap of some tokens, and the products for both gradients.
+    # The chunk's logits, and the largest of: fp32 logits, probabilities and softcap of some tokens, and the products
+    # for both gradients.
     product_bytes = element_bytes * max(n_chunk * width, weight.numel() * weight.requires_grad)
     chunk_bytes = element_bytes * n_chunk * vocab_size + max(
         (4 + 4 * bf16 + 8 * bool(head.softcap)) * n_cached * vocab_size, product_bytes

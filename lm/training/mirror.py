@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import wandb
 
 WANDB_MODES = ("online", "offline", "disabled")
-WANDB_SECONDS = 60.0  # longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
+# longest wait for wandb's process, for its server before a run is logged offline, and for unsent data at the end
+WANDB_SECONDS = 60.0
 DISABLE_REMEDY = "to train without it: log.wandb=disabled"
 WANDB_FACTS = (
     "data_fingerprint",
@@ -54,7 +55,9 @@ class Mirror:
 
 
 class RunMirror(Mirror):
-    """Logs to a run of trackio, stored in the folder TRACKIO_DIR; base class for wandb, whose runs have the same interface."""
+    """Logs to a run of trackio, stored in the folder TRACKIO_DIR; base class for wandb, whose runs have the same
+    interface.
+    """
 
     name = "trackio"
 
@@ -80,7 +83,9 @@ class WandbMirror(RunMirror):
         run.define_metric("*", step_metric="tokens")
 
     def send_evaluation(self, result: Evaluation, picture: Path) -> None:
-        """Send an evaluation to wandb: its picture, and a chart of each series that has an axis and is shown in reports."""
+        """Send an evaluation to wandb: its picture, and a chart of each series that has an axis and is shown in
+        reports.
+        """
         import wandb
 
         charts: dict[str, object] = {}
@@ -128,7 +133,8 @@ def start_mirrors(
 
     Args:
         environment: the content of environment.json, whose `wandb_id` lets a resumed run continue its wandb run.
-        step: the step from which the run continues. It names the CSV folder of this start, as the CSV logger deletes existing files.
+        step: the step from which the run continues. It names the CSV folder of this start, as the CSV logger deletes
+            existing files.
         loggers: Lightning's module `loggers`.
 
     Raises:
@@ -169,10 +175,12 @@ def start_mirrors(
 def wandb_mode(log: LogConfig, in_experiment: bool = False) -> str:
     """The mode of wandb: online, offline or disabled; disabled if `log.to` lacks wandb.
 
-    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without them, it means disabled for
-    runs of an experiment, as an experiment has many runs and a report of its own, and offline for other runs.
+    `log.wandb: auto` means the mode in WANDB_MODE. If this is unset, it means online with credentials. Without them, it
+    means disabled for runs of an experiment, as an experiment has many runs and a report of its own, and offline for
+    other runs.
 
-    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to a word that is no mode.
+    Raises ConfigError: wandb is not disabled, and WANDB_MODE, which wandb itself reads, too, is set to a word that is
+    no mode.
     """
     mode = os.environ.get("WANDB_MODE")  # empty, as some containers set it, is unset
     if log.wandb == "disabled" or "wandb" not in log.to:
@@ -208,10 +216,11 @@ def project_of(log: LogConfig) -> str:
 def _wandb_run(
     mode: str, log: LogConfig, run_id: str, *, tags: list[str], dir: str, **arguments: Plain
 ) -> "wandb.Run | None":
-    """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is disabled.
+    """Start and return a wandb run in `mode` (`wandb_mode`), with the tags and notes of `log`; None if wandb is
+    disabled.
 
-    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails, a note is printed,
-    and the run is logged offline.
+    If `log.entity` is null, wandb takes the entity from WANDB_ENTITY. The user is never prompted. If mode online fails,
+    a note is printed, and the run is logged offline.
 
     Raises RunError: the run can't be started offline either, or wandb's process doesn't start.
     """
@@ -256,7 +265,8 @@ def _wandb_run(
 
 
 def _ends_in_time(function: Callable[[], object]) -> bool:
-    """Call `function` in a thread, as it may wait forever for wandb's process; return whether it ended within `WANDB_SECONDS`.
+    """Call `function` in a thread, as it may wait forever for wandb's process; return whether it ended within
+    `WANDB_SECONDS`.
 
     Raises any exception of `function`.
     """
@@ -276,7 +286,9 @@ def _ends_in_time(function: Callable[[], object]) -> bool:
 
 
 def _finish_wandb_run(run: "wandb.Run") -> None:
-    """End a wandb run. Data not sent within `WANDB_SECONDS` stay on disk, and a printed note says how to send them later."""
+    """End a wandb run. Data not sent within `WANDB_SECONDS` stay on disk, and a printed note says how to send them
+    later.
+    """
     try:
         run.finish()
     except TimeoutError:
@@ -285,10 +297,11 @@ def _finish_wandb_run(run: "wandb.Run") -> None:
 
 
 def send_report(log: LogConfig, name: str, folder: Path, verdicts: list[dict[str, Plain]], report: Path) -> None:
-    """Send an experiment's verdicts and report to wandb, unless wandb is disabled, as the run `NAME report` of the experiment's group.
+    """Send an experiment's verdicts and report to wandb, unless wandb is disabled, as the run `NAME report` of the
+    experiment's group.
 
-    The run's id is a hash of the experiment's name and folder, so that a report sent again goes to the same run. `verdicts`: the rows of
-    verdicts.csv.
+    The run's id is a hash of the experiment's name and folder, so that a report sent again goes to the same run.
+    `verdicts`: the rows of verdicts.csv.
 
     Raises:
         ConfigError: an unknown WANDB_MODE.
@@ -338,7 +351,9 @@ def _experiment_labels(config: Config) -> dict[str, str | list[str] | None]:
 
 
 class MetricLog:
-    """Appends metrics as JSON lines to metrics.jsonl (`path`) and sends them to the mirrors, on rank 0 (`is_main`) alone."""
+    """Appends metrics as JSON lines to metrics.jsonl (`path`) and sends them to the mirrors, on rank 0 (`is_main`)
+    alone.
+    """
 
     def __init__(self, path: Path, mirrors: Sequence[Mirror], is_main: bool):
         self.path, self.mirrors, self.is_main = path, [*mirrors], is_main
@@ -348,7 +363,9 @@ class MetricLog:
         return any(mirror.gets_pictures for mirror in self.mirrors)
 
     def write(self, metrics: dict[str, Plain]) -> None:
-        """Append `metrics`, with a `step`, as a line; numbers that are not finite become null. Raises RunError if writing fails."""
+        """Append `metrics`, with a `step`, as a line; numbers that are not finite become null. Raises RunError if
+        writing fails.
+        """
         if not self.is_main:
             return
         finite_metrics = {
@@ -375,13 +392,16 @@ class MetricLog:
         self._send(lambda mirror: mirror.finish())
 
     def _send(self, send: Callable[[Mirror], None]) -> None:
-        """Call `send` on each mirror. A mirror that fails is removed and a note printed, so that it doesn't end the run."""
+        """Call `send` on each mirror. A mirror that fails is removed and a note printed, so that it doesn't end the
+        run.
+        """
         for mirror in [*self.mirrors]:
             try:
                 send(mirror)
             except Exception as error:  # any error of a logger, such as for a killed process of wandb or a full disk
                 self.mirrors.remove(mirror)
                 print(
-                    f"note: {mirror.name} failed and gets nothing more ({one_line(error, 120)}); {self.path} has all numbers",
+                    f"note: {mirror.name} failed and gets nothing more ({one_line(error, 120)}); {self.path} has all "
+                    "numbers",
                     flush=True,
                 )

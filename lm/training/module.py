@@ -1,8 +1,9 @@
-"""The LightningModule that computes loss and gradient of each optimizer step, and functions that compute metrics of its decoder.
+"""The LightningModule that computes loss and gradient of each optimizer step, and functions that compute metrics of its
+decoder.
 
 The functions give values of the normalizers' parameters, and the metrics that `log.dynamics` names. Metrics are named
-`METRIC/layerL/headH`, or `METRIC/layerL` if they have one value a layer; layers and heads count from 0. Values stay on the device until
-`copied_to_host` copies all of them to the host at once.
+`METRIC/layerL/headH`, or `METRIC/layerL` if they have one value a layer; layers and heads count from 0. Values stay on
+the device until `copied_to_host` copies all of them to the host at once.
 """
 
 import math
@@ -34,10 +35,11 @@ from lm.training.starting import PhaseStart, RunState
 
 @contextmanager
 def _without_torchmetrics() -> Iterator[None]:
-    """Put an empty stand-in in place of torchmetrics while Lightning is imported, as lm logs nothing through torchmetrics.
+    """Put an empty stand-in in place of torchmetrics while Lightning is imported, as lm logs nothing through
+    torchmetrics.
 
-    torchmetrics imports scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Code that imports
-    torchmetrics before or afterwards gets the package itself.
+    torchmetrics imports scipy, matplotlib and transformers, and takes many times as long to import as Lightning. Code
+    that imports torchmetrics before or afterwards gets the package itself.
     """
     stand_in = ModuleType("torchmetrics")
     stand_in.__version__ = "1.0.0"  # the newest version that Lightning tells from older ones
@@ -66,8 +68,10 @@ def copied_to_host(metrics: Iterable[NamedValues]) -> dict[str, float]:
 
 
 def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield `normalizer/NAME/layerL/headH` for each normalizer's parameter with one value a head. For any other parameter yield its root
-    mean square, `normalizer/NAME/layerL/rms`. A parameter shared by layers is named after the first of these layers."""
+    """Yield `normalizer/NAME/layerL/headH` for each normalizer's parameter with one value a head. For any other
+    parameter yield its root mean square, `normalizer/NAME/layerL/rms`. A parameter shared by layers is named after the
+    first of these layers.
+    """
     logged_parameters: set[nn.Parameter] = set()
     for layer, normalizer in enumerate(decoder.normalizers()):
         for name, parameter in normalizer.named_parameters():
@@ -84,11 +88,13 @@ def normalizer_parameters(decoder: Decoder) -> Iterator[NamedValues]:
 
 
 def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield c(n), the factor on q.k / sqrt(D) for a query that sees n keys in a sequence of the training length L; D is the head size.
+    """Yield c(n), the factor on q.k / sqrt(D) for a query that sees n keys in a sequence of the training length L; D is
+    the head size.
 
-    `logit_scale/nN/layerL/headH` is c(n) at n = 2, sqrt(L) and L. `logit_scale/slope/...` and `logit_scale/intercept/...` are a and b of
-    the least-squares fit a ln n + b over n = 2 ... L. n = 1 is left out: the weight of a single key is 1 whatever its score.
-    Normalizers whose scores are no multiple of q.k are left out, too (`Normalizer.scale_by_position`).
+    `logit_scale/nN/layerL/headH` is c(n) at n = 2, sqrt(L) and L. `logit_scale/slope/...` and
+    `logit_scale/intercept/...` are a and b of the least-squares fit a ln n + b over n = 2 ... L. n = 1 is left out: the
+    weight of a single key is 1 whatever its score. Normalizers whose scores are no multiple of q.k are left out, too
+    (`Normalizer.scale_by_position`).
     """
     for layer, normalizer in enumerate(decoder.normalizers()):
         scale, length = normalizer.scale_by_position(), normalizer.layer.train_length
@@ -109,9 +115,11 @@ def logit_scales(decoder: Decoder) -> Iterator[NamedValues]:
 
 
 def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[NamedValues]:
-    """Yield `largest_score/layerL/headH`: the largest score (fp32, before normalization) of a query and a key that it sees, in a batch.
+    """Yield `largest_score/layerL/headH`: the largest score (fp32, before normalization) of a query and a key that it
+    sees, in a batch.
 
-    Memory holds scores of some queries of one layer at a time (`lm.model.attention_stream`). Model and random state stay as they are.
+    Memory holds scores of some queries of one layer at a time (`lm.model.attention_stream`). Model and random state
+    stay as they are.
     """
     maxima: dict[int, Tensor] = {}
     with eval_mode(decoder), device.autocast():
@@ -125,8 +133,8 @@ def largest_scores(decoder: Decoder, batch: Batch, device: Device) -> Iterator[N
 
 
 def gradient_norms(decoder: Decoder) -> Iterator[NamedValues]:
-    """Yield `train/grad_norm/layerL`: the norm of the gradients of layer L's parameters (`lm.model.transfer.gradients_to_norm`).
-    Layers without gradients are left out."""
+    """Yield `train/grad_norm/layerL`: the norm of the gradients of layer L's parameters
+    (`lm.model.transfer.gradients_to_norm`). Layers without gradients are left out."""
     for layer, block in enumerate(decoder.blocks):
         if grads := gradients_to_norm(block, decoder.config):
             yield [f"train/grad_norm/layer{layer}"], get_total_norm(grads).view(1)
@@ -143,7 +151,8 @@ MAX_SKIPPED = 10  # consecutive steps that may be skipped before the run stops
 
 
 def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reason: str) -> None:
-    """Skip the update of step `step` (1-based), whose loss or gradient is not finite, or stop the run. `policy`: `optim.on_nonfinite`.
+    """Skip the update of step `step` (1-based), whose loss or gradient is not finite, or stop the run. `policy`:
+    `optim.on_nonfinite`.
 
     Raises Diverged: the policy is `stop`, or too many consecutive steps were skipped.
     """
@@ -151,7 +160,10 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
     state.skipped_in_a_row += 1
     message = f"step {step}: {reason} ({_gradients_in_words(decoder)})"
     if policy == "stop":
-        advice = "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: optim.on_nonfinite=skip"
+        advice = (
+            "lower optim.lr or raise optim.warmup_steps, in a run of another name; or skip such steps: "
+            "optim.on_nonfinite=skip"
+        )
         advice += "".join(f"; or its cause is code from outside: {check}" for check in PLUGINS.checks())
         raise Diverged(f"{message}; checkpoints up to the last saved are intact: {advice}", step)
     if state.skipped_in_a_row >= MAX_SKIPPED:
@@ -161,7 +173,9 @@ def skip_or_stop(decoder: Decoder, state: RunState, policy: str, step: int, reas
 
 
 def _gradients_in_words(decoder: Decoder) -> str:
-    """Text that names the first parameter whose gradient isn't finite, and the parameter with the largest finite gradient norm."""
+    """Text that names the first parameter whose gradient isn't finite, and the parameter with the largest finite
+    gradient norm.
+    """
     norms = {name: float(p.grad.norm()) for name, p in decoder.named_parameters() if p.grad is not None}
     bad_names = [name for name, norm in norms.items() if not math.isfinite(norm)]
     finite_norms = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
@@ -193,7 +207,8 @@ class TrainModule(L.LightningModule):
     """Trains a `Decoder` on a run's sequences of text and tasks, in one phase of the run.
 
     The loss of a step is the mean loss over all its targets, however the step is split into micro-batches and ranks.
-    Data fingerprint, seed and step determine batches and dropout, so a checkpoint stores no position in the data and no random state.
+    Data fingerprint, seed and step determine batches and dropout, so a checkpoint stores no position in the data and no
+    random state.
 
     start: the decoder, run state and optimizer state from which training continues.
     stop_requested: whether this rank was asked to stop, for example by a signal.
@@ -253,7 +268,9 @@ class TrainModule(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean loss over tokens."""
+        """Loss (nats, scalar) of a micro-batch, scaled so that the step's gradient is the gradient of the step's mean
+        loss over tokens.
+        """
         (loss, terms), self.sequence_length = (
             self.decoder.training_loss(batch, self.config.optim.z_loss or 0.0),
             batch.tokens.size(1),
@@ -275,7 +292,8 @@ class TrainModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by their global norm, or skip (or stop at) a step with a loss or gradient that is not finite. All ranks call it.
+        """Clip gradients by their global norm, or skip (or stop at) a step with a loss or gradient that is not finite.
+        All ranks call it.
 
         All values that the host needs are copied from the device in one transfer, the step's only synchronization.
         """
@@ -310,7 +328,9 @@ class TrainModule(L.LightningModule):
             skip_or_stop(self.decoder, state, optim.on_nonfinite, self.global_step + 1, reason)
 
     def _sums_over_ranks(self) -> Tensor:
-        """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, number of ranks asked to stop. Resets this rank's sums."""
+        """Sums over all ranks, (4,) float64: loss, z-loss (nats), targets, number of ranks asked to stop. Resets this
+        rank's sums.
+        """
         sums, self.sums = torch.cat((self.sums, self.sums.new_full((1,), float(self.stop_requested())))), None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)

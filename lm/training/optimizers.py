@@ -1,7 +1,7 @@
 """Muon, the builders of optimizers, groups of parameters, learning rates, and optimizer state by parameter name.
 
-A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`. An optimizer that
-treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
+A new optimizer needs an options class, its row in `lm.config.training_config.OPTIMIZERS`, and a builder in `BUILDERS`.
+An optimizer that treats projections separately finds them in the fused matrices with `lm.model.decoder.projections`.
 """
 
 import copy
@@ -29,11 +29,11 @@ BATCH_ELEMENTS = (
 class MuonAndAdamW(torch.optim.Optimizer):
     """Optimizer that updates the group `matrices` with Muon and all other groups with `torch.optim.AdamW`.
 
-    Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of `torch.optim.Muon`, bit by
-    bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike torch's class, which multiplies one matrix at a time, this class
-    orthogonalises projections of one shape together, for speed. Batches of them have about `BATCH_ELEMENTS` entries, or one larger matrix;
-    a step needs 12 to 22 bytes for each entry of a batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other
-    parameters have AdamW's state.
+    Projections that share a fused matrix, such as q, k and v, are updated separately. Each gets the update of
+    `torch.optim.Muon`, bit by bit on a CPU where products are in bf16 (tests/test_muon.py). Unlike torch's class, which
+    multiplies one matrix at a time, this class orthogonalises projections of one shape together, for speed. Batches of
+    them have about `BATCH_ELEMENTS` entries, or one larger matrix; a step needs 12 to 22 bytes for each entry of a
+    batch. The state of a matrix is one `momentum_buffer` of its shape, in fp32; other parameters have AdamW's state.
 
     Args: as for every builder in `BUILDERS`; Muon's options include AdamW's.
     """
@@ -59,7 +59,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, object]) -> None:
-        """Update the group's matrices with Muon. Each step slices projections anew, as the matrices may have moved in memory."""
+        """Update the group's matrices with Muon. Each step slices projections anew, as the matrices may have moved in
+        memory.
+        """
         momentum, batch, n_elements = self.options.momentum, [], 0
         for name, matrix in zip(group["param_names"], group["params"], strict=True):
             if matrix.grad is None:
@@ -83,7 +85,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._update_batch(batch, group["lr"])
 
     def _update_batch(self, batch: list[tuple[Tensor, Tensor]], lr: float) -> None:
-        """Update the projections in `batch`, pairs of a projection and its mean gradient; those of equal shape are processed together."""
+        """Update the projections in `batch`, pairs of a projection and its mean gradient; those of equal shape are
+        processed together.
+        """
         pairs_by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for projection, mean_gradient in batch:
             pairs_by_shape.setdefault(mean_gradient.shape, []).append((projection, mean_gradient))
@@ -99,13 +103,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def orthogonal_approximation(matrices: Tensor, steps: int, product_dtype: torch.dtype) -> Tensor:
-    """Approximate the orthogonal matrix nearest to each matrix. Singular values not near 0 become values from 0.7 to 1.2.
+    """Approximate the orthogonal matrix nearest to each matrix. Singular values not near 0 become values from 0.7 to
+    1.2.
 
     Args:
         matrices: (N, rows, columns), bfloat16.
         steps: number of Newton-Schulz iterations of degree 5, https://kellerjordan.github.io/posts/muon.
-        product_dtype: dtype of the factors in matrix products, and of the result. fp32 is much faster where bf16 is emulated; values are
-            still rounded to bf16, so that results differ only by the order of sums.
+        product_dtype: dtype of the factors in matrix products, and of the result. fp32 is much faster where bf16 is
+            emulated; values are still rounded to bf16, so that results differ only by the order of sums.
     """
 
     def round_to_bf16(x: Tensor) -> Tensor:
@@ -131,11 +136,12 @@ GROUPS = tuple(group.name for group in fields(Groups))
 
 
 def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, object]]:
-    """Parameter groups in torch's format, with named trained parameters. `eps` is set only for groups that don't use the optimizer's `eps`.
+    """Parameter groups in torch's format, with named trained parameters. `eps` is set only for groups that don't use
+    the optimizer's `eps`.
 
-    `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose parameters have
-    different factors is split into groups of the same `name`. A step's weight decay takes the same fraction of a weight as it
-    does in the base model, for which the learning rate was chosen.
+    `lr_factor`: the factor on the schedule's learning rate. With `model.transfer` (`lm.model.transfer`), a group whose
+    parameters have different factors is split into groups of the same `name`. A step's weight decay takes the same
+    fraction of a weight as it does in the base model, for which the learning rate was chosen.
     """
     scalings_by_name = (
         scalings(decoder, decoder.config, optim.optimizer.width_exponent) if decoder.config.transfer else {}
@@ -165,7 +171,9 @@ def parameter_groups(decoder: Decoder, optim: OptimConfig) -> list[dict[str, obj
 
 
 def adamw(options: AdamW | Muon, groups: list, decoder: Decoder) -> torch.optim.AdamW:
-    """Make torch's AdamW with betas and epsilon of `options`; fused (one kernel for all parameters) where the device supports it."""
+    """Make torch's AdamW with betas and epsilon of `options`; fused (one kernel for all parameters) where the device
+    supports it.
+    """
     can_fuse = next(decoder.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps, fused=can_fuse)
 
@@ -175,8 +183,10 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Make the configured optimizer for the trained parameters; its learning rates are set later, by `set_learning_rates`.
-    Raises TypeError or ValueError if code from outside lm makes no optimizer, or one of other parameters."""
+    """Make the configured optimizer for the trained parameters; its learning rates are set later, by
+    `set_learning_rates`. Raises TypeError or ValueError if code from outside lm makes no optimizer, or one of other
+    parameters.
+    """
     options, groups = optim.optimizer, parameter_groups(decoder, optim)
     parameter_ids = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
     builder = BUILDERS.get(options.name)
@@ -185,7 +195,8 @@ def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimize
         raise TypeError(f"`make` of {options.name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
     if parameter_ids != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
         raise ValueError(
-            f"`make` of {options.name} gives an optimizer of other parameters than those of `groups`: each must be trained"
+            f"`make` of {options.name} gives an optimizer of other parameters than those of `groups`: each must be "
+            "trained"
         )
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
@@ -199,7 +210,8 @@ def freeze(decoder: Decoder, train_only: str | None) -> None:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: Config, phase: int, step: int) -> None:
-    """Give each group its learning rate for optimizer step `step` (0-based). The normalizers' rate has the warm-up of `phase`, too.
+    """Give each group its learning rate for optimizer step `step` (0-based). The normalizers' rate has the warm-up of
+    `phase`, too.
 
     The rates depend on the step alone, so that a schedule has no state to restore.
     """
@@ -230,12 +242,15 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: OptimizerState) ->
 
 
 def state_after_swap(state: OptimizerState) -> OptimizerState:
-    """The optimizer state that is kept after a swap, without the entries of the normalizers' parameters, which are new."""
+    """The optimizer state that is kept after a swap, without the entries of the normalizers' parameters, which are
+    new.
+    """
     return {name: entry for name, entry in state.items() if not is_normalizer_parameter(name)}
 
 
 def implied_state(decoder: Decoder, config: Config) -> OptimizerState:
-    """The optimizer state that training would create, as tensors without values, found by one step of `decoder` on the meta device.
+    """The optimizer state that training would create, as tensors without values, found by one step of `decoder` on the
+    meta device.
 
     The function also freezes the parameters of `decoder` that the configuration doesn't train.
     """
@@ -249,7 +264,9 @@ def implied_state(decoder: Decoder, config: Config) -> OptimizerState:
 
 
 def optimizer_mismatch(decoder: Decoder, config: Config, state: OptimizerState) -> str:
-    """A message on the first entry of `state` that the configured optimizer of `decoder`, on the meta device, can't take; empty if none."""
+    """A message on the first entry of `state` that the configured optimizer of `decoder`, on the meta device, can't
+    take; empty if none.
+    """
     expected_state = implied_state(decoder, config)
     for name in {**expected_state, **state}:
         if name not in expected_state or name not in state:

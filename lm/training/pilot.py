@@ -1,7 +1,8 @@
-"""Estimate the time of runs from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON object a line.
+"""Estimate the time of runs from a few real steps of each: `python -m lm.training.pilot RUN.yaml ...` prints one JSON
+object a line.
 
-The first object has `begun`, the time at which timing begins (POSIX seconds). Then each run has an object with `seconds`, the estimate for
-the whole run with its evaluations, without the start of its process.
+The first object has `begun`, the time at which timing begins (POSIX seconds). Then each run has an object with
+`seconds`, the estimate for the whole run with its evaluations, without the start of its process.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ STEPS = 10  # optimizer steps that are made of each run, at most
 
 
 def pilot(config: Config) -> dict[str, float]:
-    """Train at most `STEPS` steps in a run's folder, with the run's evaluations, and return {`seconds`: estimate for the whole run}. Steps
-    are not compiled, as compiling would take most of the time."""
+    """Train at most `STEPS` steps in a run's folder, with the run's evaluations, and return {`seconds`: estimate for
+    the whole run}. Steps are not compiled, as compiling would take most of the time."""
     first_step = load_metadata(starting_checkpoint(config))["step"] if config.first_step is None else config.first_step
     run_steps = config.trainer.max_steps - first_step
     steps = min(STEPS, run_steps)
@@ -58,7 +59,9 @@ def pilot(config: Config) -> dict[str, float]:
 
 
 def print_estimates(paths: list[str]) -> None:
-    """Estimate and print the seconds of the run in each file. Raises ConfigError for an invalid run before any run is timed."""
+    """Estimate and print the seconds of the run in each file. Raises ConfigError for an invalid run before any run is
+    timed.
+    """
     importlib.import_module("lm.training.fit")  # imported now, as its seconds belong to the start of a run's process
     configs = [load_config([path]) for path in paths]
     is_child = this_process(

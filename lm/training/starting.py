@@ -1,4 +1,6 @@
-"""The start of a phase of a run, from random weights, another run's weights, or a checkpoint; with checks that they fit the run."""
+"""The start of a phase of a run, from random weights, another run's weights, or a checkpoint; with checks that they fit
+the run.
+"""
 
 import json
 import math
@@ -26,8 +28,8 @@ from lm.training.optimizers import OptimizerState, freeze, optimizer_mismatch, s
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest loss (nats per target) so far on validation sequences that choose the best checkpoint, with its step and the
-    hash of these sequences."""
+    """The lowest loss (nats per target) so far on validation sequences that choose the best checkpoint, with its step
+    and the hash of these sequences."""
 
     step: int
     loss: float
@@ -36,12 +38,15 @@ class Best:
 
 @dataclass
 class RunState:
-    """The state of a run besides weights and optimizer, kept as metadata of checkpoints; equal on all ranks, except time and digests."""
+    """The state of a run besides weights and optimizer, kept as metadata of checkpoints; equal on all ranks, except
+    time and digests.
+    """
 
     best: Best | None = None  # the lowest validation so far
     skipped: int = 0  # steps whose update was skipped
     skipped_in_a_row: int = 0  # number of consecutive skipped steps up to the last step
-    # nll_since_line, z_loss_since_line, targets_since_line: losses (nats) and targets over all ranks since the last logged line
+    # nll_since_line, z_loss_since_line, targets_since_line: losses (nats) and targets over all ranks since the last
+    # logged line
     nll_since_line: float = 0.0
     z_loss_since_line: float = 0.0
     targets_since_line: int = 0
@@ -51,7 +56,8 @@ class RunState:
 
     @classmethod
     def from_plain(cls, metadata: dict[str, Plain], folder: Path) -> "RunState":
-        """The run state in a checkpoint's `metadata`; without `best` if `folder` no longer has the checkpoint of the best step.
+        """The run state in a checkpoint's `metadata`; without `best` if `folder` no longer has the checkpoint of the
+        best step.
 
         Raises RunError: an entry is missing, or of another type.
         """
@@ -77,14 +83,18 @@ class RunState:
         digests += [] if sha256 in digests else [sha256]
 
     def count_step(self, nll: float, z_loss: float, targets: int) -> None:
-        """Add a step that was not skipped to the sums since the last logged line; `nll`, `z_loss`: sums over its targets (nats)."""
+        """Add a step that was not skipped to the sums since the last logged line; `nll`, `z_loss`: sums over its
+        targets (nats).
+        """
         self.skipped_in_a_row = 0
         self.nll_since_line += nll
         self.z_loss_since_line += z_loss
         self.targets_since_line += targets
 
     def take_mean_losses(self) -> tuple[float, float]:
-        """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped. Resets the sums."""
+        """Mean loss and z-loss (nats per target) since the last call, over all ranks; NaN if every step was skipped.
+        Resets the sums.
+        """
         targets = self.targets_since_line or math.nan
         means = self.nll_since_line / targets, self.z_loss_since_line / targets
         self.nll_since_line, self.z_loss_since_line, self.targets_since_line = 0.0, 0.0, 0
@@ -93,7 +103,9 @@ class RunState:
 
 @dataclass
 class PhaseStart:
-    """The start of a phase, a part of a run with its own normalizers. `optimizer_state` and `replaced_decoder` are cleared after use."""
+    """The start of a phase, a part of a run with its own normalizers. `optimizer_state` and `replaced_decoder` are
+    cleared after use.
+    """
 
     step: int  # optimizer steps done
     phase: int
@@ -103,17 +115,20 @@ class PhaseStart:
     replaced_decoder: Decoder | None = None  # the decoder that a swap at this step replaced
 
 
-# ---------------------------------------------------------------- a new run, from random weights or those of another run (init_from)
+# ---------------------------------------------------------------- a new run, from random weights or those of another
+# run (init_from)
 
 
 def start_new_run(
     config: Config, store: Store, source: LoadedModel | None = None
 ) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to print.
+    """The start of a new run, facts on its initial weights for environment.json ({} for random weights), and notes to
+    print.
 
-    The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and `weights`, 12 digits
-    of its weights' sha256. It also has `arm` and `seeds` of the run that trained the model (lm.runs.record); if no run did, `arm` is
-    `weights`, and `seeds` is empty. `tokens_before` is the number of tokens on which the initial weights of that run were trained, if any.
+    The facts have one entry, `started_from`, with `path`, `step`, `tokens` and `normalizer` of the source model, and
+    `weights`, 12 digits of its weights' sha256. It also has `arm` and `seeds` of the run that trained the model
+    (lm.runs.record); if no run did, `arm` is `weights`, and `seeds` is empty. `tokens_before` is the number of tokens
+    on which the initial weights of that run were trained, if any.
 
     source: the model that `init_from` names; its decoder is moved to the meta device to free memory.
 
@@ -161,7 +176,9 @@ def _encoding_rules(tokenizer: Tokenizer) -> dict[str, Plain]:
 
 
 def _tokenizer_problems(config: Config, store: Store, loaded_model: LoadedModel) -> list[Problem]:
-    """A list with a problem if the data's tokenizer is not the model's, else []; the model may have more token ids than its tokenizer."""
+    """A list with a problem if the data's tokenizer is not the model's, else []; the model may have more token ids than
+    its tokenizer.
+    """
     has_tokenizer = loaded_model.tokenizer is not None
     if store.vocab_size > loaded_model.decoder.vocab_size or (
         not has_tokenizer and store.vocab_size < loaded_model.decoder.vocab_size
@@ -184,7 +201,9 @@ def _tokenizer_problems(config: Config, store: Store, loaded_model: LoadedModel)
 
 
 def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> PhaseStart:
-    """The start of training from a checkpoint; if it was saved at the end of a phase, the next phase's normalizers are swapped in."""
+    """The start of training from a checkpoint; if it was saved at the end of a phase, the next phase's normalizers are
+    swapped in.
+    """
     metadata = checkpoint["lm"]
     phase = config.phase_at(metadata["step"])
     decoder = Decoder(config.model_in(metadata["phase"]), metadata["vocab_size"], config.data.seq_len, seed=None)
@@ -201,12 +220,14 @@ def start_from_checkpoint(config: Config, checkpoint: dict[str, object]) -> Phas
 
 
 def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[str, Plain], list[str]]:
-    """The start of a new run from an earlier run's checkpoint at `path`, facts on the earlier run for environment.json, notes to print.
+    """The start of a new run from an earlier run's checkpoint at `path`, facts on the earlier run for environment.json,
+    notes to print.
 
-    `lm.training.before_training` has checked that the configurations of the two runs differ only where branching allows it.
+    `lm.training.before_training` has checked that the configurations of the two runs differ only where branching allows
+    it.
 
-    Raises ConfigError or RunError where `check_resume` does, and RunError if checkpoint or environment.json of the earlier run are missing,
-    damaged, or of different runs.
+    Raises ConfigError or RunError where `check_resume` does, and RunError if checkpoint or environment.json of the
+    earlier run are missing, damaged, or of different runs.
     """
     checkpoint, run = load_checkpoint(path), path.resolve().parent.parent
     notes, metadata = check_resume(config, store, checkpoint, path), checkpoint["lm"]
@@ -230,16 +251,19 @@ def branch(config: Config, store: Store, path: Path) -> tuple[PhaseStart, dict[s
 
 
 def check_resume(config: Config, store: Store, checkpoint: dict[str, object], path: Path) -> list[str]:
-    """Check that a run can continue from a checkpoint; return notes to print. Configurations were compared by `check_before_data`.
+    """Check that a run can continue from a checkpoint; return notes to print. Configurations were compared by
+    `check_before_data`.
 
     Raises:
         ConfigError: the data or a plugin's code differ from those of the checkpoint.
-        RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its configuration.
+        RunError: the checkpoint holds weights alone, weights that aren't finite, or tensors that don't fit its
+            configuration.
     """
     metadata = checkpoint["lm"]
     if not isinstance(checkpoint.get("optimizer"), dict):
         raise RunError(
-            f"{path}: holds weights alone and can't be resumed; start a new run from them: init_from={path.parent.parent} name=..."
+            f"{path}: holds weights alone and can't be resumed; start a new run from them: "
+            f"init_from={path.parent.parent} name=..."
         )
     saved_config = trained_config(metadata, path)
     if metadata["data_fingerprint"] != store.fingerprint:
@@ -281,7 +305,8 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
     if is_own_checkpoint and max_steps[0] != max_steps[1] and config.optim.schedule.name != "constant":
         jump_text = "" if math.isclose(*rates, rel_tol=0.01) else ": the learning rate jumps"
         notes.append(
-            f"note: {config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for {max_steps[0]}{jump_text}"
+            f"note: {config.optim.schedule.name} now ends at step {max_steps[1]}, it was headed for "
+            f"{max_steps[0]}{jump_text}"
         )
     elif not math.isclose(*rates, rel_tol=0.01):
         notes.append(

@@ -28,7 +28,8 @@ from lm.training.launcher import end_with_parent, this_process
 
 
 def train(config: Config) -> int:
-    """Train as configured; returns the process's exit status: 0, or 128 + the number of the signal that stopped the run.
+    """Train as configured; returns the process's exit status: 0, or 128 + the number of the signal that stopped the
+    run.
 
     Raises LMError: the run can't be trained; a new run folder is then removed, unless it holds a checkpoint or a log.
     """
@@ -73,7 +74,9 @@ def train(config: Config) -> int:
 
 
 def starting_checkpoint(config: Config) -> Path | None:
-    """The path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at step 0."""
+    """The path of the checkpoint that `resume` names, or for a new run `branch_from`; None if the run starts at
+    step 0.
+    """
     resumed_path = _resumed_checkpoint(config)
     if resumed_path or not config.branch_from:
         return resumed_path
@@ -99,9 +102,13 @@ def _resumed_checkpoint(config: Config) -> Path | None:
     path = config.run_folder / CHECKPOINTS / LAST if config.resume == "auto" else expand_home(config.resume)
     if path.is_file():
         if not is_own(config.run_folder, path):
-            remedy = "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its weights) instead"
+            remedy = (
+                "to start a new run from it: branch_from=... (with its optimizer state) or init_from=... (its "
+                "weights) instead"
+            )
             raise RunError(
-                f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs to it; {remedy}"
+                f"{path}: not a checkpoint of {config.run_folder}; a run goes on in its own folder: set name and runs "
+                f"to it; {remedy}"
             )
         return path
     files = step_paths(config.run_folder / CHECKPOINTS)
@@ -125,7 +132,9 @@ def _resumed_checkpoint(config: Config) -> Path | None:
 
 
 def had_checkpoint(folder: Path) -> bool:
-    """Whether results in a run folder prove that its run saved a checkpoint; without such a proof, the run may start again."""
+    """Whether results in a run folder prove that its run saved a checkpoint; without such a proof, the run may start
+    again.
+    """
     if not (folder / CONFIG).is_file():
         return False
     config, lines = read_config(folder), read_metrics(folder / METRICS).lines
@@ -143,7 +152,8 @@ def had_checkpoint(folder: Path) -> bool:
 
 
 def create_run_folder(folder: Path, resume: bool) -> bool:
-    """Make the run folder; returns whether it was absent or empty. Raises RunError if its content is refused, or it can't be made.
+    """Make the run folder; returns whether it was absent or empty. Raises RunError if its content is refused, or it
+    can't be made.
 
     resume: whether the folder may already hold a run.
     """

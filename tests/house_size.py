@@ -1,0 +1,64 @@
+"""The size of the house in code tokens, by room: python tests/house_size.py [--write]
+
+A code token is what Python's tokenizer gives, without comments, docstrings, line ends and indents. Rooms are the
+folders of lm/ (its own modules together are `lm`), scripts/ and tests/. `--write` makes today's sizes the limits in
+tests/house_size.json. A room may take what another gives back; no sum may rise.
+"""
+
+import argparse
+import ast
+import io
+import json
+import subprocess
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RATCHET = ROOT / "tests" / "house_size.json"
+SUMS = ("all of lm", "scripts", "tests")
+FREE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+def code_tokens(source: str) -> int:
+    """The number of code tokens of a module's source."""
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(source)
+    docstrings = sum(ast.get_docstring(node) is not None for node in ast.walk(tree) if isinstance(node, scopes))
+    return sum(token.type not in FREE for token in tokenize.generate_tokens(io.StringIO(source).readline)) - docstrings
+
+
+def house_sizes() -> dict[str, int]:
+    """Code tokens by room, and of all rooms of lm/ together as `all of lm`; files that git ignores are left out."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    sizes: Counter[str] = Counter()
+    for file in sorted(file for file in files if (ROOT / file).exists()):
+        parts = file.split("/")
+        if parts[0] not in ("lm", "scripts", "tests"):
+            continue
+        size = code_tokens((ROOT / file).read_text(encoding="utf-8"))
+        sizes["/".join(parts[:2]) if parts[0] == "lm" and len(parts) > 2 else parts[0]] += size
+        sizes["all of lm"] += size if parts[0] == "lm" else 0
+    return dict(sorted(sizes.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="make today's sizes the limits")
+    write = parser.parse_args().write
+    sizes, limits = house_sizes(), json.loads(RATCHET.read_text())
+    for room, size in sizes.items():
+        print(f"{room:16}{size:9,}{size - limits.get(room, size):+8,}")
+    risen = [total for total in SUMS if sizes[total] > limits[total]]
+    if write and risen:
+        raise SystemExit(f"error: {', '.join(risen)}: delete as much as was added")
+    if write:
+        RATCHET.write_text(json.dumps(sizes, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
