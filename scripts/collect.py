@@ -1,8 +1,8 @@
 """Every run of an experiment as results/NAME/seeds.csv: python scripts/collect.py FOLDER NAME [--add]
 
 A line is a run's mean by metric, inference setting and length, on the documents that report. Of final runs losses stand
-by position and by tokens seen, too, and of models that recall pairs what the head that answers gives at the training
-length. `--add` keeps the lines of other runs, such as seeds that another machine has trained.
+by position and by tokens seen, too. `--add` keeps the lines of other runs, such as seeds that another machine has
+trained.
 """
 
 import argparse
@@ -48,7 +48,6 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
         weighted=("weighted", "sum"), weight=("weight", "sum"), sequences=("sample", "nunique")
     )
     sums["value"] = sums.weighted / sums.weight
-    sums = pd.concat([sums, heads(lines[lines.stage == "final"], keys)])
     sums["value"], sums["x"] = sums.value.map("{:.6g}".format), sums.x.astype(int)
     path = RESULTS / name / "seeds.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,23 +62,6 @@ def collect(folder: Path, name: str, add: bool = False) -> Path:
         sums = pd.concat([lines[others], sums])
     sums.sort_values(keys)[[*keys, "value", "sequences"]].to_csv(path, index=False, lineterminator="\n")
     return path
-
-
-def heads(lines: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """What the head that answers gives at the training length (docs/half-length.md): each number of each run that
-    recalls pairs.
-    """
-    lines = lines[lines.metric == "mqar accuracy"]
-    runs, length = lines.drop_duplicates("folder"), lines.x.min()
-    if runs.empty:
-        return runs
-    from retrieving_heads import SEQUENCES, numbers  # which takes torch
-
-    rows = []
-    for run in runs.to_dict("records"):
-        place = {key: run[key] for key in keys} | {"setting": "head", "x": length, "sequences": SEQUENCES}
-        rows += [place | {"metric": metric, "value": value} for metric, value in numbers(Path(run["folder"])).items()]
-    return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pages import canvas, finish, percentage_cells, saved
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
 
-MOST = 100  # nats, of a margin that is shown: sparse weights leave filler nothing
 QUESTIONS = {"mqar": 8, "needle": 4}  # about as many answers, each once, in a sequence of the task
 HEADINGS = {
     "mqar": "layer 2",
@@ -41,7 +40,6 @@ class Recall:
         picture: whether accuracy by length is drawn, docs/NAME.svg.
         task: whose accuracy it is.
         rows: column whose values are judged apart, as one family, of arms that are not tuned: rate or size.
-        heads: whether a table says what the head that answers gives at the training length.
         ranked: whether arms are in the order of their accuracy, each at its best rate, in the tables and in a picture
             of all of them.
         trends: arms over a part of training, from 0 to 1, by the name of the trend: a line through the runs of each
@@ -58,7 +56,6 @@ class Recall:
     picture: bool = False
     task: str = "mqar"
     rows: str = "rate"
-    heads: bool = False
     ranked: bool = False
     trends: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -147,8 +144,6 @@ class Recall:
 
     def tables(self) -> dict[str, str]:
         tables = {self.place: self.table()}
-        if self.heads:
-            tables[f"{self.place} heads"] = self.head_table()
         if self.trends:
             tables[f"{self.place} trends"] = self.trend_table()
         return tables
@@ -173,43 +168,6 @@ class Recall:
 
     def _row(self, row: float) -> str:
         return f"{row:,}" if self.rows == "size" else rate_text(row)
-
-    def head_table(self) -> str:
-        """What the head that answers gives at the training length, and the lengths at which accuracy falls below one
-        half, in Markdown.
-
-        Means over seeds with the lowest and highest, of lengths medians.
-        """
-        lines = [
-            [
-                HEADINGS[self.rows],
-                HEADINGS[self.task],
-                "score margin, nats",
-                "slope",
-                "half-length, predicted",
-                "observed",
-            ]
-        ]
-        heads = self.data[self.data.setting == "head"]
-        rows = sorted(set(heads[self.rows]))
-        for row, arm in (
-            [(self.rates(arm)[0], arm) for arm in self.arms]
-            if self.tuned
-            else [(row, arm) for row in rows for arm in self.labels]
-        ):
-            run = heads[(heads.arm == arm) & (heads[self.rows] == row)].pivot(
-                index="seed", columns="metric", values="value"
-            )
-            margin = run["margin"].clip(upper=MOST)
-            cells = [
-                f"{margin.mean():.1f} [{margin.min():.1f}, {margin.max():.1f}]"
-                if margin.min() < MOST
-                else f"more than {MOST}"
-            ]
-            predicted = _tokens(float(run["predicted half-length"].median()), "never")
-            cells += [f"{run['slope'].mean():.2f}", predicted] if run["formula holds"].all() else ["", ""]
-            lines.append([self._row(row), self.labels[arm], *cells, self.half_length(arm, row)])
-        return markdown(lines)
 
     def half_length(self, arm: str, row: float | None = None) -> str:
         """Words for the median length at which an arm's accuracy falls below 1/2. `row`: rate or size; None: a tuned

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import predictors
-from committed_results import DESCRIBED, RESULTS, ROOT, markdown
+from committed_results import DESCRIBED, ROOT, markdown
 from loss_results import EXTENDED, Losses
 from needle_depths import NeedleDepths
 from recall_results import Recall
@@ -141,7 +140,6 @@ RECALL_ALL = Recall(
     0.25,
     tuned=True,
     picture=True,
-    heads=True,
     ranked=True,
 )
 SHOWN = (
@@ -252,7 +250,6 @@ SHOWN = (
         (16384,),
         0.25,
         rows="size",
-        heads=True,
         picture=True,
     ),
     Recall("when-to-swap", "when-to-swap.md", WHEN, "ssmax", (16384,), 0.25, trends=WHEN_TRENDS),
@@ -419,10 +416,6 @@ def files() -> dict[Path, bytes]:
             pictures[ROOT / "docs" / f"{result.place}.svg"] = picture
     page = ROOT / "docs" / "results.md"
     pages[page] = filled(page.read_text(encoding="utf-8"), "overview", main_verdicts())
-    runs, page = predictors.learned(RESULTS), ROOT / "docs" / "half-length.md"
-    numbers = predictors.predictions(runs)
-    pages[page] = filled(page.read_text(encoding="utf-8"), "predictors", predictors.table(runs, numbers))
-    pictures[page.with_suffix(".svg")] = predictors.drawn(runs, numbers)
     return {page: text.encode() for page, text in pages.items()} | pictures
 
 

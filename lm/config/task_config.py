@@ -119,11 +119,6 @@ class MQAR(Task):
     )
 
     @property
-    def filler_symbols(self) -> range:
-        """The symbols of filler, which are in no pair and no query."""
-        return range(self.keys + self.values, self.keys + self.values + self.filler)
-
-    @property
     def vocab_size(self) -> int:
         return self.keys + self.values + self.filler + (self.keys * self.values if self.joined else 0)
 

@@ -2,7 +2,6 @@
 shuffled scores.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,13 +12,10 @@ from torch import Tensor
 
 from lm.config.eval_config import DiagnosticsConfig, EvalConfig, LongContextConfig
 from lm.config.load import merge, overrides_in, parse
-from lm.config.model_config import NoPosition
-from lm.config.task_config import MQAR
 from lm.config.tree import Config
 from lm.data.batches import long_starts
 from lm.data.prepare import check_sequences
 from lm.data.store import Store
-from lm.data.tasks import example
 from lm.data.tokenizer import encoding_of
 from lm.diagnostics import concentration, limits, sparsity
 from lm.diagnostics.attention_rows import (
@@ -40,21 +36,13 @@ from lm.diagnostics.attention_rows import (
     shuffling_numbers,
     visible_keys_axis,
 )
-from lm.diagnostics.retrieval_length import (
-    STEPS_AN_OCTAVE,
-    candidate_lengths,
-    half_length,
-    median_weights,
-    retrieving_head,
-)
 from lm.errors import ConfigError, Problem, RunError
-from lm.evaluation.answers import QUESTION_SEED
 from lm.evaluation.evaluate import evaluate, evaluate_model, open_device, open_store, split_configurations, text_config
 from lm.evaluation.evaluation_kind import Advance, Measurement, ignore
-from lm.evaluation.held_out import HeldOut, by_sequence, lengths_axis, spread_sequences, validation_sequences
+from lm.evaluation.held_out import HeldOut, by_sequence, spread_sequences, validation_sequences
 from lm.files import expand_home
 from lm.model.decoder import Decoder
-from lm.model.device import Device, eval_mode
+from lm.model.device import Device
 from lm.model.swapped import applicable_settings, for_inference
 from lm.progress import Progress
 from lm.report.evaluation_tables import EvaluationResult
@@ -64,10 +52,6 @@ from lm.runs.loading import LoadedModel, find_checkpoint, load
 from lm.schema import Plain, to_plain
 
 KIND = "diagnostics"
-RECALL_SEQUENCES, SHOWN_OCTAVES = (
-    64,
-    16,
-)  # of `retrieval_series`: sequences with questions, and octaves of sequence length
 SHUFFLED, UNTRAINED = "shuffled scores", "untrained weights"
 FAMILIES: dict[
     str, Callable[[DiagnosticsConfig], StatisticFamily]
@@ -209,10 +193,9 @@ class Diagnostics(Measurement):
         fingerprint = (
             "" if self.eval_config.text else self.fingerprint
         )  # no window of a text is held back to select runs
-        series = diagnostic_series(
+        return diagnostic_series(
             decoder, self.held_out, self.eval_config, device, self.config.seed, fingerprint, progress
         )
-        return series + retrieval_series(decoder, self.config, self.eval_config)
 
 
 def diagnostic_series(
@@ -278,51 +261,6 @@ def statistics_of(
     return measures, by_sequence(
         [decoder, untrained_decoder], held_out.lengths, (3, measures.vector_length), device, measure, progress
     )
-
-
-def retrieval_series(decoder: Decoder, config: Config, options: DiagnosticsConfig) -> list[Series]:
-    """Predictions for a model of recall (docs/half-length.md), two series for each inference setting, on the head whose
-    mean weight on the key asked for is largest. The first is the length from which on this head's median weight on that
-    key is below 1/2; the second is this median weight by sequence length.
-
-    The prediction was not tested on models with RoPE or learned positions, of other tasks, or of recall whose pairs are
-    one symbol (`MQAR.joined`); they have no series. A setting has no series if no layer suits `retrieving_head`, or a
-    query sees no filler. Its first series is left out if the weight is below 1/2 at the training length already, or at
-    no length.
-    """
-    task, length, series = config.data.tasks[0].task if config.data.tasks else None, config.data.seq_len, []
-    if not isinstance(task, MQAR) or task.joined or not isinstance(config.model.position, NoPosition):
-        return []
-    examples = [example(task, QUESTION_SEED, index, length, "test") for index in range(RECALL_SEQUENCES)]
-    for setting in applicable_settings(decoder, options.inference):
-        model = for_inference(decoder, setting)
-        with eval_mode(model), torch.autocast(decoder.head.weight.device.type, enabled=False):
-            head = retrieving_head(model, examples, task.filler_symbols)
-        if head is None or not head.scores.is_filler.any(1).all():
-            continue
-        weights, fields = median_weights(head.scores, length), {"setting": setting.label}
-        failure_length = half_length(weights, length)
-        if length < failure_length < math.inf:
-            series.append(
-                Series(
-                    KIND,
-                    "predicted 50% length of retrieval",
-                    "tokens",
-                    "none",
-                    length,
-                    np.array([failure_length]),
-                    **fields,
-                )
-            )
-        octaves = slice(0, SHOWN_OCTAVES * STEPS_AN_OCTAVE + 1, STEPS_AN_OCTAVE)
-        fields |= {
-            "axis": lengths_axis(candidate_lengths(length)[octaves].tolist()),
-            "what": f"layer {head.layer}, head {head.head}",
-        }
-        series.append(
-            Series(KIND, "predicted weight on the key asked for", "weight", "none", length, weights[octaves], **fields)
-        )
-    return series
 
 
 # ---------------------------------------------------------------- series
