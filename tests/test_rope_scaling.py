@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lm.config.inference_config import InferenceSetting, Interpolation, ThetaFactor, YaRNScaling
+from lm.config.inference_config import NTK, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
 from lm.config.model_config import (
     LinearScaling,
     Llama3Scaling,
@@ -57,11 +57,35 @@ def test_frequencies_are_those_of_transformers(scaling: TrainedScaling, theta: f
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, amplitude**2))
 
 
-def test_an_inference_setting_acts_on_the_frequencies_of_the_model():
-    rope = Rope(scaling=LinearScaling(factor=4.0))
-    assert torch.equal(
-        frequencies(64, rope, Interpolation(2.0), 64, 512), frequencies(64, Rope(), Interpolation(8.0), 64, 512)
+INFERENCE_SCALINGS = [
+    AS_TRAINED, ThetaFactor(50.0), ThetaFactor(0.1), NTK(6.0), NTK(), Interpolation(2.0), Interpolation(),
+    YaRNScaling(4.0), YaRNScaling(slow=2.0, fast=9.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inference", INFERENCE_SCALINGS, ids=lambda value: value.name)
+@pytest.mark.parametrize("scaling", [TrainedScaling(), *SCALINGS], ids=lambda value: value.name)
+def test_an_inference_setting_rescales_the_model_as_it_was_trained(scaling: TrainedScaling, inference: RopeScaling):
+    """Another base is the base of a model that transformers makes with it; other settings rescale the frequencies of
+    the model as it is."""
+    head_size, trained_length, length = 64, 900, 2700
+    rope, s = Rope(theta=1e4, scaling=scaling), getattr(inference, "factor", None) or length / trained_length
+    base_factor = {"theta": s, "ntk": s ** (head_size / (head_size - 2))}.get(inference.name, 1.0)
+    fields = write_rope(replace(rope, theta=rope.theta * base_factor))
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=trained_length, rope_parameters=fields
     )
+    plain = 1 / (fields["rope_theta"] ** (torch.arange(0, head_size, 2) / head_size))
+    scaled = scaling.name != "none"
+    expected = ROPE_INIT_FUNCTIONS[fields["rope_type"]](config, torch.device("cpu"))[0] if scaled else plain
+    if inference.name == "interpolation":
+        expected = expected / s
+    elif inference.name == "yarn":
+        periods = trained_length * expected / (2 * math.pi)
+        kept = ((periods - inference.slow) / (inference.fast - inference.slow)).clamp(0, 1)
+        expected = expected * kept + expected / s * (1 - kept)
+    actual = frequencies(head_size, rope, inference, trained_length, length)
+    torch.testing.assert_close(actual.float(), expected, rtol=2e-6, atol=0)
 
 
 def test_the_bounds_of_the_transition_must_be_in_order(tiny):

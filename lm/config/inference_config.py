@@ -176,3 +176,6 @@ def check_inference(settings: list[InferenceSetting], position: Position) -> Ite
         if setting.rope.name != "as_trained" and not position.rotates:
             reason = f"model.position = {position.name} has no RoPE to scale"
             yield Problem(f"inference[{index}].rope", setting.rope.name, reason, "set it to as_trained")
+        if setting.rope.name == "theta" and position.rotates and position.theta * setting.rope.factor <= 1:
+            reason = f"times model.position.theta = {position.theta:g} is not above 1, which a base must be"
+            yield Problem(f"inference[{index}].rope.factor", setting.rope.factor, reason, "raise it")

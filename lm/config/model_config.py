@@ -25,7 +25,7 @@ class TrainedScaling:
 
     def rescaled_frequencies(self, frequencies: "Tensor", theta: float, head_size: int) -> "Tensor":
         """Radians per token, (pairs,), by which each pair of dimensions rotates after rescaling, from its `frequencies`
-        before; `theta` is RoPE's base."""
+        before; `theta` is the base of those."""
         return frequencies
 
 

@@ -42,8 +42,8 @@ def frequencies(
     """
     pairs = torch.arange(rope.rotated(head_size) // 2, dtype=torch.float64, device=device)
     s = scaling.s(train_length, length)
-    radians = scaling.theta(rope.theta, head_size, s) ** (-2 * pairs / head_size)
-    radians = rope.scaling.rescaled_frequencies(radians, rope.theta, head_size)
+    theta = scaling.theta(rope.theta, head_size, s)
+    radians = rope.scaling.rescaled_frequencies(theta ** (-2 * pairs / head_size), theta, head_size)
     return scaling.scaled_frequencies(radians, train_length * radians / (2 * math.pi), s)
 
 
