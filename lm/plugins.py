@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -105,7 +106,7 @@ class Plugins:
         """
         if ":" in name and not all(name.split(":", 1)):
             raise Unavailable("names no class", "write package.module:Class")
-        reference = name if ":" in name else metadata.entry_points(group=kind.group)[name].value  # nothing is imported
+        reference = name if ":" in name else installed_plugins(kind.group)[name]  # nothing is imported
         module = reference.partition(":")[0]
         is_allowed = any(f"{module}.".startswith(f"{package}.") for package in self._allowed_packages)
         if reference not in self._plugins or self._plugins[reference].kind is not kind:
@@ -126,8 +127,8 @@ class Plugins:
         if not self._is_trusting or (kind.group, name) in self._noted_names:
             return
         self._noted_names.add((kind.group, name))
-        for entry in metadata.entry_points(group=kind.group, name=name):
-            print(f"note: {name} is lm's own; the entry point of that name is meant by {entry.value}", file=sys.stderr)
+        if reference := installed_plugins(kind.group).get(name):
+            print(f"note: {name} is lm's own; the entry point of that name is meant by {reference}", file=sys.stderr)
 
     def implementation(self, name: str) -> type:
         """Return the class of the imported plugin `name` (`package.module:Class`)."""
@@ -183,7 +184,17 @@ class Registry(dict[str, type]):
 
     def installed(self) -> list[str]:
         """Return the names of the installed entry points for plugins of this kind."""
-        return sorted(metadata.entry_points(group=self.kind.group).names)
+        return sorted(installed_plugins(self.kind.group))
+
+
+def installed_plugins(group: str) -> dict[str, str]:
+    """Return {name: `package.module:Class`} of the installed entry points in a group. Nothing is imported."""
+    return _entry_points(group, tuple(sys.path))
+
+
+@cache  # reading all distributions takes 10 ms, and a configuration may have thousands of unknown names
+def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, str]:
+    return {entry.name: entry.value for entry in metadata.entry_points(group=group)}
 
 
 def package_of(reference: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -278,6 +279,9 @@ def test_units_are_averaged_and_paired_over():
             {},
             "2 lines have no finite value, the first of arm a",
         ),
+        (UNITS.assign(weight=[1e-320] + [1.0] * 29), {}, "a line has no weight of 0 or between 1e-30 and 1e+30"),
+        (UNITS.assign(weight=[1e308] + [1.0] * 29), {}, "a line has no weight of 0 or between 1e-30 and 1e+30"),
+        (RUNS.assign(value=RUNS["value"] * 1e-200), {}, "6 lines have no value of 0 or above 1e-100"),
         (RUNS.assign(value=[1e300] + [1.0] * 5), {}, "a line has no value below 1e+30, the first of arm a, seed 1"),
     ],
 )
@@ -314,6 +318,49 @@ def test_a_table_with_other_separators_is_refused_with_their_name(mark, word, tm
     RUNS.to_csv(tmp_path / "runs.csv", index=False, sep=mark)
     with pytest.raises(RunError, match=f"columns are separated by {word}: write the file with commas"):
         lm.judge(tmp_path / "runs.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("arm,seed,value,value\na,1,4,5\n", "two columns are named value; rename or drop one"),
+        ("arm,seed,seed,value\na,1,1,5\n", "two columns are named seed"),
+        ("arm,seed,value\na,1,4,5\nb,1,4,5\n", "lines have more fields than the header"),
+        ("arm,seed,value\na,1,4,\nb,1,4,\n", "lines have more fields than the header"),
+        ("arm,seed,value\na,1,4,5,6\nb,1,4,5,6\n", "lines have more fields than the header"),
+        ("arm,seed,value\na,1,4\nb,1,4,5\n", "no CSV table: Error tokenizing data"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_lines_is_refused(tmp_path, text, said):
+    (tmp_path / "runs.csv").write_text(text)
+    with pytest.raises(RunError, match=rf"^{tmp_path}/runs.csv: {said}"):
+        lm.judge(tmp_path / "runs.csv")
+
+
+@pytest.mark.parametrize("name", ["runs.csv", "runs.csv.gz", "runs.csv.xz", "runs.csv.bz2", "runs.csv.zip"])
+def test_a_table_is_read_up_to_a_limit_of_its_text(tmp_path, monkeypatch, name):
+    RUNS.to_csv(tmp_path / name, index=False)
+    assert lm.judge(tmp_path / name)["verdict"].tolist()[1:] == ["better"]
+    monkeypatch.setattr("lm.experiments.run_table._MAX_TABLE_BYTES", 50)
+    with pytest.raises(RunError, match="has more than 50 bytes of text"):
+        lm.judge(tmp_path / name)
+
+
+@pytest.mark.parametrize("compressed", [b"\x1f\x8b\x08\x00", b"no gzip"])
+def test_a_damaged_compressed_table_is_one_line(tmp_path, compressed):
+    (tmp_path / "runs.csv.gz").write_bytes(compressed)
+    with pytest.raises(RunError, match="no CSV table"):
+        lm.judge(tmp_path / "runs.csv.gz")
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [(2, 15_000), (3_000, 3)])
+def test_judging_takes_time_in_proportion_to_the_table(arms, seeds):
+    """A hundred thousand rows took minutes; with a third or a tenth of them quadratic time shows."""
+    table = pd.DataFrame({"arm": np.repeat(range(arms), seeds), "seed": np.tile(range(seeds), arms)})
+    table["value"] = np.random.default_rng(1).normal(size=len(table))
+    start = time.process_time()
+    judge_table(table).entries()
+    assert time.process_time() - start < 6
 
 
 def test_the_command_says_which_seeds_a_mean_is_over_and_each_cause_once(tmp_path):

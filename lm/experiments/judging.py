@@ -43,7 +43,7 @@ class JudgedRun:
     @cached_property
     def value(self) -> float:
         """The weighted mean of `values`, e.g. of the losses of sequences; infinite if the run has not finished."""
-        return float(np.average(self.values, weights=self.weights)) if self.state == "finished" else math.inf
+        return float((self.values * self.weights).sum() / self.weights.sum()) if self.state == "finished" else math.inf
 
 
 RunsByRate = dict[
@@ -242,14 +242,21 @@ class Judgement:
         factors replace differences. With `primary.learned`, an entry has the number of `learned` runs among the `ended`
         runs, and the interval of the fraction of learned runs.
         """
-        return [self._entry(size, arm, self.common_seeds(size)) for size in self.rates for arm in self.arms]
+        return [self._entry(size, arm, self.common_seeds[size]) for size in self.rates for arm in self.arms]
 
-    def common_seeds(self, size: str) -> list[bool]:
-        """Return for each seed whether a size's means include it; this takes a finished run of every arm that has
-        finished runs.
+    @cached_property
+    def common_seeds(self) -> dict[str, list[bool]]:
+        """For each size and seed, whether the size's means include the seed; this takes a finished run of every arm
+        that has finished runs.
         """
-        finished_flags = [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
-        return np.all([flags for flags in finished_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
+        flags_by_size = {
+            size: [[run.state == "finished" for run in self.judged_runs(size, arm)] for arm in self.arms]
+            for size in self.rates
+        }
+        return {
+            size: np.all([flags for flags in arm_flags if any(flags)] or [[False] * len(self.seeds)], axis=0).tolist()
+            for size, arm_flags in flags_by_size.items()
+        }
 
     def _entry(self, size: str, arm: str, common_seeds: list[bool]) -> dict[str, Plain]:
         """Return the entry of `entries` for a size and arm. `common_seeds`: for each seed, whether the mean includes

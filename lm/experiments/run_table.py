@@ -1,19 +1,22 @@
 """The verdicts on tables of runs, which any program may have trained, and the checks of these tables."""
 
+import io
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
+from pandas.io.common import get_handle
 
 from lm.errors import ConfigError, Problem, RunError, one_line
 from lm.experiments.experiment import PrimaryMetric
 from lm.experiments.judging import JudgedRun, Judgement, RunsByRate, SizeArm
 from lm.runs.folder import DIVERGED
-from lm.schema import build
+from lm.schema import Plain, build
 from lm.statistics.tuning import (
     ANY_VALUE,
     MIN_TUNING_SEEDS,
@@ -32,6 +35,9 @@ RUN_KEY = ["size", "arm", "rate", "seed"]
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _RUN_STATES = ("finished", "unfinished", DIVERGED)
 _MAX_VALUE = 1e30  # largest magnitude of a value: squares and products of such values are still finite
+_MIN_WEIGHT = 1e-30  # smallest weight above 0: quotients and products of such weights are still exact
+_MAX_TABLE_BYTES = 2**28  # largest size of a table, after decompression
+_VALUE_COLUMNS = {"value": float, "weight": float, "group": object}
 
 
 def judge_table(
@@ -80,7 +86,8 @@ def judge_table(
         sample=units.map(str), group=group,
     )  # fmt: skip
     runs["note"] = [
-        f"{run.arm} seed {run.seed}: {DIVERGED}" if run.state == DIVERGED else "" for run in runs.itertuples()
+        f"{arm} seed {seed}: {DIVERGED}" if state == DIVERGED else ""
+        for arm, seed, state in zip(runs["arm"], runs["seed"], runs["state"], strict=True)
     ]
     runs = _expand_partial_rates(runs)
     _check_rows(runs, source, [name for name in table.columns if name not in (*RUN_KEY, "value", "weight")])
@@ -100,36 +107,38 @@ def judge_table(
         reason = f"no arm {baseline}" if baseline not in arms else "a verdict takes two arms"
         raise RunError(f"{source}: {reason}; there is {', '.join(arms)}")
     seeds = tuple(sorted(set(reporting_rows["seed"]), key=lambda seed: (isinstance(seed, str), seed)))
+    runs_by_rate = _judged_runs(reporting_rows)
+    rows_by_arm, selecting_by_arm = (
+        table.groupby(["size", "arm"], sort=False).indices for table in (reporting_rows, selecting_rows)
+    )
+    no_rows, selecting_by_size = selecting_rows[:0], dict([*selecting_rows.groupby("size", sort=False)])
     rates: dict[str, dict[str, Rate | None]] = {}
     judged_runs: dict[SizeArm, RunsByRate] = {}
-    for size_name in dict.fromkeys(reporting_rows["size"]):
-        size_rows = reporting_rows[reporting_rows["size"] == size_name]
-        size_selecting_rows = selecting_rows[selecting_rows["size"] == size_name]
-        _check_comparable(size_rows, size_selecting_rows, source)
+    for size_name, size_rows in reporting_rows.groupby("size", sort=False):
+        _check_comparable(size_rows, selecting_by_size.get(size_name, no_rows), source)
         rates[size_name] = {}
         for arm in arms:
-            arm_rows = size_rows[size_rows["arm"] == arm]
+            by_rate = runs_by_rate.get((size_name, arm), {})
             source_and_arm = f"{source}: {', '.join(filter(None, (arm, size_name)))}"
-            if arm_rows.empty:
+            if not by_rate:
                 raise RunError(f"{source_and_arm}: no line")
-            for rate, runs_at_rate in arm_rows.groupby("rate", dropna=False):
-                if missing_seeds := [str(seed) for seed in seeds if seed not in set(runs_at_rate["seed"])]:
-                    at_rate = "" if pd.isna(rate) else f" at {rate_text(rate)}"
+            for rate, by_seed in by_rate.items():
+                if missing_seeds := [str(seed) for seed in seeds if seed not in by_seed]:
+                    at_rate = "" if rate is None else f" at {rate_text(rate)}"
                     raise RunError(
                         f"{source_and_arm}: no seed {', '.join(missing_seeds)}{at_rate}; every arm needs the same seeds"
                     )
-            arm_selecting_rows = size_selecting_rows[size_selecting_rows["arm"] == arm]
-            rate_order, judged_rates = _ordered_and_judged_rates(
-                arm_rows, arm_selecting_rows, primary, f"{source}: {arm}"
-            )
+            rate_order = judged_rates = [*by_rate]
+            if (size_name, arm) in selecting_by_arm or len(rate_order) > 1:
+                rate_order, judged_rates = _ordered_and_judged_rates(
+                    reporting_rows.iloc[rows_by_arm[size_name, arm]],
+                    selecting_rows.iloc[selecting_by_arm.get((size_name, arm), [])],
+                    primary,
+                    f"{source}: {arm}",
+                )
             if judged_rates:
                 rates[size_name][arm] = judged_rates[0]
-            judged_runs[size_name, arm] = {}
-            for rate in rate_order:
-                rate_rows = arm_rows[arm_rows["rate"].isna() if rate is None else arm_rows["rate"] == rate_cell(rate)]
-                judged_runs[size_name, arm][rate] = [
-                    _judged_run(rate_rows[rate_rows["seed"] == seed]) for seed in seeds
-                ]
+            judged_runs[size_name, arm] = {rate: [by_rate[rate][seed] for seed in seeds] for rate in rate_order}
     arms = baseline, *(arm for arm in arms if arm != baseline)
     return Judgement(primary, arms, seeds, rates, judged_runs)
 
@@ -138,13 +147,24 @@ def _read_csv(path: str | os.PathLike) -> pd.DataFrame:
     if not isinstance(path, str | os.PathLike):
         raise RunError(f"the table must be a CSV file or a pandas.DataFrame, not {type(path).__name__}")
     try:
-        rows = pd.read_csv(path)
+        with get_handle(path, "rb", is_text=False, compression="infer") as handles:  # pandas reads no more than this
+            content = handles.handle.read(_MAX_TABLE_BYTES + 1)
+        if len(content) > _MAX_TABLE_BYTES:
+            raise RunError(f"{path}: has more than {_MAX_TABLE_BYTES:,} bytes of text; judge it in parts")
+        names = pd.read_csv(io.BytesIO(content), header=None, nrows=1, dtype=str).iloc[0]
+        if names.duplicated().any():  # pandas renames the second one
+            raise RunError(f"{path}: two columns are named {names[names.duplicated()].iloc[0]}; rename or drop one")
+        rows = pd.read_csv(io.BytesIO(content))
+        if not isinstance(rows.index, pd.RangeIndex):  # pandas takes the first field for a name of the line
+            raise RunError(
+                f"{path}: lines have more fields than the header: name each column, and end no line in a comma"
+            )
         if "arm" in rows and rows["arm"].isna().any():  # an arm may be named None
-            rows["arm"] = pd.read_csv(path, usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
+            rows["arm"] = pd.read_csv(io.BytesIO(content), usecols=["arm"], dtype=str, keep_default_na=False)["arm"]
         return rows
     except FileNotFoundError:
         raise RunError(f"{path}: no such file; a CSV table with columns arm, seed and value is needed") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise RunError(f"{path}: no CSV table: {one_line(error)}") from None
 
 
@@ -163,14 +183,23 @@ def _direction(rows: pd.DataFrame, better: Direction | None, source: str) -> Dir
     return better or column_direction or "lower"
 
 
-def _judged_run(rows: pd.DataFrame) -> JudgedRun:
-    """Build the run that these rows describe, with its values (such as losses of sequences) ordered by the column
-    `sample`.
-    """
+def _judged_runs(rows: pd.DataFrame) -> dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]]:
+    """Build the runs that these rows describe, by size and arm, then rate, then seed. A run's values, such as losses of
+    sequences, are ordered by the column `sample`."""
     rows = rows.sort_values("sample", kind="stable")
-    values, weights = (rows[name].to_numpy(float) for name in ("value", "weight"))
-    groups = None if rows["group"].isna().any() else rows["group"].to_numpy()
-    return JudgedRun(*rows.iloc[0][["arm", "state", "note"]], values, weights, groups)
+    run_numbers = rows.groupby(RUN_KEY, dropna=False, sort=False).ngroup().to_numpy()
+    rows = rows.iloc[np.argsort(run_numbers, kind="stable")]
+    values, weights, groups = (rows[name].to_numpy(dtype) for name, dtype in _VALUE_COLUMNS.items())
+    starts = np.flatnonzero(np.diff(np.sort(run_numbers), prepend=-1))
+    has_groups = np.logical_and.reduceat(rows["group"].notna().to_numpy(), starts).tolist()
+    runs: dict[SizeArm, dict[Rate | None, dict[Plain, JudgedRun]]] = {}
+    first_rows = rows.iloc[starts][[*RUN_KEY, "state", "note"]].itertuples(index=False)
+    for run, start, end, is_grouped in zip(first_rows, starts, [*starts[1:], len(rows)], has_groups, strict=True):
+        rate = None if pd.isna(run.rate) else read_rate(run.rate)
+        run_groups = groups[start:end] if is_grouped else None
+        judged_run = JudgedRun(run.arm, run.state, run.note, values[start:end], weights[start:end], run_groups)
+        runs.setdefault((run.size, run.arm), {}).setdefault(rate, {})[run.seed] = judged_run
+    return runs
 
 
 def _rows_to_judge(
@@ -259,14 +288,19 @@ def _check_rows(runs: pd.DataFrame, source: str, columns: list[str]) -> None:
         runs[name] = pd.to_numeric(runs[name], errors="coerce").astype(float)
     runs.loc[is_unweighted, "weight"] = 1.0
     runs["rate"] = runs["rate"].map(_finite_rate)
-    total_weight = runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
+    magnitude, total_weight = runs["value"].abs(), runs.groupby(RUN_KEY, dropna=False)["weight"].transform("sum")
     for name, is_wrong in (
         ("arm", runs["arm"].isna() | (runs["arm"] == "")),
         ("seed", runs["seed"].isna()),
         ("finite value", ~np.isfinite(runs["value"]) & (runs["state"] == "finished")),
-        (f"value below {_MAX_VALUE:g}", (runs["value"].abs() > _MAX_VALUE) & (runs["state"] == "finished")),
+        (f"value below {_MAX_VALUE:g}", (magnitude > _MAX_VALUE) & (runs["state"] == "finished")),
+        ("value of 0 or above 1e-100", (magnitude > 0) & (magnitude.max() < 1e-100)),  # their squares would be 0
         ("finite rate", has_rate & runs["rate"].isna()),
         ("weight above 0", ~((runs["weight"] >= 0) & (total_weight > 0))),
+        (
+            f"weight of 0 or between {_MIN_WEIGHT:g} and {_MAX_VALUE:g}",
+            ~runs["weight"].between(_MIN_WEIGHT, _MAX_VALUE) & (runs["weight"] != 0),
+        ),
     ):
         if is_wrong.any():
             run, count = runs[is_wrong].iloc[0], int(is_wrong.sum())
@@ -335,14 +369,11 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
     for rows in (reporting_rows, *stages):
         rows = rows[rows["state"] == "finished"]
         run_columns = [rows[name] for name in ("arm", "rate", "seed")]
-        weight_fraction = (rows["weight"] / rows["weight"].groupby(run_columns, dropna=False).transform("sum")).round(
-            12
-        )
-        unit = pd.Series(
-            [*zip(rows["sample"], rows["group"].map(str), weight_fraction, strict=True)], rows.index, dtype=object
-        )
-        if unit.groupby(run_columns, dropna=False).agg(frozenset).nunique() > 1:
-            has_same_samples = rows["sample"].groupby(run_columns, dropna=False).agg(frozenset).nunique() == 1
+        by_run = rows["weight"].groupby(run_columns, dropna=False)
+        weight_fraction = (rows["weight"] / by_run.transform("sum")).round(12)
+        units = pd.MultiIndex.from_arrays([rows["sample"], rows["group"].map(str), weight_fraction])
+        if not _same_in_all(units, by_run.ngroup()):
+            has_same_samples = _same_in_all(pd.Index(rows["sample"]), by_run.ngroup())
             reason = ": a unit's weight or group is not the same in all" if has_same_samples else ""
             raise RunError(f"{source}: runs were not measured on the same units{reason}")
     tuning_rows = _tuning_rows(selecting_rows)
@@ -370,6 +401,15 @@ def _check_comparable(reporting_rows: pd.DataFrame, selecting_rows: pd.DataFrame
     if (seeds < MIN_TUNING_SEEDS).any():
         arm, rate = seeds.idxmin()
         raise RunError(f"{source}: {arm} has {seeds.min()} seed at {rate_text(rate)}; tuning takes {MIN_TUNING_SEEDS}")
+
+
+def _same_in_all(units: pd.Index, run_numbers: pd.Series) -> bool:
+    """Whether all runs have the same set of units, of which no run has one twice."""
+    if not len(units):
+        return True
+    codes, run_sizes = units.factorize()[0], np.bincount(run_numbers)
+    codes = codes[np.lexsort((codes, run_numbers))]
+    return len(set(run_sizes)) == 1 and not np.ptp(codes.reshape(len(run_sizes), -1), axis=0).any()
 
 
 def _tuning_rows(selecting_rows: pd.DataFrame) -> pd.DataFrame:

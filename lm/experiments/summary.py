@@ -90,7 +90,7 @@ def summary_table(judgement: Judgement, entries: list[dict[str, Plain]]) -> Tabl
     )
     columns += column("seeds", [f"{entry['runs']} of {entry['of']}" for entry in entries])
     kind = "mean" if primary.reach is None else "geometric mean,"
-    omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds(entry["size"])) for entry in entries)
+    omits_finished_runs = any(entry["runs"] > sum(judgement.common_seeds[entry["size"]]) for entry in entries)
     basis = ", ".join(filter(None, (judgement.measured_on, "common seeds" * omits_finished_runs)))
     columns += column(
         f"{kind} {primary.quantity_name}", [value_text(primary, entry["mean"]) for entry in entries], basis
