@@ -9,14 +9,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
 
 from lm import __version__
 from lm.commands import compare_commands, model_commands, train_commands
-from lm.errors import LMError, one_line, out_of_memory, panicked
+from lm.errors import LMError, one_line, out_of_memory, panicked, terminal_text
 from lm.machine import stop_with_parent
 
 # Classes of typer's parser, which newer versions of typer contain and older ones take from click.
@@ -94,6 +94,23 @@ data.command("inspect")(train_commands.inspect_data)
 app.add_typer(data, name="data")
 
 
+class TerminalStream:
+    """A text stream whose `write` makes control characters visible (`terminal_text`); all commands print into one.
+
+    rich writes to the stream below, `rich_proxied_file`, as it prints control characters of its own.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`, as `terminal_text` gives it."""
+        return self.rich_proxied_file.write(terminal_text(text))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.rich_proxied_file, name)
+
+
 def main() -> None:
     """Run the command line. An error meant for the user prints a message, without a traceback, and gives a non-zero
     exit status.
@@ -108,9 +125,9 @@ def main() -> None:
         )  # for é in an ASCII locale, and for file names that are not valid Unicode
     try:
         try:
-            status = app(
-                prog_name="lm", standalone_mode=False
-            )  # the exit code of typer.Exit, 130 after Ctrl-C, else None
+            with contextlib.redirect_stdout(TerminalStream(sys.stdout)) if sys.stdout else contextlib.nullcontext():
+                # the exit code of typer.Exit, 130 after Ctrl-C, else None
+                status = app(prog_name="lm", standalone_mode=False)
         finally:
             if sys.stdout:
                 sys.stdout.flush()  # here, where the error of a full disk is caught and reported
@@ -219,5 +236,5 @@ def _discard_output() -> None:
 
 
 def _exit_with_error(text: str, status: int) -> NoReturn:
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {terminal_text(text)}", file=sys.stderr)
     sys.exit(status)

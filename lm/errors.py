@@ -1,5 +1,6 @@
 """Errors that a user can act on: the command line prints their text and exits with a non-zero status."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -45,6 +46,15 @@ def abbreviated(text: str, limit: int = 300) -> str:
     """
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 4]} ..."
+
+
+def terminal_text(text: str) -> str:
+    """Return `text` with control characters, such as the escape character of a terminal, written as `\\x1b`. Tabs and
+    line ends stay."""
+    return _CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def as_written(value: object) -> str:

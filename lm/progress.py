@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from rich import progress
 from rich.console import Console
 
+from lm.errors import terminal_text
+
 LINE_SECONDS = 30.0  # shortest time between two lines that report progress in bytes
 LINES_PER_RUN = 20  # approximate number of progress lines in a training run
 
@@ -24,7 +26,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(terminal_text(text), highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(
@@ -46,7 +48,7 @@ class Progress:
             transient=True,
             disable=self.prints_lines or self.console.quiet,
         )
-        bar_id = bars.add_task(name, total=total, completed=n_done, text="")
+        bar_id = bars.add_task(terminal_text(name), total=total, completed=n_done, text="")
         with bars:
             yield lambda units, **fields: bars.update(bar_id, advance=units, **fields)
 

@@ -1,5 +1,8 @@
 """Text from a trained model, token by token."""
 
+import contextlib
+import io
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +11,7 @@ import torch
 from conftest import lm
 
 from lm.attention.catalogue import SSMax
+from lm.cli import main
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import MQAR
 from lm.data.tasks import symbol_tokenizer
@@ -100,3 +104,15 @@ def test_an_option_of_generate_that_no_sampling_has_is_an_error_of_one_line(opti
     result = lm("generate", "nowhere", f"{option}={value}")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"error: {option} = ")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generated_control_characters_reach_a_file_and_no_terminal(monkeypatch, is_terminal: bool):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr("lm.evaluation.generation.generate_text", lambda *_: iter(["a\x1b[2J", "\n\tb"]))
+    monkeypatch.setattr(sys, "argv", ["lm", "generate", "runs/any"])
+    with contextlib.redirect_stdout(stream), pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert stream.getvalue() == ("a\\x1b[2J\n\tb\n" if is_terminal else "a\x1b[2J\n\tb\n")

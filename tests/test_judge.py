@@ -416,3 +416,24 @@ def test_the_interval_on_other_text_has_a_column_where_documents_add_to_it(sprea
     judgement = judge_table(table, matters=0.1)
     columns = [column.name for column, _ in summary_table(judgement, judgement.entries()).contents]
     assert ("on other text of the kind" in columns) == bool(spread)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["judge", "TABLE"],
+        ["judge", "TABLE", "--baseline", "x\x1b[31m"],
+        ["train", "x\x1b[31m"],
+        ["train", "softmax", "x\x1b[31m=1"],
+        ["report", "x\x1b]0;title\x07"],
+        ["compare", "x\x9b31m"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_control_character_of_a_name_reaches_the_terminal(tmp_path, words):
+    table = tmp_path / "runs.csv"
+    RUNS.assign(arm=RUNS["arm"].replace("b", "b\x1b[2J")).to_csv(table, index=False)
+    result = command(*[str(table) if word == "TABLE" else word for word in words])
+    output = result.stdout + result.stderr
+    assert "\\x1b" in output or "\\x9b" in output
+    assert all(letter.isprintable() or letter == "\n" for letter in output)

@@ -201,6 +201,17 @@ def test_a_name_that_is_no_normalizer_is_refused_in_one_line(powers: Path, argum
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_installed_entry_points_are_read_once(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Reading them takes 10 ms, and each unknown name of a list looked for them."""
+    reads, entry_points = [], metadata.entry_points
+    monkeypatch.setattr(metadata, "entry_points", lambda group: reads.append(group) or entry_points(group=group))
+    names = ", ".join(f"unknown{number}" for number in range(50))
+    for key in ("model.normalizer", "eval.others"):
+        with pytest.raises(ConfigError, match="unknown name"):
+            load_config([*arguments, f"{key}=[{names}]"])
+    assert len(reads) == len(set(reads))
+
+
 @pytest.mark.parametrize(
     ("written", "said"),
     [

@@ -251,6 +251,8 @@ def generate(
     from lm.evaluation.generation import Sampling, generate_text
 
     prompt = os.fsencode(prompt).decode(errors="replace")  # UTF-8, whatever the locale
+    # a terminal gets no control characters of the text, a file gets the text as it is
+    stream = sys.stdout if sys.stdout.isatty() else getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     for piece in generate_text(source, checkpoint, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed)):
-        print(piece, end="", flush=True)
+        print(piece, end="", file=stream, flush=True)
     print()

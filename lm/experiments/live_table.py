@@ -173,7 +173,9 @@ class LiveTable:
 def live_table(jobs: ExperimentTrainer, times: Times) -> Iterator[None]:
     """Show the table on standard output during the body, if the output is a terminal and `log.progress` is auto or bar.
     Printed text goes above the table, which is removed at the end."""
-    console, progress = Console(), jobs.procedure.experiment.first_config.log.progress
+    # while rich is live it replaces sys.stdout, which makes control characters visible, also those of rich
+    console = Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+    progress = jobs.procedure.experiment.first_config.log.progress
     if not (sys.stdout.isatty() and console.is_interactive and progress in ("auto", "bar")):
         yield
         return

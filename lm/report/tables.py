@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from rich import box
+from rich import box, markup
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from lm.errors import terminal_text
 from lm.files import json_bytes
 from lm.runs.evaluations import json_value
 from lm.schema import Plain
@@ -266,6 +266,11 @@ def print_tables(*tables: Table, notes: Sequence[str] = (), console: Console | N
         console.print(to_rich(table))
     for text in notes:
         console.print(escape(text), highlight=False)
+
+
+def escape(text: str) -> str:
+    """Return `text` for rich, without markup and control characters."""
+    return markup.escape(terminal_text(text))
 
 
 def to_rich(table: Table) -> RichTable:

@@ -18,7 +18,7 @@ from lm.config.data_config import END_OF_TEXT
 from lm.config.load import to_yaml
 from lm.config.tree import Config, function_options
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError, RunError, one_line, out_of_memory
+from lm.errors import ConfigError, RunError, one_line, out_of_memory, terminal_text
 from lm.files import expand_home, file_sha256, new_folder, read_sealed, replacing, write_sealed, write_together
 from lm.model.decoder import Decoder
 from lm.model.rope import AS_TRAINED
@@ -221,8 +221,10 @@ def _build_decoder(
 ) -> tuple[Decoder, Tokenizer | None]:
     for name, saved_version, present_version in spec.changed_plugins():
         print(
-            f"note: {path}: {name} was {saved_version} when this was saved, it is {present_version} now: the model may "
-            "be another",
+            terminal_text(
+                f"note: {path}: {name} was {saved_version} when this was saved, it is {present_version} now: the model "
+                "may be another"
+            ),
             file=sys.stderr,
         )
     try:
