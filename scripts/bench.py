@@ -13,10 +13,7 @@ python scripts/bench.py long                    loss by position of one sequence
 python scripts/bench.py diagnose                statistics of attention (lm diagnose): seconds, and memory beyond the
                                                 models'
 python scripts/bench.py dynamics                what log.dynamics logs at a logged step, over a training step
-python scripts/bench.py overhead                a step of lm train over that of a bare loop; of which run:
-                                                bench_overhead.py
-python scripts/bench.py data                    start-up, memory and sequences a second of a store of 1e9 tokens; its
-                                                own options: --help
+python scripts/bench.py data --megabytes 1000   seconds, megabytes a second and memory of a preparation of made-up text
 """
 
 import argparse
@@ -352,10 +349,6 @@ def main() -> None:
         import bench_data
 
         return bench_data.main(sys.argv[2:])
-    if sys.argv[1:2] == ["overhead"]:
-        import bench_overhead
-
-        return print_ratios(*bench_overhead.measured(sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*SIDES, "memory", "memory-of", "long", "diagnose"])
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)  # of memory-of: what is measured

@@ -1,20 +1,15 @@
-"""What the scripts that write pages of docs/ share: pictures and templates."""
+"""What the scripts that write pages of docs/ share: pictures."""
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal
 
 import matplotlib
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-
-from lm.report.pictures import logarithmic_ticks
 
 matplotlib.use("Agg")
 
@@ -38,28 +33,15 @@ def canvas(
         yield plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
-def saved(figure: plt.Figure, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """A picture as a file, without the time it was made at; an SVG names the release of matplotlib, and is dark on dark
-    pages.
+def saved(figure: plt.Figure) -> bytes:
+    """A picture as an SVG that is dark on dark pages; it names the release of matplotlib, and no time.
 
     The figure is closed.
     """
-    content, unsaid = io.BytesIO(), {"svg": ("Date", "Format", "Type"), "png": ("Software",)}[kind]
-    figure.savefig(content, format=kind, dpi={"svg": "figure", "png": 150}[kind], metadata=dict.fromkeys(unsaid))
+    content = io.BytesIO()
+    figure.savefig(content, format="svg", metadata=dict.fromkeys(("Date", "Format", "Type")))
     plt.close(figure)
-    return (
-        re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK, content.getvalue(), count=1)
-        if kind == "svg"
-        else content.getvalue()
-    )
-
-
-def finish(axes: Axes, size: float = 9, place: str = "best", **words: str) -> None:
-    """Give axes their words, and a legend where something has a name; `size` and `place` of the legend."""
-    axes.set(**words)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=size, loc=place)
+    return re.sub(rb"<svg [^>]*>", lambda head: head[0] + DARK, content.getvalue(), count=1)
 
 
 def percentage_cells(axes: Axes, values: np.ndarray) -> None:
@@ -69,19 +51,3 @@ def percentage_cells(axes: Axes, values: np.ndarray) -> None:
         axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "0.1")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def rendered(template: Path, **values: object) -> str:
-    """A jinja2 template in Markdown with what it is given; a name that is not given is an error."""
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
-
-
-def logarithmic_x(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis for ascending `values`."""
-    base, ticks = logarithmic_ticks(values)
-    axes.set_xscale("log", base=base)
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set_xticks([], minor=True)

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from committed_results import HUES, at_best, markdown, rate_text, runs_of, trend_table, verdict_words
-from pages import canvas, finish, percentage_cells, saved
+from pages import canvas, percentage_cells, saved
 
 from lm.report.pictures import COLOURS
 from lm.statistics.verdicts import Comparison, Verdict, verdicts
@@ -248,7 +248,7 @@ class Recall:
                     axes.set_xticks([*factors], factors.values())
                     axes.set_xticks(self.lengths, [], minor=True)
                     axes.set_ylim(-3, 103)
-                    finish(axes)
+                    axes.spines[["top", "right"]].set_visible(False)
                 words = f"{self._row(rate)} steps" if self.rows == "size" else f"learning rate {self._row(rate)}"
                 row[0].set_ylabel(f"{words}\naccuracy, %")
                 row[0].annotate("dotted:\na guess", (self.lengths[0], 3), fontsize=8, color="0.35")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from texts import tokens_of
 
 from lm.config.data_config import DataConfig
@@ -160,14 +159,6 @@ def test_a_large_store_opens_in_little_memory(data: DataConfig):
     )
     result = subprocess.run([sys.executable, "-c", script, str(store.path)], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 64 * 2**20
-
-
-def test_the_store_of_the_data_benchmark_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from bench_data import sparse_store
-
-    store = Store.open(sparse_store(tmp_path, 2500))
-    assert (store.train.n_tokens, store.train.n_documents, store.train.longest) == (2500, 3, 1000)
 
 
 def test_verify_reads_everything_whatever_the_size(data: DataConfig, monkeypatch: pytest.MonkeyPatch):
