@@ -1,11 +1,10 @@
-"""The size of the house in code tokens, by room: python tests/house_size.py [--write]
+"""The size of the house in code tokens, by room: python tests/house_size.py
 
 A code token is what Python's tokenizer gives, without comments, docstrings, line ends and indents. Rooms are the
-folders of lm/ (its own modules together are `lm`), scripts/ and tests/. `--write` makes today's sizes the limits in
-tests/house_size.json. A room may take what another gives back; no sum may rise.
+folders of lm/ (its own modules together are `lm`), scripts/ and tests/. tests/house_size.json holds the limits, which
+scripts/generate.py writes: a room may take what another gives back; no sum may rise.
 """
 
-import argparse
 import ast
 import io
 import json
@@ -46,19 +45,7 @@ def house_sizes() -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="make today's sizes the limits")
-    write = parser.parse_args().write
-    sizes, limits = house_sizes(), json.loads(RATCHET.read_text())
-    for room, size in sizes.items():
-        print(f"{room:16}{size:9,}{size - limits.get(room, size):+8,}")
-    risen = [total for total in SUMS if sizes[total] > limits[total]]
-    if write and risen:
-        raise SystemExit(f"error: {', '.join(risen)}: delete as much as was added")
-    if write:
-        RATCHET.write_text(json.dumps(sizes, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    limits = json.loads(RATCHET.read_text())
+    for room, size in house_sizes().items():
+        print(f"{room:16}{size:9,}{size - limits.get(room, size):+8,}")

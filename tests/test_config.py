@@ -13,7 +13,7 @@ from conftest import lm, thinned
 
 from lm.attention import catalogue
 from lm.config.data_config import Files
-from lm.config.load import load_config, merge, parse, reference_markdown, to_yaml
+from lm.config.load import load_config, merge, parse, to_yaml
 from lm.config.tree import Config
 from lm.config.yaml_text import override, parse_yaml
 from lm.errors import ConfigError, Problem, abbreviated
@@ -513,15 +513,6 @@ def test_text_that_looks_like_something_else_stays_text_in_the_resolved_yaml(tex
     (tmp_path / "x.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config([str(tmp_path / "x.yaml")]) == config
     assert yaml.safe_load(to_yaml(config))["log"]["project"] == text
-
-
-def test_the_generated_references_in_the_docs_are_current():
-    assert (ROOT / "docs" / "config.md").read_text() == reference_markdown(), (
-        "run: lm config --reference > docs/config.md"
-    )
-    assert (ROOT / "docs" / "normalizers.md").read_text() == catalogue.markdown(), (
-        "run: lm normalizers > docs/normalizers.md"
-    )
 
 
 def test_every_key_has_a_description_and_a_valid_default():

@@ -1,44 +1,36 @@
-"""What a user sees stays as it is, unless a change of it is meant (tests/inventory.py)."""
+"""Generated texts are what they are made of: tests/inventory.yaml (commands and keys) and pages of docs/."""
+
+import importlib
 
 import pytest
-import yaml
-from inventory import FROZEN, PARTS, differences, frozen, typed
-
-REMEDY = "If it is meant, write it down, and say why in the commit: python tests/inventory.py --write"
+from conftest import ROOT
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_what_a_user_sees_is_as_it_was(part: str):
-    lines = differences(PARTS[part](), frozen(part))
-    assert not lines, "\n".join(
-        [f"{part}: {len(lines)} lines of tests/inventory.yaml differ (- was, + is):", *lines, REMEDY]
-    )
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch):
+    """The module of scripts/."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("generate")
 
 
-def test_nothing_is_written_down_that_is_not_compared():
-    assert list(yaml.safe_load(FROZEN.read_text(encoding="utf-8"))) == list(PARTS)
+def test_generated_texts_are_current(generate):
+    differing = [str(path.relative_to(ROOT)) for path, text in generate.texts().items() if path.read_bytes() != text]
+    assert differing == [], "run: python scripts/generate.py"
 
 
-def test_what_differs_is_named():
-    tree = {"a": {"x": "text", "y": ["1", "2"]}, "b": "integer"}
-    assert differences(tree, tree) == []
-    assert differences(tree, {"a": {"x": "number", "y": ["1", "2", "3"]}}) == [
-        "-a > x: number",
-        "+a > x: text",
-        "-a > y: 3",
-        "+b: integer",
-    ]
-    assert differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}), (
-        "the order of commands, options and parameters is seen, too"
-    )
-
-
-def test_types_are_of_all_values_in_a_place():
-    documents = [{"a": 1, "of": [{"b": None}, {"b": 0.5, "c": "x"}], "by": {"0.weight": [True]}}, {"of": [], "by": {}}]
-    assert typed(documents) == {
-        "a": "integer, sometimes missing",
-        "by.*[]": "boolean",
-        "of[].b": "null or number",
-        "of[].c": "text, sometimes missing",
-    }
-    assert typed([{"sizes": {}, "rows": []}]) == {"rows": "list", "sizes": "map"}
+def test_what_differs_is_named_and_written(generate, monkeypatch, tmp_path, capsys):
+    made = tmp_path / "page.md"
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "texts", lambda: {made: b"new"})
+    monkeypatch.setattr(generate, "RATCHET", tmp_path / "sizes.json")
+    monkeypatch.setattr(generate, "house_sizes", lambda: {"all of lm": 2, "scripts": 1, "tests": 1})
+    generate.RATCHET.write_text('{"all of lm": 2, "scripts": 1, "tests": 3}')
+    for arguments, status, said, content in (
+        (["--check"], 1, "page.md: differs from what it is made of\n", None),
+        ([], 0, "page.md: written\nsizes.json: written\n", b"new"),
+        (["--check"], 0, "", b"new"),
+        ([], 0, "", b"new"),
+    ):
+        monkeypatch.setattr("sys.argv", ["generate.py", "--no-results", *arguments])
+        assert (generate.main(), capsys.readouterr().out) == (status, said)
+        assert (made.read_bytes() if made.exists() else None) == content
