@@ -22,6 +22,8 @@ _PARENT_VARIABLE = (
     "LM_PARENT"  # environment variable that holds the id of the parent process, at whose end the child ends
 )
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl that requests a signal at the end of the parent
+# signals that end a run after its step, with a checkpoint
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
 

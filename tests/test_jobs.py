@@ -109,7 +109,7 @@ def test_a_run_that_crashes_twice_at_the_same_place_has_failed(file, overrides, 
     assert not list((procedure.experiment.folder / "logs").glob("*.failed.json"))
 
 
-@pytest.mark.parametrize("status", [-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGUSR1])
+@pytest.mark.parametrize("status", [-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGUSR2])
 def test_a_run_that_is_stopped_has_not_failed_however_often(file, overrides, status):
     procedure = with_one_run_left(file, overrides)
     for _ in range(3):

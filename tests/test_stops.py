@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, lm
+from conftest import ROOT, lm, thinned
 from folders import alive, curve, differences, swap_to
 from processes import command, forked, start, within
 
+from lm.machine import STOP_SIGNALS
 from lm.runs.checkpoints import load_checkpoint
 from lm.training.callbacks import Checkpoints, StopOnSignal
 from lm.training.module import TrainModule
@@ -40,7 +41,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
 ):
     """One run, stopped by each of the signals and resumed in turn."""
     options, training_step = [*LONG, "trainer.max_steps=12"], TrainModule.training_step
-    stops = {3: signal.SIGINT, 6: signal.SIGTERM, 9: signal.SIGUSR1}
+    stops = {3: signal.SIGINT, 6: signal.SIGUSR2, 9: signal.SIGUSR1}
 
     def signalled(self: TrainModule, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.global_step in stops:
@@ -60,24 +61,58 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_ends_the_same(
     assert not differences(folder, tmp_path / "runs" / "straight")
 
 
-STOPS = [(signal.SIGTERM, "group"), (signal.SIGINT, "group"), (signal.SIGTERM, "parent"), (signal.SIGUSR1, "parent")]
+STOPS = [  # data.workers, trainer.devices, who gets the signal
+    (0, 1, "parent"),
+    (2, 1, "parent"),
+    (0, 1, "group"),
+    (2, 1, "group"),
+    *((workers, 2, target) for workers in (0, 2) for target in ("parent", "rank 1", "group")),
+]
+CASES = [(number, *stop) for number in STOP_SIGNALS for stop in STOPS]
 
 
-@pytest.mark.parametrize(("number", "target"), STOPS)
-@pytest.mark.slow
-def test_a_signal_stops_two_ranks_with_a_checkpoint(
-    arguments: list[str], tmp_path: Path, number: signal.Signals, target: str
+@pytest.mark.parametrize("case", thinned(CASES, [(signal.SIGTERM, 2, 1, "group")]), ids=str)
+def test_a_signal_stops_all_processes_with_a_checkpoint(
+    arguments: list[str], tmp_path: Path, case: tuple[signal.Signals, int, int, str]
 ):
-    process = start(arguments, *LONG, "trainer.max_steps=100000", "trainer.devices=2", "name=stopped")
+    number, workers, devices, target = case
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which ignores it
+    options = [f"data.workers={workers}", f"trainer.devices={devices}", "trainer.max_steps=100000", "name=stopped"]
+    process = start(arguments, *LONG, *options)
+    signal.signal(signal.SIGHUP, before)
     folder = tmp_path / "runs" / "stopped"
     wait_for_step(folder, 5, process)
-    os.killpg(process.pid, number) if target == "group" else process.send_signal(number)
+    rank_1 = [
+        child for child in children(process.pid) if b"LOCAL_RANK=1" in Path(f"/proc/{child}/environ").read_bytes()
+    ]
+    os.killpg(process.pid, number) if target == "group" else os.kill(
+        rank_1[0] if target == "rank 1" else process.pid, number
+    )
     _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 128 + number, stderr
+    assert process.returncode == 128 + (signal.SIGTERM if target == "rank 1" else number), stderr
     assert "Traceback" not in stderr
     step = load_checkpoint(folder / "checkpoints" / "last.ckpt")["lm"]["step"]
     assert curve(folder)[-1][0] == step > 5
     assert not alive(process.pid)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_lost_worker_ends_the_run_in_one_line(arguments: list[str], tmp_path: Path, devices: int):
+    options = ["data.workers=2", f"trainer.devices={devices}", "trainer.max_steps=100000", "name=lost"]
+    process = start(arguments, *LONG, *options)
+    wait_for_step(tmp_path / "runs" / "lost", 5, process)
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert (
+        "error: data.workers = 2: a process that reads batches was killed by SIGKILL (out of memory?); lower" in stderr
+    )
+    assert "Traceback" not in stderr
+    assert not alive(process.pid)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["heard", "started by nohup"])

@@ -45,9 +45,6 @@ def scheduler(tmp_path: Path, monkeypatch) -> Path:
         (programs / name).write_text(f'#!/bin/sh\ncp "$1" {script}\necho Submitted batch job 42\n')
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    monkeypatch.delenv("SUBMITIT_PREEMPT_SIGNAL", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "submitit"]:
-        monkeypatch.delitem(sys.modules, name)  # it reads the variable when it is imported
     return script
 
 
@@ -56,9 +53,8 @@ def test_slurm_gets_jobs_that_are_told_of_their_end(tmp_path, scheduler):
     options = read_scheduler_options("partition=gpu,timeout_min=240,gpus_per_node=1,signal_delay_s=120")
     assert Cluster(tmp_path, options, "slurm").submit(Path.cwd).job_id == "42"
     lines = scheduler.read_text().splitlines()
-    directives = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR1@120", "job-name=lm", "open-mode=append")
+    directives = ("partition=gpu", "time=240", "gpus-per-node=1", "signal=USR2@120", "job-name=lm", "open-mode=append")
     assert {f"#SBATCH --{directive}" for directive in directives} <= {*lines}
-    assert "export SUBMITIT_PREEMPT_SIGNAL=USR1" in lines
 
 
 @INSTALLED

@@ -7,10 +7,14 @@ seed and t, too. A batch consists of slots, numbered over all steps of a run. A 
 or several shorter ones.
 """
 
+import signal
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +27,8 @@ from lm.config.task_config import Task
 from lm.config.tree import Config
 from lm.data.store import Split, Store
 from lm.data.tasks import TaskError, Text, example, integer_hash
-from lm.errors import ConfigError, Problem
+from lm.errors import ConfigError, Problem, RunError
+from lm.machine import STOP_SIGNALS
 
 T = TypeVar("T")
 SLOTS_PER_BLOCK = 1024  # slots that `StratifiedSampler` assigns to streams in one draw
@@ -512,6 +517,49 @@ class MicroBatches(Dataset[Batch]):
         return self.source.batch(step, self.first_slot + micro_batch_number * self.micro_batch, self.micro_batch)
 
 
+class TrainLoader(DataLoader[Batch]):
+    """A data loader whose worker processes outlive the signals that stop a run, since the run goes on to the end of its
+    step.
+
+    Workers end by `end_workers`, or at most 5 s (torch's own check) after the process that started them.
+    """
+
+    processes: frozenset[BaseProcess] = frozenset()  # the workers that `__iter__` started last
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Start the workers, which inherit that the signals are blocked.
+
+        torch's handler of SIGCHLD is taken away: it would raise the error of a lost worker anywhere, also where a
+        checkpoint is saved. The next batch raises it, too.
+        """
+        others, handler = {*active_children()}, signal.getsignal(signal.SIGCHLD)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGCHLD, handler)
+            self.processes = frozenset({*active_children()} - others)
+
+    def check_workers(self) -> None:
+        """Raise RunError if a worker was killed, which makes reading batches fail with one of many errors."""
+        wait([worker.sentinel for worker in self.processes], timeout=1)
+        for worker in self.processes:
+            worker.join(0.01)  # a worker that is just ending has no status yet
+            if (number := -(worker.exitcode or 0)) > 0:
+                cause = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (no room in /dev/shm?)"}.get(number, "")
+                raise RunError(
+                    f"data.workers = {self.num_workers}: a process that reads batches was killed by "
+                    f"{signal.Signals(number).name}{cause}; lower data.workers or give the run more memory, and go on "
+                    "with resume=auto"
+                ) from None
+
+    def end_workers(self) -> None:
+        """Kill the workers: they ignore SIGTERM, by which torch and Python would end them where an error left them."""
+        for worker in self.processes:
+            worker.kill()
+
+
 def train_loader(
     sequences: TrainSequences,
     rank: int,
@@ -521,12 +569,12 @@ def train_loader(
     max_steps: int,
     workers: int,
     pin_memory: bool = False,
-) -> DataLoader:
+) -> TrainLoader:
     """Return a data loader of the micro-batches of process `rank` of `world`, from step `first_step` to the last step,
     `max_steps` - 1.
     """
     batches = MicroBatches(sequences, rank, world, micro_batch)
-    return DataLoader(
+    return TrainLoader(
         batches,
         batch_size=None,
         sampler=range(first_step * batches.accumulation, max_steps * batches.accumulation),

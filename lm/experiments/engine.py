@@ -36,7 +36,7 @@ from lm.experiments.slots import (
 )
 from lm.experiments.summary import value_text
 from lm.files import json_bytes, locked_folder, read_json, write_json, write_new
-from lm.machine import process_start, this_machine
+from lm.machine import STOP_SIGNALS, process_start, this_machine
 from lm.report.tables import numeral
 from lm.runs.evaluations import NoDocuments, evaluation_files
 from lm.runs.folder import CHECKPOINTS, step_of, step_paths
@@ -55,12 +55,6 @@ FAILURE_SUFFIX, JOB_SUFFIX = (
 JOBS_FOLDER = "workers"  # folder in the experiment's folder: scripts and output of submitit's jobs
 POLL_SECONDS = 1.0  # seconds between checks of a job
 RECORD_WAIT_SECONDS = 120.0  # seconds within which a job must see the record that names it
-_STOP_SIGNALS = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)  # signals that end a run after its step, with a checkpoint
 _CRASH_SIGNALS = (
     signal.SIGSEGV,
     signal.SIGKILL,
@@ -165,7 +159,7 @@ class Failure:
     def interrupted(self) -> bool:
         """Whether the next start continues the run, as a signal stopped the run, or killed it for the first time since
         its last save. A second crash without a save in between is a failure."""
-        return (self.status < 0 and not self.again) or self.status - 128 in _STOP_SIGNALS
+        return (self.status < 0 and not self.again) or self.status - 128 in STOP_SIGNALS
 
     @property
     def crashed(self) -> bool:
@@ -238,8 +232,6 @@ def _failure_in_file(path: Path) -> Failure | None:
 # ---------------------------------------------------------------- jobs of a scheduler
 
 
-# variable that names the signal by which submitit announces a job's end, here and in the job
-_SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 # options that submitit has for every engine
 _COMMON_OPTIONS = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "name")
 _DEFAULT_OPTIONS = {"name": "lm", "timeout_min": 60}
@@ -301,7 +293,6 @@ class Cluster:
     """
 
     def __init__(self, experiment_folder: Path, options: dict[str, str], engine: Engine):
-        os.environ[_SIGNAL_VARIABLE] = "USR1"  # read when submitit is imported
         try:
             import submitit
         except ImportError:
@@ -318,10 +309,6 @@ class Cluster:
         parameters: dict[str, object] = {
             name if name in _COMMON_OPTIONS else f"{engine}_{name}": value for name, value in settings.items()
         }
-        if engine == "slurm":
-            parameters["slurm_setup"] = [
-                f"export {_SIGNAL_VARIABLE}=USR1"
-            ]  # for jobs that don't inherit the environment
         try:
             requeues = {f"{engine}_max_num_timeout": _MAX_REQUEUES}
             self._executor = submitit.AutoExecutor(self.experiment_folder / JOBS_FOLDER, engine, **requeues)
@@ -456,7 +443,7 @@ class ExperimentTrainer:
 
         Raises:
             RunsFailed: some runs failed; it is raised when no other run can be started.
-            Stopped: SIGINT, SIGTERM, SIGHUP or SIGUSR1 has arrived. Runs of this machine have saved a checkpoint; a
+            Stopped: one of `STOP_SIGNALS` has arrived. Runs of this machine have saved a checkpoint; a
                 scheduler's jobs go on.
             RunError: a job for which this process does not wait trains a run, a job failed, or a trained run lacks the
                 primary metric.

@@ -26,7 +26,7 @@ from lm.errors import ConfigError, RunError
 from lm.experiments.experiment import Experiment
 from lm.experiments.procedure import Run
 from lm.files import locked_folder, write_text
-from lm.machine import child_environment
+from lm.machine import STOP_SIGNALS, child_environment
 from lm.runs.folder import ALREADY_TRAINING, CONFIG
 from lm.schema import to_plain
 
@@ -172,21 +172,21 @@ class Stopped(RunError):
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 interrupt the body as Ctrl-C does, except signals that are already handled or
-    ignored. Yields the list of received signals. Only the main thread can be interrupted; in others the list stays
-    empty.
+    """Let all `STOP_SIGNALS` interrupt the body as Ctrl-C does, except signals that are already handled or ignored.
+    Yields the list of received signals. Only the main thread can be interrupted; in others the list stays empty.
     """
     signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1 and signals:  # schedulers announce the end of a job more than once
+        if (
+            number in (signal.SIGUSR1, signal.SIGUSR2) and signals
+        ):  # schedulers announce the end of a job more than once
             return
         signals.append(number)
         raise KeyboardInterrupt
 
     is_main_thread = threading.current_thread() is threading.main_thread()
-    candidates = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if is_main_thread else ()
-    numbers = [number for number in candidates if signal.getsignal(number) == signal.SIG_DFL]
+    numbers = [number for number in STOP_SIGNALS if is_main_thread and signal.getsignal(number) == signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, interrupt)
     try:

@@ -20,6 +20,7 @@ from lm.errors import RunError, one_line
 from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.swap import SwapMeasurement
 from lm.files import write_text
+from lm.machine import STOP_SIGNALS
 from lm.model.decoder import Decoder
 from lm.model.device import OUT_OF_TIME, Device, OutOfTime, all_reduce_sum, peak_memory_bytes
 from lm.model.spec import flops_per_token
@@ -175,15 +176,13 @@ class StepCallback(L.Callback):
 
 
 class StopOnSignal(StepCallback):
-    """Ends training at SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the current step, on all ranks, with a checkpoint.
+    """Ends training at any of `STOP_SIGNALS` after the current step, on all ranks, with a checkpoint.
 
     It is a context manager around all phases of a run, and also records, in `signal`, a signal between two phases. A
     repeated signal ends the process at once, except SIGHUP, which a closed terminal sends more than once. A second
     signal of another number does not, as a parent that ends after the first signal may send SIGTERM. A process that was
     started to ignore SIGHUP (nohup) ignores it.
     """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.signal = 0  # the number of the last signal; 0: none yet
@@ -192,7 +191,7 @@ class StopOnSignal(StepCallback):
 
     def __enter__(self) -> "StopOnSignal":
         numbers = [
-            number for number in self.SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+            number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
         ]
         self._terminals = [output for output in (1, 2) if os.isatty(output)]
         self._old_handlers = {number: signal.signal(number, self._record_signal) for number in numbers}

@@ -210,7 +210,15 @@ def _train_phases(run: RunContext, start: PhaseStart) -> int:
         while True:
             module = TrainModule(run, start, lambda: bool(stop.signal))
             trainer = make_trainer(run, module, stop)
-            trainer.fit(module)
+            try:
+                trainer.fit(module)
+            except (RuntimeError, OSError, EOFError):
+                if module.loader:
+                    module.loader.check_workers()
+                raise
+            finally:
+                if module.loader:
+                    module.loader.end_workers()
             step = trainer.global_step
             if step >= config.trainer.max_steps:
                 run.progress.say(f"done: {folder}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lm.config.tree import Config
-from lm.data.batches import IGNORED, Batch, train_loader, train_sequences
+from lm.data.batches import IGNORED, Batch, TrainLoader, train_loader, train_sequences
 from lm.data.store import Store
 from lm.errors import Diverged
 from lm.evaluation.evaluation_kind import Measurement
@@ -221,6 +221,7 @@ class TrainModule(L.LightningModule):
     ]  # gradient norm of each layer by its name in metrics.jsonl; {} if not logged at this step
     stop: bool  # whether a rank was asked to stop after the step
     sequence_length: int  # tokens in each sequence of the present step
+    loader: TrainLoader | None = None  # the loader of the phase; None before training has begun
 
     def __init__(self, run: RunContext, start: PhaseStart, stop_requested: Callable[[], bool]):
         super().__init__()
@@ -238,10 +239,10 @@ class TrainModule(L.LightningModule):
         )
         self.stop_requested, self.sequence_length = stop_requested, config.data.seq_len
 
-    def train_dataloader(self) -> torch.utils.data.DataLoader:
+    def train_dataloader(self) -> TrainLoader:
         """The loader of this rank's micro-batches, from the step at which training starts or continues."""
         config = self.config
-        return train_loader(
+        self.loader = train_loader(
             train_sequences(self.store, config),
             rank=self.global_rank,
             world=config.world_size,
@@ -251,6 +252,7 @@ class TrainModule(L.LightningModule):
             workers=config.data.workers,
             pin_memory=self.device.type == "cuda",
         )
+        return self.loader
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, with the optimizer state of `start`, which is then cleared to free memory."""
