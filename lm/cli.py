@@ -31,7 +31,6 @@ _GROUPS = {  # the functions of the commands under each heading of `lm --help`, 
     "Normalizers, extensions, this installation": (
         train_commands.normalizers,
         train_commands.check_normalizer,
-        train_commands.check_extension,
         train_commands.info,
     ),
 }

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 
 from lm.errors import ConfigError, Problem
+from lm.removed_keys import removed_key
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
@@ -216,15 +217,14 @@ class Unavailable(KeyError):
 
 
 def suggest(word: str, names: typing.Iterable[str]) -> str:
-    """Return advice on an unknown `word`, for an error message: the most similar of `names`, or else all of them, or,
-    if there are none, how to name a plugin. If `names` is a `Registry` of lm.plugins, the installed plugins are among
-    them.
+    """Return advice on an unknown `word`, for an error message: the most similar of `names`, or else all of them. A
+    method `suggestions` of `names` gives further ones, such as those of installed plugins.
     """
-    names = [*names, *getattr(names, "installed", tuple)()]
+    names = [*getattr(names, "suggestions", names.__iter__)()]
     matches = difflib.get_close_matches(str(word), names, n=1)
     if matches:
         return f"did you mean '{matches[0]}'?"
-    return "choose from: " + ", ".join(names) if names else "name one as package.module:Class"
+    return "choose from: " + ", ".join(names)
 
 
 def build(schema: type, data: Plain, path: str, problems: list[Problem], table: Mapping[str, type] | None = None):
@@ -246,6 +246,9 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
         key_path = _join_path(path, name)
         if name in specs:
             values[name] = _field_value(specs[name], value, key_path, problems)
+        elif removed := removed_key(path, getattr(schema, "name", ""), name):
+            if value != removed[0]:
+                problems.append(Problem(key_path, value, "is no key of lm any more", removed[1]))
         elif not (name == "name" and hasattr(schema, "name")):
             owner_names = [
                 variant_name for variant_name, options in (table or {}).items() if _field_named(options, name)
@@ -346,6 +349,8 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         reason, remedy = (
             (error.reason, error.remedy)
             if isinstance(error, Unavailable)
+            else ("only normalizers may be code from outside", "take one of lm's own, or lm 0.11")
+            if ":" in variant_name
             else ("unknown name", suggest(variant_name, table))
         )
         problems.append(Problem(_join_path(path, "name"), name, reason, remedy))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from lm.plugins import PLUGINS, _entry_points
+from lm.plugins import PLUGINS
 
 
 @contextlib.contextmanager
@@ -36,12 +36,11 @@ def installed(package: Path, entry_points: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.name}\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(entry_points)
     (info / "top_level.txt").write_text(f"{package.name}\n")
-    _entry_points.cache_clear()
+    PLUGINS._entry_points = None
 
 
 def forget(package: str) -> None:
     """As in a process that has imported nothing from outside."""
     vars(PLUGINS).update(vars(type(PLUGINS)()))
-    _entry_points.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]

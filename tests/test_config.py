@@ -21,10 +21,20 @@ from lm.evaluation.evaluate import suite_changes
 from lm.experiments.experiment_file import read_experiment
 from lm.model.decoder import Decoder
 from lm.model.swapped import for_inference
-from lm.schema import fields, reference, to_plain
+from lm.schema import fields, key_field, reference, to_plain
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def has_names(path: str) -> bool:
+    """Whether a key's block has a `name`, which picks its options."""
+    metadata = key_field(Config, path).metadata
+    return "table" in metadata and "many" not in metadata
+
+
+def default_name(path: str) -> str:
+    return key_field(Config, path).metadata["default"]
 
 
 def problems(*arguments: str) -> dict[str, str]:
@@ -62,12 +72,19 @@ def test_all_problems_are_reported_at_once_with_path_value_and_remedy():
     messages = problems(
         "optim.lr=-1", "modle.n_layer=3", "model.normalizer=ssmaxx", "trainer.max_steps=many", "data.seq_len=300"
     )
-    assert set(messages) == {"optim.lr", "modle", "model.normalizer.name", "trainer.max_steps", "optim.batch_tokens"}
+    assert set(messages) == {"optim.lr", "modle", "model.normalizer.name", "trainer.max_steps"}
     assert "did you mean 'model'" in messages["modle"]
     assert "did you mean 'ssmax'" in messages["model.normalizer.name"]
     assert "-1" in messages["optim.lr"]
     assert "must be > 0" in messages["optim.lr"]
-    assert "8100 or 8400" in messages["optim.batch_tokens"]
+    assert "8100 or 8400" in problems("data.seq_len=300")["optim.batch_tokens"]
+
+
+@pytest.mark.parametrize("key", [path for path, *_ in reference(Config) if "[" not in path and has_names(path)])
+def test_a_wrong_option_is_one_problem(key: str):
+    """Contradictions with the defaults of a block that is refused name keys that nobody set."""
+    messages = problems("eval.long_context.length_factor=8", f"{key}={{name: {default_name(key)}, wrong: 1}}")
+    assert list(messages) == [f"{key}.wrong"]
 
 
 @pytest.mark.parametrize(("cores", "here"), [(1, "; this machine has 1 core; "), (128, "; set it")])

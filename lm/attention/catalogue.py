@@ -21,7 +21,7 @@ from lm.attention.query_scale import PN, Cosine, InfoScale, Llama4, LogN, QASSMa
 from lm.attention.sinks import Sink, Softmax1
 from lm.attention.sparse import ASEntmax, Entmax15, Softpick, Sparsemax
 from lm.errors import Problem
-from lm.plugins import PLUGINS, Kind, Registry
+from lm.plugins import PAGE, PLUGINS
 from lm.schema import Plain, Unavailable, build, reference, variants, yaml_flow
 
 ENTRIES: dict[str, type[Options]] = {
@@ -35,49 +35,49 @@ ENTRIES: dict[str, type[Options]] = {
 }  # fmt: skip
 
 
-class _NormalizerKind(Kind):
-    """Describes normalizer plugins: a plugin's class derives from `Normalizer`, and its attribute `schema` is its class
-    of options.
+def options_class(normalizer: type) -> type[Options]:
+    """Return the options class of an outside normalizer, its attribute `schema`. Raises Unavailable: the class is no
+    normalizer, or sets attributes or methods where they have no effect.
     """
-
-    def options(self, plugin_class: type) -> type:
-        schema = getattr(plugin_class, "schema", None)
-        if not (
-            isinstance(schema, type)
-            and issubclass(schema, self.base)
-            and is_dataclass(schema)
-            and hasattr(schema, "full_formula")
-        ):
+    schema, remedy = getattr(normalizer, "schema", None), f"see {PAGE}"
+    if not (
+        isinstance(schema, type)
+        and issubclass(schema, Options)
+        and is_dataclass(schema)
+        and hasattr(schema, "full_formula")
+    ):
+        raise Unavailable("is no normalizer: its `schema` is no dataclass of options with a full_formula", remedy)
+    if not (isinstance(normalizer, type) and issubclass(normalizer, Normalizer)):
+        raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", remedy)
+    if inspect.isabstract(normalizer):
+        raise Unavailable(f"is not whole: it has no {', '.join(sorted(normalizer.__abstractmethods__))}", remedy)
+    for owner, other, names in (
+        (schema, normalizer, _OPTION_ATTRIBUTES),
+        (normalizer, schema, _CODE_ATTRIBUTES),
+    ):
+        if misplaced_names := [name for name in names if hasattr(other, name)]:
             raise Unavailable(
-                "is no normalizer: its `schema` is no dataclass of options with a full_formula", f"see {self.page}"
+                f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}"
             )
-        if not (isinstance(plugin_class, type) and issubclass(plugin_class, Normalizer)):
-            raise Unavailable("is no normalizer: no subclass of lm.attention.normalizer.Normalizer", f"see {self.page}")
-        if inspect.isabstract(plugin_class):
-            raise Unavailable(
-                f"is not whole: it has no {', '.join(sorted(plugin_class.__abstractmethods__))}", f"see {self.page}"
-            )
-        for owner, other, names in (
-            (schema, plugin_class, _OPTION_ATTRIBUTES),
-            (plugin_class, schema, _CODE_ATTRIBUTES),
-        ):
-            if misplaced_names := [name for name in names if hasattr(other, name)]:
-                raise Unavailable(
-                    f"sets {misplaced_names[0]} where it has no effect", f"set it on the class {owner.__name__}"
-                )
-        if name := method_ignored_by_forward(plugin_class):
-            forward_class = _defining_class(plugin_class, "forward").__name__
-            reason = f"has {name} of its own, but `forward` of {forward_class}, which computes another function"
-            raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
-        return schema
+    if name := method_ignored_by_forward(normalizer):
+        forward_class = _defining_class(normalizer, "forward").__name__
+        reason = f"has {name} of its own, but `forward` of {forward_class}, which computes another function"
+        raise Unavailable(reason, "override forward or fused_inputs, too, or derive from Normalizer")
+    return schema
 
 
-NORMALIZER = _NormalizerKind(
-    "lm.normalizers", "normalizer", Options, page="docs/normalizers-own.md", check="check-normalizer"
-)
+class Catalogue(dict[str, type[Options]]):
+    """Options classes by a normalizer's name. A name that is not lm's own is a plugin's, which the look-up imports."""
+
+    def __missing__(self, name: str) -> type[Options]:
+        return PLUGINS.options(str(name), options_class)
+
+    def suggestions(self) -> list[str]:
+        """Names of lm's own normalizers and of the installed plugins, for error messages."""
+        return [*self, *sorted(PLUGINS.installed())]
 
 
-SINGLE = Registry(NORMALIZER, ENTRIES)  # options of one layer's normalizer
+SINGLE = Catalogue(ENTRIES)  # options of one layer's normalizer
 
 
 @dataclass
@@ -117,7 +117,7 @@ def _layers_label(labels: Iterable[str]) -> str:
     return f"layers ({', '.join(labels)})"
 
 
-OPTIONS = Registry(NORMALIZER, {**SINGLE, Layers.name: Layers})
+OPTIONS = Catalogue({**SINGLE, Layers.name: Layers})
 
 
 _DEFINITION_METHODS = ("define_scores", "normalize", "visible")

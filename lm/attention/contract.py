@@ -7,7 +7,7 @@ input's width. Unless a check says otherwise, tensors are in fp64.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -521,26 +521,24 @@ CHECKS: tuple[Callable[[Options], None], ...] = (
 )  # fmt: skip
 
 
-def checked_promises(options: object, checks: Sequence[Callable[..., None]] = CHECKS) -> Iterator[tuple[str, str]]:
+def checked_promises(options: Options) -> Iterator[tuple[str, str]]:
     """Yield (promise, problem) for each check. `problem` says what the check finds wrong with `options`, with a hint;
     empty if nothing.
 
     If the first check ends in an error other than its own AssertionError, later checks are not run, as each would end
     in that error.
     """
-    for check in checks:
+    for check in CHECKS:
         promise, hint = (" ".join(part.split()) for part in f"{check.__doc__}\n\n".split("\n\n")[:2])
         problem = _find_problem(check, options)
-        if check is checks[0] and problem.startswith(ERROR_PREFIX):
+        if check is CHECKS[0] and problem.startswith(ERROR_PREFIX):
             yield promise, problem
             return
         yield promise, problem and f"{problem}; hint: {hint}"
 
 
-def _find_problem(check: Callable[..., None], options: object) -> str:
-    """The problem, in words, that `check` finds with the normalizer (or other extension) of `options`; empty if the
-    check passes.
-    """
+def _find_problem(check: Callable[[Options], None], options: Options) -> str:
+    """The problem, in words, that `check` finds with the normalizer of `options`; empty if the check passes."""
     try:
         check(options)
     except Exception as error:  # whatever code from outside raises

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -105,24 +105,6 @@ def check_normalizer(
     from lm.attention.contract import checked_promises
 
     _print_promises((part.label(), *result) for part in normalizer.layer_options() for result in checked_promises(part))
-
-
-def check_extension(
-    kind: Annotated[
-        Literal["optimizer", "source", "task", "evaluation"], typer.Argument(metavar="KIND", help="what it is")
-    ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="package.module:Class, or an entry point's name")],
-    options: Annotated[
-        list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="its options, e.g. beta1=0.95")
-    ] = None,
-) -> None:
-    """Test an optimizer, a source of text, a synthetic task or an evaluation of yours.
-
-    Prints one line for each promise; exit status 1 if one is broken (docs/extending.md).
-    """
-    from lm.commands.extension_checks import check_extension
-
-    _print_promises((name, *result) for result in check_extension(kind, name, options or []))
 
 
 def _print_promises(results: Iterable[tuple[str, str, str]]) -> None:

@@ -1,7 +1,6 @@
 """The keys of `data`: sources, tokenizers, tasks, lengths, and options that turn them into sequences."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import ClassVar, Literal, get_args
 from lm.config.task_config import TASKS, Task
 from lm.errors import Problem
 from lm.files import expand_home
-from lm.plugins import Kind, Registry
-from lm.schema import Plain, key, sections, variant
+from lm.schema import key, sections, variant
 
 SHORTEST_PIECE = 16  # fewest tokens in a piece of `DocumentLengths`
 
@@ -291,37 +289,8 @@ class Tokens:
             yield Problem("validation_paths", min(shared_paths), "is among the training files", "name others, or []")
 
 
-class OutsideSource(ABC):
-    """Base class of plugins for sources of text: each is a dataclass of options, with methods that return the
-    documents.
-    """
-
-    name: ClassVar[str]
-
-    @property
-    def label(self) -> str:
-        """A short name of the source, for the names of folders and for tables."""
-        return self.name.partition(":")[2]
-
-    @abstractmethod
-    def documents(self) -> Iterator[str]:
-        """Yield the documents in a fixed order, all of them at every call."""
-
-    @abstractmethod
-    def identity(self) -> dict[str, Plain]:
-        """Plain data, e.g. file hashes, that change if the documents do. By this data, the source's options and the
-        plugin's code lm identifies a token store, the tokenised documents on disk."""
-
-    def licence(self) -> str:
-        """The licence of the text."""
-        return "not stated"
-
-
-Source = Package | Files | Hub | Tokens | OutsideSource
-SOURCES = Registry(
-    Kind("lm.sources", "source", OutsideSource, ("documents", "identity")),
-    {v.name: v for v in (Package, Files, Hub, Tokens)},
-)
+Source = Package | Files | Hub | Tokens
+SOURCES = {v.name: v for v in (Package, Files, Hub, Tokens)}
 
 
 @dataclass
@@ -478,9 +447,7 @@ class WeightedTask:
 
 @dataclass
 class DataConfig:
-    source: Source | Mixture = variant(
-        Registry(SOURCES.kind, {**SOURCES, Mixture.name: Mixture}), "package", "where the text comes from"
-    )
+    source: Source | Mixture = variant({**SOURCES, Mixture.name: Mixture}, "package", "where the text comes from")
     tokenizer: TokenizerOptions = variant(TOKENIZERS, "train", "text to tokens")
     tasks: list[WeightedTask] = sections(
         WeightedTask, "synthetic tasks that make some or all of the training sequences (lm/data/tasks.py)"

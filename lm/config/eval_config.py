@@ -2,7 +2,6 @@
 evaluation.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -13,7 +12,6 @@ from lm.config.inference_config import InferenceSetting, ThetaFactor, check_infe
 from lm.config.model_config import ModelConfig
 from lm.config.task_config import TASKS, Task, task_names
 from lm.errors import Problem
-from lm.plugins import Kind, Registry
 from lm.schema import Plain, block_of, key, optional, section, sections, to_plain, variants
 
 Suite = Literal["quick", "full"]
@@ -58,7 +56,6 @@ class EvaluationConfig(Timing):
     """
 
     measurement: ClassVar[str]  # "module:Class" of the `lm.evaluation.evaluation_kind.Measurement` that measures it
-    kind: ClassVar[str]  # the name of a plugin's results; lm's own have the name of their block
     switch_key: ClassVar[str] = (
         ""  # the key that is empty or 0 while the evaluation is off; "" if a class overrides `wanted`
     )
@@ -475,11 +472,6 @@ class DiagnosticsConfig(EvaluationConfig):
         yield from self.size_problems("length_factor", self.length_factor, self.sequences, data, model)
 
 
-EVALUATIONS = Registry(
-    Kind("lm.evaluations", "evaluation", EvaluationConfig, ("wanted",)), {}
-)  # lm's own have blocks in `EvalConfig`
-
-
 @dataclass
 class EvalConfig:
     """Options of all evaluations: keys for the validation, and a nested block for each other kind, such as `recall` or
@@ -516,48 +508,20 @@ class EvalConfig:
         {"acts_in": COMMANDS},
     )
 
-    others: list[EvaluationConfig] = variants(
-        EVALUATIONS, "evaluations from outside, by package.module:Class", omit_default=True
-    )
-
     @classmethod
     @cache
     def kind_names(cls) -> list[str]:
-        """Names of the kinds of evaluation that lm itself has, the validation first; plugins are left out."""
+        """Names of the kinds of evaluation, the validation first."""
         return [
             "validation",
             *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig)),
         ]
 
     @property
-    def _plugin_evaluations(self) -> list[EvaluationConfig]:
-        """The plugin evaluations in `others` whose options are valid; `build` has reported the problems of the invalid
-        entries.
-        """
-        return [evaluation for evaluation in self.others if isinstance(evaluation, EvaluationConfig)]
-
-    @property
     def kinds(self) -> dict[str, EvaluationConfig]:
-        """Map each kind of evaluation except the validation, plugins included, to its options; kinds whose block is
-        null are left out.
-        """
+        """Map each kind of evaluation except the validation to its options; kinds whose block is null are left out."""
         blocks = {name: getattr(self, name) for name in self.kind_names()[1:]}
-        return {kind: options for kind, options in blocks.items() if options is not None} | {
-            options.kind: options for options in self._plugin_evaluations
-        }
-
-    def path(self, kind: str) -> str:
-        """The key path of the block that holds the options of `kind`, e.g. `eval.recall`, or `eval.others[0]` for a
-        plugin.
-        """
-        plugin_kinds = [getattr(evaluation, "kind", None) for evaluation in self.others]
-        return f"eval.others[{plugin_kinds.index(kind)}]" if kind in plugin_kinds else f"eval.{kind}"
-
-    def problems(self) -> Iterator[Problem]:
-        counts_by_kind = Counter([*self.kind_names(), *(evaluation.kind for evaluation in self._plugin_evaluations)])
-        for kind, count in counts_by_kind.items():
-            if count > 1:
-                yield Problem("others", kind, "is the kind of two evaluations", "give one of them another `kind`")
+        return {kind: options for kind, options in blocks.items() if options is not None}
 
     def measurement_classes(self, data: DataConfig) -> dict[str, str]:
         """Map each kind of evaluation that is on for a model trained on `data` to its measuring class, `module:Class`;
@@ -583,10 +547,6 @@ class EvalConfig:
 
     def suite(self, name: Suite, data: DataConfig, model: ModelConfig) -> dict[str, Plain]:
         validation_changes = {"sequences": min(32, self.sequences)} if name == "quick" else {}
-        changes_by_kind = {
+        return validation_changes | {
             kind: changes for kind, options in self.kinds.items() if (changes := options.suite(name, data, model))
         }
-        plugin_blocks = [
-            to_plain(evaluation) | changes_by_kind.pop(evaluation.kind, {}) for evaluation in self._plugin_evaluations
-        ]
-        return validation_changes | changes_by_kind | ({"others": plugin_blocks} if plugin_blocks else {})

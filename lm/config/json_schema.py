@@ -7,9 +7,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field
 
-from lm.attention.catalogue import Layers
+from lm.attention.catalogue import Catalogue, Layers
 from lm.config.tree import Config
-from lm.plugins import Registry
 from lm.schema import Limits, Plain, fields
 
 Schema = dict[str, Plain]
@@ -100,7 +99,7 @@ def _variant(table: Mapping[str, type], default: str | None, definitions: dict[s
     if Layers.name in table:
         layer_table = {name: schema for name, schema in table.items() if name != Layers.name}
         options.append({"type": "array", "items": _variant(layer_table, None, definitions), "minItems": 1})
-    if isinstance(table, Registry):  # plugins may be named, too
+    if isinstance(table, Catalogue):  # plugins may be named, too
         options += [OUTSIDE_NAME, {"type": "object", "properties": {"name": OUTSIDE_NAME}, "required": ["name"]}]
     return {"anyOf": options}
 

@@ -1,7 +1,7 @@
 """Reads configurations from YAML files and overrides, checks them, and writes them as YAML.
 
 `load_config` merges files (each may inherit with `base:`) and `key=value` overrides. `parse` raises one `ConfigError`
-with every problem of keys and values, problems between several keys included. This module never imports torch.
+with every problem of single keys, else with every contradiction between keys. This module never imports torch.
 """
 
 import os
@@ -112,7 +112,7 @@ def check(config: Config) -> Iterator[Problem]:
         ):  # checked even if the evaluation is off, as other values are
             conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
-        yield from (replace(conflict, path=f"{config.eval.path(kind)}.{conflict.path}") for conflict in conflicts)
+        yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}") for conflict in conflicts)
 
 
 def check_steps(config: Config) -> Iterator[Problem]:
@@ -280,7 +280,7 @@ def refuse_unused_temperatures(config: Config) -> None:
         problem
         for kind, options in config.eval.kinds.items()
         for index, setting in enumerate(getattr(options, "inference", []))
-        for problem in setting.temperature_problems(normalizers, f"{config.eval.path(kind)}.inference[{index}]")
+        for problem in setting.temperature_problems(normalizers, f"eval.{kind}.inference[{index}]")
     ]:
         raise ConfigError(problems)
 
@@ -297,7 +297,8 @@ def load_normalizer(name: str, overrides: list[str]) -> Options:
 def parse(plain: dict[str, Plain]) -> Config:
     """Build and check a configuration from plain data; interpolations `${...}` are not resolved.
 
-    Raises ConfigError: all problems, in one message.
+    Raises ConfigError: all problems of single keys in one message; if there are none, all contradictions between keys.
+    A key that is refused has its default in `config`, of which contradictions would say what nobody set.
     """
     problems: list[Problem] = []
     config = build(Config, plain, "", problems)
@@ -305,9 +306,7 @@ def parse(plain: dict[str, Plain]) -> Config:
         config.trainer.max_steps = None  # not the default, beside tokens_per_parameter
     if config.phases and (not isinstance(plain.get("model"), dict) or "normalizer" not in plain["model"]):
         config.model.normalizer = config.phases[0].normalizer
-    failed_paths = {problem.path for problem in problems}
-    problems += [problem for problem in check(config) if problem.path not in failed_paths]
-    if problems:
+    if problems := problems or [*check(config)]:
         raise ConfigError(problems)
     return config
 

@@ -11,7 +11,6 @@ from math import exp, lgamma, log
 from typing import ClassVar, Literal
 
 from lm.errors import Problem
-from lm.plugins import Kind, Registry
 from lm.schema import Plain, key
 
 MAX_SYMBOLS, MAX_VOCABULARY = 2**16, 2**20  # most symbols of one kind; most symbols of a task, joined pairs included
@@ -55,18 +54,6 @@ class Task(ABC):
     # chance level in test sequences; None if it differs between questions, or if they don't show the right answer among
     # others
     chance: ClassVar[Chance | None] = None
-
-    def make(self, draw: object, length: int, text: object) -> object:
-        """Make an `Example`, a sequence of `length` + 1 tokens. Only plugins override this: for lm's own tasks,
-        lm.data.tasks does it.
-
-        Args:
-            draw: a `Draw`, the source of all random numbers.
-            text: a `Text` with tokenizer and filler, for a task without `vocab_size`.
-
-        Raises NoRoom: the task doesn't fit into `length` tokens.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def entropy(self, length: int) -> float:
@@ -333,10 +320,7 @@ class Passkey(Task):
         return log(9 * 10**4)
 
 
-TASKS = Registry(
-    Kind("lm.tasks", "task", Task, ("make",)),
-    {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)},
-)
+TASKS = {v.name: v for v in (MQAR, Copy, Induction, Maximum, FlipFlop, Needle, Passkey)}
 
 
 def task_names(tasks: list[dict[str, Plain]]) -> list[str]:

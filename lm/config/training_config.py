@@ -3,17 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lm.attention.catalogue import OPTIONS
 from lm.attention.options import Options
 from lm.errors import Problem
-from lm.plugins import Kind, Registry
 from lm.schema import key, optional, section, variant
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 @dataclass
@@ -69,15 +64,6 @@ class Optimizer:
     # exponent e of `model.transfer`, which multiplies the learning rate of matrices by m^-e, where m is the width over
     # the base model's width; None if no rule is known
     width_exponent: ClassVar[float | None] = None
-
-    def make(self, groups: list[dict[str, object]], decoder: "nn.Module") -> "torch.optim.Optimizer":
-        """Make the torch optimizer. Only plugins override this: lm.training.optimizers makes the torch optimizers of
-        lm's own options.
-
-        groups: torch's groups of named parameters; each has `name`, `weight_decay` and, if `optim.groups` or
-        `model.transfer` changes it, `eps`.
-        """
-        raise NotImplementedError
 
     def has_eps(self, group: str) -> bool:
         """Whether the update of the parameters in `group` uses an epsilon, from the option `eps` or from
@@ -149,10 +135,7 @@ class Muon(AdamW):
         )
 
 
-OPTIMIZER = Kind("lm.optimizers", "optimizer", Optimizer, ("make",))
-OPTIMIZERS = Registry(
-    OPTIMIZER, {v.name: v for v in (AdamW, Muon)}
-)  # each of these has a builder in lm.training.optimizers
+OPTIMIZERS = {v.name: v for v in (AdamW, Muon)}  # each of these has a builder in lm.training.optimizers
 DECAYED_GROUPS = (
     "matrices",
     "embedding",

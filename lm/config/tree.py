@@ -16,6 +16,7 @@ from lm.config.eval_config import EvalConfig
 from lm.config.model_config import ModelConfig
 from lm.config.training_config import LogConfig, OptimConfig, Phase, TrainerConfig
 from lm.files import expand_home
+from lm.removed_keys import without_removed
 from lm.schema import Effect, Plain, block_of, build, effect, flatten, key, reference, section, sections, to_plain
 
 
@@ -167,12 +168,14 @@ def canonical(config: dict[str, Plain]) -> dict[str, Plain]:
     `model` blocks.
 
     Null keys of `model` get the values that they stand for. A list of normalizers, which repeats over the layers,
-    becomes as short as possible. No plugin is imported; a configuration with an invalid `model` is returned unchanged.
+    becomes as short as possible. Removed keys at their former defaults are left out. No plugin is imported; the `model`
+    block of an invalid configuration is returned unchanged.
     """
     model = config.get("model")
     if not isinstance(model, dict):
         return config
-    problems = []
+    config = without_removed(config)
+    model, problems = config["model"], []
     model_config = build(
         ModelConfig, {name: value for name, value in model.items() if name != "normalizer"}, "model", problems
     )

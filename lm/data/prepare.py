@@ -14,7 +14,6 @@ from lm.data.sources import labels, reader, source_identity
 from lm.data.store import STORE_FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
 from lm.files import locked, plain_sha256
-from lm.plugins import PLUGINS
 from lm.progress import Progress
 from lm.schema import Plain, to_plain
 
@@ -74,9 +73,7 @@ def _prepared_folder(data: DataConfig, progress: Progress) -> Path:
     except KeyboardInterrupt:
         progress.say("stopped; the same command continues from what is done")
         raise
-    except OSError as error:  # a plugin's error, or one of writing the store: lm's own sources raise DataError
-        if PLUGINS.failure(error)[0]:
-            raise
+    except OSError as error:  # of writing the store: readers raise DataError
         if root.is_symlink() and not root.exists():
             raise DataError(
                 f"data.root = {root}: links to {os.readlink(root)}, which does not exist; make it, or set another "

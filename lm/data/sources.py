@@ -27,25 +27,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.data_config import DataConfig, Files, Hub, OutsideSource, Package, Source, Tokens
+from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
 from lm.data.text_files import (
     ROWS,
     OnError,
-    Unreadable,
     check_column,
     column_texts,
     files_in,
-    report_unreadable,
-    text_of,
 )
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
 from lm.files import FileHashes, file_sha256, plain_sha256, unfinished
-from lm.plugins import PLUGINS
 from lm.progress import Progress
-from lm.schema import Plain, to_plain
+from lm.schema import Plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
@@ -80,7 +76,7 @@ class SourceReader:
 
 
 def reader(source: Source) -> SourceReader:
-    return SOURCE_READERS.get(type(source), OUTSIDE_READER)
+    return SOURCE_READERS[type(source)]
 
 
 def source_identity(source: Source, root: Path) -> dict[str, Plain]:
@@ -480,22 +476,6 @@ def _library_errors(source: Hub) -> Iterator[None]:
         raise DataError(text) from None
 
 
-def _outside_documents(source: OutsideSource, root: Path, on_error: OnError, vocabulary: None) -> Documents:
-    for number, text in enumerate(source.documents(), 1):
-        location = f"data.source: {source.name}: document {number}"
-        with report_unreadable(on_error):
-            if not isinstance(text, str):
-                raise Unreadable(
-                    f"{location} is {type(text).__name__}, not a text; check the source with lm check-extension source"
-                )
-            yield text_of(text, location)
-
-
-def _outside_identity(source: OutsideSource, root: Path, hashes: FileHashes) -> dict[str, Plain]:
-    return {"options": to_plain(source), "identity": source.identity(), "code": PLUGINS.code([source.name])}
-
-
-OUTSIDE_READER = SourceReader(_outside_documents, _outside_identity, lambda source: source.licence())
 SOURCE_READERS: dict[type, SourceReader] = {
     Package: SourceReader(_package_documents, _package_identity, lambda source: PACKAGES[source.package].licence),
     Files: SourceReader(text_files.file_documents, text_files.files_identity, description=text_files.description),

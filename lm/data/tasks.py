@@ -414,39 +414,15 @@ def example(
 
     Raises:
         NoRoom: the task doesn't fit into the sequence.
-        TaskError: no contents (keys, numbers or symbols) for this subset were found, the text has too little filler, or
-            a task from outside lm made an invalid sequence.
+        TaskError: no contents (keys, numbers or symbols) for this subset were found, or the text has too little filler.
     """
     draw = Draw(seed, subset, index)
     for tries_left in reversed(range(MAX_CONTENT_DRAWS)):
         try:
-            generator = GENERATORS.get(type(task))
-            sequence = generator(task, draw, length, text) if generator else task.make(draw, length, text)
-            break
+            return GENERATORS[type(task)](task, draw, length, text)
         except NoRoom:  # names and numbers differ in their number of tokens: others may fit
             if not tries_left:
                 raise
-    if not generator and (
-        reason := _problem_of(sequence, length, text.vocab_size if text and not task.vocab_size else task.vocab_size)
-    ):
-        raise TaskError(f"{subset} sequence {index}: `make` gives {reason}")
-    return sequence
-
-
-def _problem_of(sequence: object, length: int, vocab_size: int) -> str:
-    """Say why a sequence that a plugin task's `make` returned can't be used; empty if the sequence is valid."""
-    if not isinstance(sequence, Example):
-        return f"{type(sequence).__name__}, not an Example"
-    tokens, questions = np.asarray(sequence.tokens), np.asarray(sequence.questions)
-    if tokens.shape != (length + 1,) or tokens.dtype.kind not in "iu":
-        return f"tokens of shape {tokens.shape} and type {tokens.dtype}, not length + 1 = {length + 1:,} integers"
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        return f"token {tokens.min() if tokens.min() < 0 else tokens.max()}, not in 0 to {vocab_size - 1:,}"
-    span_counts = [len(questions), len(sequence.evidence), len(sequence.needles)]
-    if len({*span_counts}) > 1 or not span_counts[0]:
-        return "{} questions, {} of evidence and {} needles, not as many of each and at least one".format(*span_counts)
-    wrong_spans = [f"[{start}, {stop})" for start, stop in questions if not 0 < start < stop <= length + 1]
-    return f"the question {wrong_spans[0]}, not within [1, {length + 1:,})" if wrong_spans else ""
 
 
 def check_task(task: Task, seed: int, length: int, subset: Subset, count: int, text: Text | None = None) -> None:

@@ -112,15 +112,8 @@ class Measurement(ABC):
 
     @property
     def code(self) -> dict[str, str]:
-        """Digests of the code that the result depends on: lm, and plugin packages that define normalizers, tasks or the
-        evaluation.
-        """
-        tasks = [*(weighted.task for weighted in self.config.data.tasks), *getattr(self.eval_config, "tasks", ())]
-        task_names = [
-            task.name for task in tasks if not isinstance(task, str)
-        ]  # downstream tasks are strings, which name no code
-        names = [*self.config.normalizer_names, *task_names, getattr(self.eval_config, "name", "")]
-        return {"lm": measuring_code(), **PLUGINS.code(names)}
+        """Digests of the code that the result depends on: lm, and plugin packages that define normalizers."""
+        return {"lm": measuring_code(), **PLUGINS.code(self.config.normalizer_names)}
 
     def evaluate(
         self, decoder: Decoder, device: Device, step: int, tokens_seen: int, progress: Advance = ignore
@@ -130,8 +123,6 @@ class Measurement(ABC):
         """
         weights = weights_sha256(decoder.state_dict())
         series = self.measure(decoder, device, progress)
-        if not isinstance(series, Sequence):
-            raise TypeError(f"`measure` gives {type(series).__name__}, not a list of Series")
         return Evaluation(
             self.kind, step, tokens_seen, self.fingerprint, self.options, self.precision(device), weights,
             tuple(series),
@@ -156,10 +147,6 @@ class Measurement(ABC):
         """
         model = function_options(self.config.model)
         key_parts = [self.kind, self.code, self.options, model, self.fingerprint, self.precision(device), weights]
-        if ":" in getattr(
-            self.eval_config, "name", ""
-        ):  # a plugin, whose `options` may lack keys that decide its result
-            key_parts += [self.plain_eval_config, self.config.eval.sequences]
         return run / EVALUATIONS / "cache" / f"{self.kind}-{plain_sha256(key_parts)[:16]}.json"
 
     def cached(self, run: Path, weights: str, device: Device, step: int, tokens_seen: int) -> Evaluation | None:

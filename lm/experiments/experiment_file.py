@@ -584,7 +584,7 @@ def _check_metric(experiment: Experiment, config: Config) -> None:
         and timing
         and sum(timing.is_due(step, steps) for step in range(1, steps + 1)) < 2
     ):
-        key = "eval.every" if kind == "validation" else f"{config.eval.path(kind)}.every"
+        key = "eval.every" if kind == "validation" else f"eval.{kind}.every"
         reason, remedy = f"{metric} is measured once, at the last step", f"measure it on the way: {key}"
         raise ConfigError([Problem("primary.reach", experiment.primary.reach, reason, remedy)])
     if experiment.primary.reach is not None and (

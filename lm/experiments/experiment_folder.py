@@ -118,9 +118,8 @@ def start(
         print(f"trainer.compile of all runs: {compilation}", flush=True)
         experiment = replace(experiment, base=merge(experiment.base, {"trainer": {"compile": settings["compile"]}}))
     has_measured_runs, plan = is_measured(experiment), plan_of(experiment)
-    plugin_names = [run.config.plugin_names_by_key for run in procedure.known_runs()]
     code = PLUGINS.versions(
-        {name for names in plugin_names for key, name in names.items() if not key.startswith("eval.")}
+        {name for run in procedure.known_runs() for name in run.config.plugin_names_by_key.values()}
     )
     settings |= {
         "seeds": list(experiment.all_seeds),

@@ -211,7 +211,7 @@ class RunRecord:
         """Whether the run was trained on tasks over symbols, not on text."""
         tasks = [
             TASKS.get(entry["task"]["name"]) for entry in self.config["data"].get("tasks") or []
-        ]  # None: a task outside lm
+        ]  # None: a task of another version
         return self.environment.get("symbolic", any(task and task().vocab_size for task in tasks))
 
     @property

@@ -336,7 +336,7 @@ class Evaluations(StepCallback):
         except Exception as error:  # whatever it is: an evaluation must not end a run
             if self.config.eval.on_error == "stop":
                 if isinstance(error, OutOfTime):
-                    key = f"{self.config.eval.path(kind)}.max_seconds"
+                    key = f"eval.{kind}.max_seconds"
                     raise RunError(
                         f"{key} = {max_seconds:g}: step {step}: it took longer (eval.on_error=stop)"
                     ) from None

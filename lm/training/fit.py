@@ -318,7 +318,7 @@ def _evaluate_missing(
     ]
     if changed_kinds:
         paths = ", ".join(
-            sorted("eval.sequences" if kind == "validation" else config.eval.path(kind) for kind in changed_kinds)
+            sorted("eval.sequences" if kind == "validation" else f"eval.{kind}" for kind in changed_kinds)
         )
         print(
             f"note: {paths}: a complete run keeps what it has measured; with other options: lm eval {folder} KEY=VALUE"

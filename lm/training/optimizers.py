@@ -184,20 +184,10 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "mu
 
 def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
     """Make the configured optimizer for the trained parameters; its learning rates are set later, by
-    `set_learning_rates`. Raises TypeError or ValueError if code from outside lm makes no optimizer, or one of other
-    parameters.
+    `set_learning_rates`.
     """
-    options, groups = optim.optimizer, parameter_groups(decoder, optim)
-    parameter_ids = {id(parameter) for group in groups for _, parameter in group["params"]}  # torch changes the groups
-    builder = BUILDERS.get(options.name)
-    optimizer = builder(options, groups, decoder) if builder else options.make(groups, decoder)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"`make` of {options.name} gives {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    if parameter_ids != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
-        raise ValueError(
-            f"`make` of {options.name} gives an optimizer of other parameters than those of `groups`: each must be "
-            "trained"
-        )
+    options = optim.optimizer
+    optimizer = BUILDERS[options.name](options, parameter_groups(decoder, optim), decoder)
     for group in optimizer.param_groups:
         group.setdefault("lr", 0.0)
     return optimizer

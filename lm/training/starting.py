@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from lm.config.tree import Config, effect_of
+from lm.config.tree import Config
 from lm.data.store import Store
 from lm.errors import ConfigError, Problem, RunError
 from lm.model.decoder import Decoder
@@ -271,9 +271,7 @@ def check_resume(config: Config, store: Store, checkpoint: dict[str, object], pa
         remedy = "bring that text and tokenizer back, or start a new run from its weights: init_from=... name=..."
         raise ConfigError([Problem("data", store.fingerprint[:16], reason, remedy)])
     spec = ModelSpec.from_training(saved_config, metadata)
-    keys_by_name = {
-        name: key for key, name in reversed(config.plugin_names_by_key.items()) if effect_of(key).on_resume != "free"
-    }
+    keys_by_name = {name: key for key, name in reversed(config.plugin_names_by_key.items())}
     for name, old_code, new_code in spec.changed_plugins():
         if name in keys_by_name:
             remedy = "bring that code back, or start a new run from its weights: init_from=... name=..."

@@ -1,0 +1,47 @@
+"""Configuration keys that earlier versions had: what to do without each.
+
+A block that gives such a key its former default, as the configurations of older runs do, is read as before.
+"""
+
+import re
+
+# {path of a key, as in docs/config.md; `*` for any part: (former default, advice)}
+REMOVED_KEYS: dict[str, tuple[object, str]] = {
+    "eval.others": ([], "measure it after training, on the model that lm.load gives"),
+}
+_PATTERNS = {path: re.compile(re.escape(path).replace(r"\*", r"[^.]*")) for path in REMOVED_KEYS}
+_NAMES = {path.rpartition(".")[2] for path in REMOVED_KEYS}
+
+
+def removed_key(block_path: str, variant: str, name: str) -> tuple[object, str] | None:
+    """Return the former default of a removed key and advice on it; None if lm never had the key.
+
+    Args:
+        block_path: the path of the key's block, e.g. `data.tasks[0].task`.
+        variant: the block's `name`, e.g. `mqar`; empty if it has none.
+        name: the key's name within the block.
+    """
+    if name not in _NAMES:
+        return None
+    path = re.sub(r"\[\d+\]", "[]", f"{block_path}.{name}" if block_path else str(name))
+    variant_path = f"{path.rpartition('.')[0]}[{variant}].{name}"
+    matches = (key for key, pattern in _PATTERNS.items() if pattern.fullmatch(path) or pattern.fullmatch(variant_path))
+    return REMOVED_KEYS.get(next(matches, ""))
+
+
+def without_removed(plain: dict[str, object], path: str = "") -> dict[str, object]:
+    """Return a configuration (plain data) without those removed keys that have their former defaults."""
+    result = {}
+    for name, value in plain.items():
+        entry = removed_key(path, str(plain.get("name", "")), name)
+        if entry and entry[0] == value:
+            continue
+        inner = f"{path}.{name}" if path else str(name)
+        result[name] = (
+            without_removed(value, inner)
+            if isinstance(value, dict)
+            else [without_removed(item, f"{inner}[]") if isinstance(item, dict) else item for item in value]
+            if isinstance(value, list)
+            else value
+        )
+    return result

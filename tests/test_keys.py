@@ -1,0 +1,140 @@
+"""Each configuration key is set in a shipped file or a documented example; what to do without one that left is said."""
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from lm.config.load import load_config, nest_keys, parse, read_overrides
+from lm.config.tree import Config, canonical
+from lm.errors import ConfigError
+from lm.removed_keys import REMOVED_KEYS
+from lm.schema import Plain, fields, reference, to_plain
+
+GENERATED = ("config.md", "normalizers.md")  # each lists all keys
+ROOTS = [spec.name for spec in fields(Config)]
+
+
+def rows(schema: type, path: str = "") -> dict[tuple[type, str], str]:
+    """The reference's row of each key, by the dataclass that has it; the first where blocks of several keys have it."""
+    found = {}
+    for spec in fields(schema):
+        key_path = f"{path}.{spec.name}".lstrip(".")
+        found[schema, spec.name] = key_path
+        for suffix, block in blocks(spec).items():
+            found = rows(block, key_path + suffix) | found
+    return found
+
+
+def blocks(spec) -> dict[str, type]:
+    """The dataclasses of a field's blocks, by what the reference adds to the field's path."""
+    if table := spec.metadata.get("table"):
+        return {f"[{name}]": block for name, block in table.items()}
+    block = spec.metadata.get("schema")
+    return {"[]" if spec.metadata.get("many") else "": block} if block else {}
+
+
+def set_keys(schema: type, plain: Plain, path: str = "") -> Iterator[tuple[str, type, str]]:
+    """Path, dataclass and name of each key that a block sets."""
+    for spec in fields(schema) if isinstance(plain, dict) else ():
+        if spec.name not in plain:
+            continue
+        value, key_path = plain[spec.name], f"{path}.{spec.name}".lstrip(".")
+        yield key_path, schema, spec.name
+        many, table = spec.metadata.get("many"), spec.metadata.get("table")
+        if isinstance(value, list) and table and "layers" in table:
+            value = {"name": "layers", "of": value}
+        items = value.values() if many is dict and isinstance(value, dict) else value if many is list else [value]
+        for item in items if isinstance(items, list) or many is dict else [items]:
+            for suffix, block in blocks(spec).items():
+                chosen = item.get("name", spec.metadata.get("default")) if isinstance(item, dict) else None
+                if not table or suffix == f"[{chosen}]":
+                    yield from set_keys(block, item, key_path + suffix)
+
+
+def mappings(plain: Plain) -> Iterator[Plain]:
+    """Configurations, whole or in parts, anywhere in plain data: an experiment's arms, for example."""
+    if isinstance(plain, dict):
+        keys = {str(key): value for key, value in plain.items() if str(key).split(".")[0] in ROOTS}
+        if "to" in plain and isinstance(plain["to"], dict):
+            yield {"model": {"normalizer": plain["to"]}}
+        with contextlib.suppress(ConfigError):
+            yield nest_keys(*({key: value} for key, value in keys.items()))
+    for item in plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ():
+        yield from mappings(item)
+
+
+def overrides(text: str) -> Iterator[Plain]:
+    """What `KEY=VALUE` in a command, or in code, sets."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:
+        words = text.split()
+    for word in [*words, text.strip(), *re.findall(r"""["']([\w.]+=[^"']*)["']""", text)]:
+        if re.match(rf"({'|'.join(ROOTS)})[.\w]*=", word):
+            with contextlib.suppress(ConfigError):
+                yield read_overrides([word])
+
+
+def examples() -> Iterator[Plain]:
+    """All that shipped files and examples in pages set."""
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        yield from mappings(yaml.safe_load(path.read_text()))
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if path.name in GENERATED:
+            continue
+        text = path.read_text()
+        fences = re.findall(r"```\w*\n(.*?)```", text, re.S)
+        for code in [*fences, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))]:
+            yield from overrides(code)
+            try:
+                yield from mappings(yaml.safe_load(code))
+            except yaml.YAMLError:
+                continue
+
+
+def unset_keys() -> list[str]:
+    """Rows of the reference that no example sets."""
+    known = {path for path, *_ in reference(Config)}
+    by_owner = rows(Config)
+    found = set()
+    for plain in examples():
+        for path, schema, name in set_keys(Config, plain):
+            found.add(path if path in known else by_owner.get((schema, name), path))
+    return sorted(known - found)
+
+
+def block_with(pattern: str, value: Plain) -> Plain:
+    """A configuration in which the removed key `pattern` has a value."""
+    pattern = pattern.replace("eval.*", "eval.recall").replace("optim.groups.*", "optim.groups.head")
+    for part in reversed(pattern.split(".")):
+        name, *suffixes = re.findall(r"[^\[\]]+|\[\]", part)
+        for suffix in reversed(suffixes):
+            value = [value] if suffix == "[]" else {"name": suffix} | value
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("pattern", REMOVED_KEYS)
+def test_a_removed_key_is_read_at_its_default_and_else_refused_with_advice(pattern: str):
+    default, advice = REMOVED_KEYS[pattern]
+    older = merged(to_plain(load_config(["name=x"])), block_with(pattern, default))
+    assert canonical(older) == canonical(to_plain(parse(older)))
+    with pytest.raises(ConfigError) as error:
+        parse(merged(older, block_with(pattern, "no value that it ever had")))
+    (problem,) = error.value.problems
+    assert str(problem).endswith(f"'no value that it ever had': is no key of lm any more; {advice}")
+
+
+def merged(plain: Plain, changes: Plain) -> Plain:
+    """Plain data with changes; a list, and a block of another name, are replaced whole."""
+    both = (
+        isinstance(plain, dict)
+        and isinstance(changes, dict)
+        and plain.get("name") == changes.get("name", plain.get("name"))
+    )
+    return {**plain, **{key: merged(plain.get(key), value) for key, value in changes.items()}} if both else changes
