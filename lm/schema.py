@@ -24,6 +24,8 @@ from lm.errors import ConfigError, Problem
 from lm.removed_keys import removed_key
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+NOT_GIVEN = "???"  # the value by which OmegaConf marks a key that the user must give
+MUST_BE_GIVEN = "must be given", f"replace {NOT_GIVEN} by a value"  # reason and remedy of a key that has this value
 
 
 @functools.cache  # each configuration needs the fields of a class many times
@@ -276,6 +278,10 @@ def build(schema: type, data: Plain, path: str, problems: list[Problem], table: 
 
 def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: list[Problem]):
     table, container = spec.metadata.get("table"), spec.metadata.get("many")
+    has_blocks = table is not None or "schema" in spec.metadata
+    if value == NOT_GIVEN or (not has_blocks and NOT_GIVEN in single_values(value)):
+        problems.append(Problem(path, value, *MUST_BE_GIVEN))
+        return MISSING
 
     def block(item: Plain, item_path: str):
         if table is None:
@@ -294,7 +300,7 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
             problems.append(Problem(path, value, "must be a list of blocks"))
             return MISSING
         return [block(item, f"{path}[{index}]") for index, item in enumerate(value or [])]
-    if table is not None or "schema" in spec.metadata:
+    if has_blocks:
         return None if value is None and "optional" in spec.metadata else block(value, path)
     result = convert(spec.type, value)
     if result is MISSING:
@@ -342,6 +348,9 @@ def _build_variant(table: Mapping[str, type], default: str | None, value: Plain,
         problems.append(Problem(path, value, "must be a name or a block with a 'name'", suggest("", table)))
         return MISSING
     name = value.get("name", default)
+    if name == NOT_GIVEN:
+        problems.append(Problem(_join_path(path, "name"), name, *MUST_BE_GIVEN))
+        return MISSING
     variant_name = name if isinstance(name, str) else ""  # no variant has an empty name
     try:
         schema = table[variant_name]

@@ -87,6 +87,18 @@ def test_a_wrong_option_is_one_problem(key: str):
     assert list(messages) == [f"{key}.wrong"]
 
 
+def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path: Path):
+    paths = [path for path, *_ in reference(Config) if not re.search(r"[\[\]*<]", path)]
+    assert len(paths) > 100
+    for path in paths:
+        with pytest.raises(ConfigError, match="must be given; replace"):
+            load_config(["configs/softmax.yaml", f"{path}=???"])
+    (tmp_path / "a.yaml").write_text("data: {source: {name: files, paths: ['???']}, tasks: [{task: {name: '???'}}]}")
+    with pytest.raises(ConfigError) as error:
+        load_config(["configs/softmax.yaml", str(tmp_path / "a.yaml")])
+    assert [problem.path for problem in error.value.problems] == ["data.source.paths", "data.tasks[0].task.name"]
+
+
 @pytest.mark.parametrize(("cores", "here"), [(1, "; this machine has 1 core; "), (128, "; set it")])
 def test_too_many_devices_are_refused_by_their_own_key(monkeypatch, cores, here):
     monkeypatch.setattr("os.cpu_count", lambda: cores)

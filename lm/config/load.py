@@ -28,6 +28,7 @@ from lm.config.yaml_text import (
 from lm.errors import ConfigError, Problem, abbreviated, as_written, one_line
 from lm.plugins import PLUGINS
 from lm.schema import (
+    NOT_GIVEN,
     Plain,
     build,
     build_named,
@@ -262,7 +263,7 @@ def load_config(arguments: list[str], merge_model_keys: MergeModelKeys | None = 
     init_from = changes.get("init_from", tree.get("init_from"))
     if isinstance(init_from, str) and "${" in init_from:
         init_from = resolve_interpolations(merge(tree, changes))["init_from"]
-    has_weights = merge_model_keys and init_from and isinstance(init_from, str)
+    has_weights = merge_model_keys and init_from and isinstance(init_from, str) and init_from != NOT_GIVEN
     tree = merge_model_keys(init_from, tree, changes) if has_weights else merge(tree, changes)
     if tree.get("name") in (None, ""):  # 0 and false stay, for `parse` to refuse them as names
         tree["name"] = Path(files[0]).stem if files else "run"
