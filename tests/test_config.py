@@ -96,7 +96,7 @@ def test_a_value_of_three_question_marks_must_be_given_whatever_the_key(tmp_path
     (tmp_path / "a.yaml").write_text("data: {source: {name: files, paths: ['???']}, tasks: [{task: {name: '???'}}]}")
     with pytest.raises(ConfigError) as error:
         load_config(["configs/softmax.yaml", str(tmp_path / "a.yaml")])
-    assert [problem.path for problem in error.value.problems] == ["data.source.paths", "data.tasks[0].task.name"]
+    assert {"data.source.paths", "data.tasks[0].task.name"} <= {problem.path for problem in error.value.problems}
 
 
 @pytest.mark.parametrize(("cores", "here"), [(1, "; this machine has 1 core; "), (128, "; set it")])

@@ -13,9 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import lm
-from texts import TEXTS, documents, one_line_error, skipping, start, write_parquet, write_texts
+from texts import TEXTS, documents, files_config, one_line_error, skipping, start, write_parquet, write_texts
 
 from lm.config.data_config import Files, Package
+from lm.data.prepare import prepare
 from lm.data.sources import PACKAGES, source_identity
 from lm.data.text_files import description, expand
 from lm.errors import DataError
@@ -72,6 +73,60 @@ def test_line_ends_of_a_separator_are_those_of_unix_and_of_windows(tmp_path: Pat
     lists = [list(documents(Files([str(tmp_path / name)], separator=separator))) for name in ("a.txt", "b.txt")]
     assert [len(texts) for texts in lists] == [200, 200]
     assert [text.rstrip("\r") for text in lists[0]] == [text.rstrip("\r") for text in lists[1]]
+
+
+@pytest.mark.parametrize("separator", ["<|>", "\\n<|endoftext|>\\n"])
+def test_a_separator_that_occurs_nowhere_is_refused(tmp_path: Path, separator: str):
+    write_texts(tmp_path, TEXTS[4:])
+    error = one_line_error(Files([str(tmp_path)], separator=separator))
+    assert f"{separator!r} occurs in none of the {len(TEXTS) - 4} text files" in error
+    assert ("in YAML \\n is a line end in double quotes alone" in error) == ("\\" in separator)
+    (tmp_path / "last.txt").write_text(f"one{separator}two")
+    assert len(list(documents(Files([str(tmp_path)], separator=separator)))) == len(TEXTS) - 4 + 2
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_spelled_end_of_text_is_noted_with_the_remedy(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture):
+    text = "\n<|endoftext|>\n".join(TEXTS[4:])
+    lines = [text, "another text </s>"] if kind == "txt" else [json.dumps({"text": text}), '{"text": "</s>"}']
+    for number, line in enumerate(lines):
+        (tmp_path / f"{number}.{kind}").write_text(line)
+    prepare(files_config(tmp_path, tmp_path), progress=True)
+    (note,) = [line for line in capfd.readouterr().err.splitlines() if " is spelled " in line]
+    assert "<|endoftext|> is spelled 39 times in the text, where it is text" in note
+    assert ("set data.source.separator" in note) == (kind == "txt")
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_json_is_json_lines_and_plain_json_if_it_is_named(tmp_path: Path, suffix: str):
+    rows = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(TEXTS))
+    write_compressed(tmp_path / f"c4.00000.json.{suffix}", rows.encode())
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"a"))
+    source = Files([str(tmp_path)])
+    assert list(documents(source)) == TEXTS
+    assert description(source).startswith("1 files read, 2 ignored (.json 1, .csv.gz 1); ") or description(
+        source
+    ).startswith("1 files read, 2 ignored (.csv.gz 1, .json 1); ")
+    (tmp_path / "rows.json").write_text(rows)
+    assert list(documents(Files([str(tmp_path / "rows.json")]))) == TEXTS
+    (tmp_path / "list.json").write_text(json.dumps([{"text": "a"}]))
+    assert "holds list, not a JSON object; write one object a line" in one_line_error(
+        Files([str(tmp_path / "list.json")])
+    )
+    assert [problem.value for problem in Files(["a"], suffixes=[".json"]).problems()] == [".json"]
+
+
+def test_empty_files_among_others_are_counted_and_compressed_ones_are_damaged(tmp_path: Path):
+    write_texts(tmp_path, ["a", "b", ""])
+    (tmp_path / "rows.jsonl").touch()
+    assert description(Files([str(tmp_path)])) == "4 files read (2 of them empty), 0 ignored"
+    assert [text for text in documents(Files([str(tmp_path)])) if text] == ["a", "b"]
+    for suffix in ("gz", "zst"):
+        (tmp_path / f"rows.jsonl.{suffix}").touch()
+        texts, errors = skipping(Files([str(tmp_path / "*.*")]))
+        assert "".join(texts) == "ab"
+        assert f"rows.jsonl.{suffix}: is empty, which no compressed file is" in str(errors[-1])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "ndjson", "parquet"])

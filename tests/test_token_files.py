@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import lm
-from test_tokenizer import write_tokenizer
+from test_tokenizer import words_tokenizer, write_tokenizer
 from texts import TEXTS, documents, files_config, write_texts
 
 from lm.config.data_config import DataConfig, Files, Mixture, TokenizerFile, Tokens, WeightedSource
@@ -21,7 +21,7 @@ from lm.data.inspect import store_description
 from lm.data.prepare import prepare, summary
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
-from lm.data.token_files import DTYPES, FORMATS, Vocabulary
+from lm.data.token_files import DTYPES, FORMATS, OTHER_FORMATS, Vocabulary
 from lm.data.tokenizer import encode, tokenizer_of
 from lm.errors import ConfigError, DataError
 
@@ -297,6 +297,17 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
     return {
         "empty": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b""), "is empty"),
         "empty in a folder": ("nanogpt", beside_empty, "more.bin: is empty; remove it"),
+        **{
+            f"other {start}": ("nanogpt", lambda start=start: changed(nanogpt(folder, ids), start.__add__), ": is ")
+            for start in OTHER_FORMATS
+        },
+        "padded": ("column", lambda: jsonl(folder, [*ids[:3], [5, 6] + [0] * 9]),
+            "line 4: column 'input_ids': ends in 9 times the special token <|endoftext|> (id 0): padding"),
+        "padded on the left": ("column", lambda: parquet(folder, [[0] * 9 + [5, 6], *ids[:3]]), "row 1: column "
+            "'input_ids': begins in 9 times the special token <|endoftext|> (id 0): padding"),
+        "padded by end of text": ("saved", lambda: saved(folder, [[*document, END, END, END] for document in ids]),
+            "ends in 3 times the special token </s> (id 290): padding, which would be trained on; cut each row by"),
+        "padding alone": ("column", lambda: jsonl(folder, [*ids[:3], [0] * 4]), "begins in 4 times"),
         "odd": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: content[:-1]), "not 2 for each id"),
         "headed": ("nanogpt", lambda: modded(folder, ids), "set that"),
         "indexed": ("nanogpt", lambda: megatron(folder, ids).with_suffix(".bin"), "set data.source.format=megatron"),
@@ -397,6 +408,26 @@ def test_files_that_are_damaged_or_do_not_fit_are_one_line(
     assert "\n" not in str(error.value)
     assert not list(Path(data.root).glob("*-*"))
     assert not list(Path(data.root).glob(".*.partial"))
+
+
+@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}, {"type": "Fuse"}])
+def test_ids_whose_decoded_text_has_other_bytes_are_refused(tmp_path: Path, decoder: dict | None):
+    """As of a character-level preparation, whose tokenizer.json has no decoder."""
+    letters = "abc def. " * 30
+    vocabulary = {"</s>": 0, **{letter: n for n, letter in enumerate(sorted(set(letters)), 1)}}
+    tokenizer = words_tokenizer(
+        tmp_path / "letters.json", 9, model={"type": "WordLevel", "vocab": vocabulary, "unk_token": "</s>"},
+        decoder=decoder,
+    )  # fmt: skip
+    tokenizer = dataclasses.replace(tokenizer, end_of_text="</s>")
+    ids = [[vocabulary[letter] for letter in letters[:length]] for length in range(100, 130)]
+    data = dataclasses.replace(config(tmp_path, tokenizer, "column", jsonl(tmp_path, ids)), on_error="skip")
+    if decoder != {"type": "Fuse"}:
+        with pytest.raises(DataError, match=r"line 1: .*bytes of text can't be counted so; give .* the decoder"):
+            prepare(data)
+    else:
+        store = prepare(data)
+        assert store.train.n_bytes + store.val.n_bytes == sum(map(len, ids))
 
 
 def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_skipped(

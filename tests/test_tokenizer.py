@@ -25,7 +25,7 @@ from lm.data.encoding import MAX_WORD_LENGTH, Document, can_cut_between_words, e
 from lm.data.inspect import store_description
 from lm.data.prepare import prepare
 from lm.data.sources import read_archive
-from lm.data.tokenizer import END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
+from lm.data.tokenizer import ENCODINGS, END_OF_TEXT, encode, load_tokenizer, token_bytes, tokenizer_of, train_tokenizer
 from lm.errors import ConfigError, DataError
 
 
@@ -351,8 +351,9 @@ def spelled(token: str) -> bytes:
 
 
 @pytest.fixture
-def trained(tmp_path: Path):
-    """A trained tokenizer, and its merges in the two formats of files."""
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A trained tokenizer, and its merges in the two formats of files, as if r50k_base had as many ranks."""
+    monkeypatch.setitem(ENCODINGS, "r50k_base", (ENCODINGS["r50k_base"][0], 399, 50256))
     tokenizer = train_tokenizer(iter(TEXTS), TrainedTokenizer(400))
     model = json.loads(tokenizer.to_str())["model"]
     del model["vocab"][END_OF_TEXT]
@@ -419,6 +420,30 @@ def test_bad_rank_files_are_one_line(trained, tmp_path: Path):
             tokenizer_of(spec)
         assert "data.tokenizer." in str(error.value)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kept", [257, 300, 398])
+def test_a_vocabulary_of_merges_or_ranks_that_was_cut_short_is_refused(trained, tmp_path: Path, kept: int):
+    ranks = (tmp_path / "r50k_base.tiktoken").read_text().splitlines(keepends=True)
+    (tmp_path / "cut.tiktoken").write_text("".join(ranks[:kept]))
+    (model := tmp_path / "model").mkdir()
+    for name in ("cut.bpe", "model/merges.txt"):
+        merges = (tmp_path / "vocab.bpe").read_text().splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(merges[: kept - 255]))
+    vocabulary = json.loads((tmp_path / "encoder.json").read_text())
+    (model / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 399}))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    encoder = str(tmp_path / "encoder.json")
+    for spec, reason in (
+        (TiktokenTokenizer(str(tmp_path / "cut.tiktoken"), "r50k_base"), f"has {kept} ranks, and r50k_base has 399"),
+        (GPT2Tokenizer(encoder, str(tmp_path / "cut.bpe")), f"no merge makes {399 - kept} of the vocabulary's tokens"),
+        (PretrainedTokenizer(str(model)), f"no merge makes {399 - kept} of the vocabulary's tokens"),
+    ):
+        with pytest.raises(DataError, match=f"{reason}.*cut short"):
+            tokenizer_of(spec)
+    marks = {**vocabulary, "<mask>": 399, "[SEP]": 400, "madeupword0000": 401}
+    Path(encoder).write_text(json.dumps(marks))
+    assert tokenizer_of(GPT2Tokenizer(encoder, str(tmp_path / "vocab.bpe"))).token_to_id("<mask>") == 399
 
 
 @pytest.mark.slow

@@ -211,14 +211,14 @@ class Files:
                 "paths", self.paths, "no files given", "list files, folders or globs (. is the working directory)"
             )
             return
-        other_formats = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
+        other_formats = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
         for suffix in self.suffixes:
             if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix.lower() in other_formats:
                 lacks_dot = suffix.isalnum() and f".{suffix.lower()}" not in other_formats
                 remedy = (
                     f"write it as .{suffix}"
                     if lacks_dot
-                    else "write it as .txt; .jsonl, .ndjson and .parquet are read anyway"
+                    else "write it as .txt; .json (named, or .json.gz), .jsonl, .ndjson, .parquet are read anyway"
                 )
                 yield Problem("suffixes", suffix, "is not a suffix of text files", remedy)
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
@@ -387,11 +388,17 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
             if reading.spool:
                 reading.spool.unlink(missing_ok=True)
             accepted = _accepted_documents(data, reading, omissions)
-            for _, digest, n_bytes in write_spool(accepted, reading.spool) if reading.spool else accepted:
+            n_spelled = Counter()
+            for document, digest, n_bytes in write_spool(accepted, reading.spool) if reading.spool else accepted:
+                if isinstance(document, str):
+                    for token in {END_OF_TEXT, data.tokenizer.end_of_text}:
+                        n_spelled[token] += document.count(token)
                 hashes.append(digest)
                 sizes.append(n_bytes)
                 advance(n_bytes)
             ends.append(len(hashes))
+            for token, count in (+n_spelled).items():
+                progress.say(_spelled_note(reading.source, token, count))
     source_names = ", ".join(labels(data))
     if not hashes:
         raise DataError(f"data.source: {source_names}: holds no documents{omissions.words()}")
@@ -433,6 +440,13 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     return Scan(
         hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids
     )
+
+
+def _spelled_note(source: Source, token: str, count: int) -> str:
+    remedy = "remove it, or split the rows there, if it stands between documents"
+    if isinstance(source, Files):
+        remedy = f'if it stands between documents, set data.source.separator, e.g. "\\n{token}\\n"'
+    return f"note: {source.label}: {token} is spelled {count:,} times in the text, where it is text; {remedy}"
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:

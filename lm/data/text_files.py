@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +156,23 @@ PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unl
 
 
 def file_documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
-    return read_files(expand(source), source, on_error)
+    paths = expand(source)
+    _check_separator([path for path in paths if _reader_of(path, source) is _read_txt], source.separator)
+    return read_files(paths, source, on_error)
+
+
+def _check_separator(paths: list[Path], separator: str) -> None:
+    """Raise DataError if `separator` occurs in none of the text files `paths`. Each is read up to its first match."""
+    if not separator or not paths:
+        return
+    for path in paths:
+        with suppress(OSError, Unreadable), io.BufferedReader(_FileStream(path), READ_BYTES) as file:
+            if any(begin for begin, _ in _split_at_separator(file, separator.encode())):
+                return
+    remedy = "set data.source.separator to a text that stands between documents, or drop it"
+    if "\\" in separator:
+        remedy += '; in YAML \\n is a line end in double quotes alone: "\\n"'
+    raise DataError(f"data.source.separator: {separator!r} occurs in none of the {len(paths):,} text files; {remedy}")
 
 
 def files_identity(source: Files, root: Path, hashes: FileHashes) -> dict[str, Plain]:
@@ -185,7 +201,7 @@ def expand(source: Files) -> list[Path]:
     matches: set[Path] = set()
     for path in (expand_home(name) for name in source.paths):
         if path.is_dir():
-            files = [file for file in files_in(path) if _reader_of(file, source)]
+            files = [file for file in files_in(path) if _is_read(file, source)]
             if not files:
                 reason = "the folder holds no files; put some there, or name another in data.source.paths"
                 if ignored_counts := _ignored_by_suffix(path, source):
@@ -221,7 +237,10 @@ def description(source: Files) -> str:
     folders = [path for path in (expand_home(name) for name in source.paths) if path.is_dir()]
     ignored_counts = sum((_ignored_by_suffix(path, source) for path in folders), Counter())
     remedy = "; data.source.suffixes names what is read as text"
-    return f"{len(expand(source)):,} files read, " + (
+    files = expand(source)
+    n_empty = sum(path.is_file() and not path.stat().st_size for path in files)
+    empty = f" ({n_empty:,} of them empty)" if n_empty else ""
+    return f"{len(files):,} files read{empty}, " + (
         f"{_ignored_in_words(ignored_counts)}{remedy}" if ignored_counts else "0 ignored"
     )
 
@@ -233,9 +252,7 @@ def _ignored_in_words(ignored_counts: Counter[str]) -> str:
 
 def _ignored_by_suffix(folder: Path, source: Files) -> Counter[str]:
     hidden: list[Path] = []
-    counts = Counter(
-        file.suffix.lower() or "no suffix" for file in files_in(folder, hidden) if not _reader_of(file, source)
-    )
+    counts = Counter(_suffix(file) or "no suffix" for file in files_in(folder, hidden) if not _is_read(file, source))
     return counts + Counter(
         hidden=sum(sum(len(names) for *_, names in os.walk(path)) if path.is_dir() else 1 for path in hidden)
     )
@@ -284,20 +301,30 @@ def _reason_missing(path: Path) -> str:
     return "no such file or folder" + (f"; did you mean '{path.parent / matches[0]}'?" if matches else "")
 
 
+def _suffix(path: Path) -> str:
+    """Return a file's suffix in lower case, for a compressed file both, such as `.json.gz`."""
+    is_compressed = path.suffix.lower() in (".gz", ".zst")
+    return ((Path(path.stem).suffix if is_compressed else "") + path.suffix).lower()
+
+
+def _is_read(path: Path, source: Files) -> bool:
+    """Return whether a file in a folder is read. A plain .json file is read if it is named: most describe others."""
+    return _suffix(path) != ".json" and _reader_of(path, source) is not None
+
+
 def _reader_of(path: Path, source: Files) -> Reader | None:
     """Return the function that reads a file by its suffix, in upper or lower case; None for a suffix that is not
     supported.
     """
-    is_compressed = path.suffix.lower() in (".gz", ".zst")
-    suffix = (Path(path.stem) if is_compressed else path).suffix.lower()
+    suffix = _suffix(path).removesuffix(".gz").removesuffix(".zst")
     reader = _read_txt if suffix in map(str.lower, source.suffixes) else READERS.get(suffix)
-    return None if is_compressed and reader is _read_parquet else reader
+    return None if suffix != path.suffix.lower() and reader is _read_parquet else reader
 
 
 def _supported_suffixes(source: Files) -> str:
     suffixes = ", ".join([*source.suffixes, ".jsonl", ".ndjson"])
     remedy = "; data.source.suffixes names what is read as text" if source.suffixes else ""
-    return f"{suffixes} (also .gz, .zst) and .parquet{remedy}"
+    return f"{suffixes} (also .gz, .zst), .json.gz, .json.zst, files of JSON lines named .json, and .parquet{remedy}"
 
 
 def read_files(
@@ -332,6 +359,8 @@ class _FileStream(io.RawIOBase):
 
         self.path, self.errors = path, (OSError, pyarrow.ArrowException)
         self.file = pyarrow.OSFile(os.fsencode(path))
+        if path.suffix.lower() in (".gz", ".zst") and not self.file.size():
+            raise Unreadable(f"{path}: is empty, which no compressed file is: damaged; fetch it again, or remove it")
         self.stream = pyarrow.input_stream(self.file, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower()))
 
     def readable(self) -> bool:
@@ -448,5 +477,6 @@ def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) ->
 READERS: dict[str, Reader] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
+    ".json": _read_jsonl,
     ".parquet": _read_parquet,
 }  # `_read_txt`: `Files.suffixes`

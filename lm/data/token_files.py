@@ -29,13 +29,22 @@ from lm.data.text_files import (
     size_of,
     unreadable_error,
 )
-from lm.data.tokenizer import decode, token_bytes, tokenizer_of, vocab_size
+from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, tokenizer_of, vocab_size
 from lm.errors import DataError
 from lm.files import FileHashes, expand_home
 from lm.schema import Plain
 
 TOKENIZER_REMEDY = "set data.tokenizer to the one that made the ids"
 _BLOCK = 2**22  # ids that are checked together
+_CHECKED_IDS = 2**12  # ids of a document whose decoded text is checked
+# The first bytes of files that other programs write, and what those are. A .bin file of ids has no header.
+OTHER_FORMATS = {
+    b"\x93NUMPY": "an array of np.save, with a header; write its ids alone: np.load(PATH).astype('<u2').tofile(PATH)",
+    b"PK\x03\x04": "a zip archive, as of np.savez or torch.save; write its ids alone, by tofile",
+    b"\x1f\x8b\x08": "compressed by gzip; decompress it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; decompress it",
+    b"PAR1": "a Parquet file; set data.source.format=column, and name it .parquet",
+}
 
 
 class Vocabulary:
@@ -49,7 +58,8 @@ class Vocabulary:
     def __init__(self, spec: TokenizerOptions):
         self.tokenizer, self.end_of_text_token = tokenizer_of(spec), spec.end_of_text
         self.end_of_text_id = self.tokenizer.token_to_id(spec.end_of_text)
-        self.bytes = token_bytes(self.tokenizer)
+        self.bytes, self.is_special = token_bytes(self.tokenizer), special_token_mask(self.tokenizer)
+        self.n_unchecked = 64 if self.bytes is None else 0  # documents whose decoded text is still to be checked
         self.known = np.zeros(vocab_size(self.tokenizer), bool)  # (V,), true for ids that the tokenizer has
         self.known[list(self.tokenizer.get_vocab().values())] = True
         self.seen = {"documents": 0, "largest_id": 0, "end_of_text_first": 0, "end_of_text_last": 0}
@@ -73,6 +83,12 @@ class Vocabulary:
                     f"{len(self.known) - 1:,} does not have"
                 )
                 raise Unreadable(f"{location}: {reason}; {TOKENIZER_REMEDY}")
+        for place, end in (("begins", ids), ("ends", ids[::-1])):
+            if len(ids) > 1 and end[0] == end[1] and self.is_special[end[0]]:
+                n_equal = int((end != end[0]).argmax()) or len(end)
+                token = f"the special token {self.tokenizer.id_to_token(int(end[0]))} (id {end[0]})"
+                reason = f"{place} in {n_equal:,} times {token}: padding, which would be trained on"
+                raise Unreadable(f"{location}: {reason}; cut each row by its attention_mask")
         n_leading = int(len(ids) > 0 and ids[0] == self.end_of_text_id)
         n_trailing = int(len(ids) > n_leading and ids[-1] == self.end_of_text_id)
         document = ids[n_leading : len(ids) - n_trailing].astype(np.uint32)
@@ -81,11 +97,25 @@ class Vocabulary:
             reason = f"{end_of_text} is inside the document, at token {n_leading + positions[0]:,}"
             remedy = "split the document there, or set data.tokenizer.end_of_text to the token that separates documents"
             raise Unreadable(f"{location}: {reason}; {remedy}")
+        if self.n_unchecked and len(document):
+            self.n_unchecked -= 1
+            self._check_decoder(document[:_CHECKED_IDS], location)
         self.seen["documents"] += 1
         self.seen["largest_id"] = max(self.seen["largest_id"], int(ids.max(initial=0)))
         self.seen["end_of_text_first"] += n_leading
         self.seen["end_of_text_last"] += n_trailing
         return document
+
+    def _check_decoder(self, ids: np.ndarray, location: str) -> None:
+        """Raise DataError unless the decoded text of `ids` is encoded to ids that decode to it. The number of its bytes
+        would be wrong, e.g. because a tokenizer without a decoder puts spaces between tokens.
+        """
+        text = decode(self.tokenizer, ids.tolist())
+        decoded_again = decode(self.tokenizer, encode(self.tokenizer, [text])[0])
+        if decoded_again != text:
+            reason = f"its ids decode to {text[:30]!a}, whose own ids decode to {decoded_again[:30]!a}"
+            remedy = "bytes of text can't be counted so; give the tokenizer.json the decoder that it lacks, e.g. Fuse"
+            raise DataError(f"{location}: {reason}; {remedy}, or {TOKENIZER_REMEDY}")
 
     def utf8_text(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 bytes of the decoded text of `ids`."""
@@ -219,6 +249,10 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
         raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron")
     if not (size := path.stat().st_size):
         raise Unreadable(f"{path}: is empty; remove it")
+    with open(path, "rb") as file:
+        first_bytes = file.read(8)
+    if other := next((text for start, text in OTHER_FORMATS.items() if first_bytes.startswith(start)), ""):
+        raise Unreadable(f"{path}: is {other}")
     if size % 2:
         raise Unreadable(f"{path}: has {size:,} bytes, not 2 for each id: damaged, or of another format")
     ids = np.memmap(path, "<u2", "r")

@@ -9,7 +9,8 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING
 from importlib.util import find_spec
@@ -331,7 +332,12 @@ def find_tokenizer_json(path: Path) -> str | None:
             f"{path}: its tokenizer can't be converted: {reason}; is tokenizer_class in {TOKENIZER_CONFIG} the right "
             "one?"
         )
-    return tokenizer.to_str(pretty=True)
+    content = tokenizer.to_str(pretty=True)
+    merges = json.loads(content)["model"].get("merges") if token_bytes(tokenizer) is not None else None
+    added_tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    if merges is not None and (reason := _missing_merges(vocabulary.keys() - added_tokens, merges)):
+        raise DataError(f"{path}: {reason}")
+    return content
 
 
 def require_tokenizer_json(path: Path) -> str:
@@ -347,7 +353,8 @@ def require_tokenizer_json(path: Path) -> str:
 # ---------------------------------------------------------------- files of merges and ranks
 
 
-# The pattern with which each tiktoken encoding cuts text into words, and the id of its <|endoftext|>.
+# The pattern with which each tiktoken encoding cuts text into words, its number of ranks, and the id of its
+# <|endoftext|>.
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -364,7 +371,13 @@ _O200K = "|".join(
         r"\s+",
     )
 )
-ENCODINGS = {"r50k_base": (_R50K, 50256), "cl100k_base": (_CL100K, 100257), "o200k_base": (_O200K, 199999)}
+ENCODINGS = {
+    "r50k_base": (_R50K, 50256, 50256),
+    "cl100k_base": (_CL100K, 100256, 100257),
+    "o200k_base": (_O200K, 199998, 199999),
+}
+# Entries of a byte-level vocabulary that no merge makes: marks such as <mask> or [SEP], and RoBERTa's fillers.
+_WITHOUT_MERGE = re.compile(r"<.*>|\[.*\]|madeupword\d{4}")
 
 
 def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
@@ -385,6 +398,8 @@ def gpt2_tokenizer(vocab: Path, merges: Path) -> "Tokenizer":
         raise DataError(
             f"{merges}: not a vocab.bpe that goes with {vocab.name}: two of its tokens a line (data.tokenizer.merges)"
         ) from None
+    if reason := _missing_merges(ids, merge_pairs):
+        raise DataError(f"{merges}: {reason} (data.tokenizer.merges)")
     from tokenizers import pre_tokenizers
 
     return _byte_bpe(
@@ -409,13 +424,16 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
         }
     except (ValueError, binascii.Error):
         ranks = {}
-    pattern, end_id = ENCODINGS[encoding]
+    pattern, n_ranks, end_id = ENCODINGS[encoding]
     if (
         not {bytes([byte]) for byte in range(256)} <= ranks.keys()
         or not _valid_ids(ranks.values())
         or max(ranks.values()) >= end_id
     ):
         raise DataError(f"{path}: not the rank file of {encoding}, or damaged (data.tokenizer.path)")
+    if len(ranks) != n_ranks:
+        reason = f"has {len(ranks):,} ranks, and {encoding} has {n_ranks:,}"
+        raise DataError(f"{path}: {reason}: cut short, or of another encoding; fetch it again (data.tokenizer.path)")
     merge_pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         cuts = [
@@ -438,6 +456,14 @@ def tiktoken_tokenizer(path: Path, encoding: str) -> "Tokenizer":
         splitter,
         ignore_merges=True,
     )
+
+
+def _missing_merges(tokens: Iterable[str], pairs: Iterable[Sequence[str]]) -> str:
+    """Say which tokens of a byte-level vocabulary, longer than a byte, no merge makes; empty if there is none."""
+    merged = {"".join(pair) for pair in pairs}
+    missing = [token for token in tokens if len(token) > 1 and token not in merged and not _WITHOUT_MERGE.match(token)]
+    reason = f"no merge makes {len(missing):,} of the vocabulary's tokens, such as {missing[0]!r}" if missing else ""
+    return reason and f"{reason}: the file of merges was cut short, or is another vocabulary's; fetch it again"
 
 
 def _valid_ids(ids: Collection[int]) -> bool:
