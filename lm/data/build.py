@@ -398,7 +398,9 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
                 advance(n_bytes)
             ends.append(len(hashes))
             for token, count in (+n_spelled).items():
-                progress.say(_spelled_note(reading.source, token, count))
+                remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"; else split rows'
+                spelled = f"{token} is spelled {count:,} times in the text, where it is text"
+                progress.say(f"note: {reading.source.label}: {spelled}; {remedy}")
     source_names = ", ".join(labels(data))
     if not hashes:
         raise DataError(f"data.source: {source_names}: holds no documents{omissions.words()}")
@@ -440,13 +442,6 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     return Scan(
         hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids
     )
-
-
-def _spelled_note(source: Source, token: str, count: int) -> str:
-    remedy = "remove it, or split the rows there, if it stands between documents"
-    if isinstance(source, Files):
-        remedy = f'if it stands between documents, set data.source.separator, e.g. "\\n{token}\\n"'
-    return f"note: {source.label}: {token} is spelled {count:,} times in the text, where it is text; {remedy}"
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
