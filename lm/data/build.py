@@ -398,7 +398,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
                 advance(n_bytes)
             ends.append(len(hashes))
             for token, count in (+n_spelled).items():
-                remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"; else split rows'
+                remedy = f'if it ends documents of .txt files, set data.source.separator, e.g. "\\n{token}\\n"'
                 spelled = f"{token} is spelled {count:,} times in the text, where it is text"
                 progress.say(f"note: {reading.source.label}: {spelled}; {remedy}")
     source_names = ", ".join(labels(data))
