@@ -7,6 +7,7 @@ import re
 
 # {path of a key, as in docs/config.md; `*` for any part: (former default, advice)}
 REMOVED_KEYS: dict[str, tuple[object, str]] = {
+    "eval.downstream": (None, "write eval.tasks=[NAME, ...]; tasks of your own are the paths of their YAML files"),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
 }
 _PATTERNS = {path: re.compile(re.escape(path).replace(r"\*", r"[^.]*")) for path in REMOVED_KEYS}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,13 +20,11 @@ from texts import tokens_of
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
-from lm.config.eval_config import DownstreamConfig
 from lm.config.inference_config import InferenceSetting, ThetaFactor
 from lm.config.model_config import ModelConfig
 from lm.data.prepare import prepare
 from lm.errors import ConfigError, RunError
 from lm.evaluation.evaluate import evaluate_runs
-from lm.evaluation.evaluation_kind import Measurement
 from lm.evaluation.held_out import (
     HeldOut,
     LongContext,
@@ -401,9 +398,3 @@ def test_a_row_of_131072_tokens_takes_less_than_a_gigabyte():
         [sys.executable, "scripts/bench.py", "long", *shape], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert float(re.search(r"peak memory \+([\d,]+) MiB", result.stdout)[1].replace(",", "")) < 1024
-
-
-def test_names_of_downstream_tasks_are_no_code_from_outside(tiny):
-    """Without lm-eval, which the tests of downstream tasks need."""
-    downstream = SimpleNamespace(config=tiny(), eval_config=DownstreamConfig(tasks=["arc_easy"]))
-    assert list(Measurement.code.fget(downstream)) == ["lm"]

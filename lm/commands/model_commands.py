@@ -40,6 +40,12 @@ NeedleOption = Annotated[
         help="needle in a haystack at 1x to 16x the training length; base models need eval.needle.finetune.steps=300",
     ),
 ]
+TasksOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...", help="downstream tasks of lm-eval, by name or YAML file, e.g. hellaswag,tasks/mine.yaml"
+    ),
+]
 Normalizer = Annotated[
     str, typer.Option(help="the new normalizer, e.g. ssmax; its options are overrides, e.g. model.normalizer.bias=true")
 ]
@@ -57,6 +63,7 @@ def eval_(
     checkpoint: Checkpoint = "last",
     suite: Suite = "",
     needle: NeedleOption = False,
+    tasks: TasksOption = "",
     out: OutFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="print all numbers as JSON, one object each, and nothing else")
@@ -67,14 +74,16 @@ def eval_(
 
     Results are written to evaluations/ in each run folder; what was measured before is not measured again.
     """
+    from lm.config.yaml_text import override
     from lm.evaluation.evaluate import evaluate_runs
 
     check_out_file(out)
     folders, overrides = paths_and_overrides(arguments, "no run folder given, e.g. runs/softmax")
-    needle_overrides = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
+    options = ["eval.needle.length_factors=[1,2,4,8,16]"] if needle else []
+    options += [override("eval.tasks", tasks.split(","))] if tasks else []
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            results = evaluate_runs(folders, checkpoint, suite, needle_overrides + overrides)
+            results = evaluate_runs(folders, checkpoint, suite, options + overrides)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept, and the same command goes on from there", file=sys.stderr)
         raise

@@ -371,23 +371,17 @@ class NeedleConfig(EvaluationConfig):
 
 
 @dataclass
-class DownstreamConfig(EvaluationConfig):
-    measurement: ClassVar[str] = "lm.evaluation.harness:Downstream"
+class TasksConfig(EvaluationConfig):
+    """The options of downstream tasks; `eval` has them as keys of its own, without a block."""
+
+    measurement: ClassVar[str] = "lm.evaluation.downstream:DownstreamTasks"
     switch_key: ClassVar[str] = "tasks"
-    tasks: list[str] = key([], "tasks of the lm-evaluation-harness (the package lm-eval), e.g. [arc_easy]; []: off")
-    include_path: str | None = key(None, "folder with task files of your own")
-    num_fewshot: int | None = key(None, "examples shown before each question; null: the task's", ge=0, le=1000)
-    limit: int | None = key(None, "documents of each task at most; null: all", ge=1)
-    max_length: int | None = key(None, "context length in tokens; null: the training length", ge=2, le=10**7)
-    metadata: dict[str, str | int | float | bool | list[int]] = key(
-        {}, "metadata that tasks ask for, e.g. {max_seq_lengths: [512]}"
-    )
+    tasks: list[str] = key([], "`eval.tasks`")
+    limit: int | None = key(None, "`eval.tasks_limit`")
 
     def conflicts(self, data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         if data.symbolic:
-            yield Problem("tasks", self.tasks, "needs a model of text", "set it to []")
-        if self.max_length:
-            yield from self.size_problems("max_length", self.max_length / data.seq_len, 1, data, model)
+            yield Problem("", self.tasks, "needs a model of text", "set it to []")
 
 
 Statistics = Literal["concentration", "sparsity", "limits"]
@@ -488,6 +482,13 @@ class EvalConfig:
     swap_lengths: list[float] = key(
         [1.0, 2.0, 4.0], "lengths at which a swap is measured, in training lengths; []: off", gt=0, le=MAX_FACTOR
     )
+    tasks: list[str] = key(
+        [],
+        "tasks of the lm-evaluation-harness (the package lm-eval), by name or YAML file, at the last step: "
+        "tasks/TASK/METRIC; []: off",
+        omit_default=True,
+    )
+    tasks_limit: int | None = key(None, "documents of each task at most; null: all", ge=1, omit_default=True)
     long_context: LongContextConfig = section(
         LongContextConfig, "loss by position, beyond the training length or within it"
     )
@@ -499,9 +500,6 @@ class EvalConfig:
     )
     recall: RecallConfig = section(RecallConfig, "accuracy on synthetic tasks, by length")
     needle: NeedleConfig = section(NeedleConfig, "needles in a haystack, by length and depth")
-    downstream: DownstreamConfig | None = optional(
-        DownstreamConfig, "tasks of the lm-evaluation-harness, each metric by its name: downstream/TASK/METRIC"
-    )
     diagnostics: DiagnosticsConfig | None = optional(
         DiagnosticsConfig,
         "statistics of attention weights, also of the untrained model and of shuffled scores",
@@ -515,12 +513,14 @@ class EvalConfig:
         return [
             "validation",
             *(spec.name for spec in fields(cls) if (block := block_of(spec)) and issubclass(block, EvaluationConfig)),
+            "tasks",
         ]
 
     @property
     def kinds(self) -> dict[str, EvaluationConfig]:
         """Map each kind of evaluation except the validation to its options; kinds whose block is null are left out."""
-        blocks = {name: getattr(self, name) for name in self.kind_names()[1:]}
+        blocks = {name: getattr(self, name) for name in self.kind_names()[1:-1]}
+        blocks["tasks"] = TasksConfig(tasks=self.tasks, limit=self.tasks_limit)
         return {kind: options for kind, options in blocks.items() if options is not None}
 
     def measurement_classes(self, data: DataConfig) -> dict[str, str]:

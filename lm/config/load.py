@@ -113,7 +113,7 @@ def check(config: Config) -> Iterator[Problem]:
         ):  # checked even if the evaluation is off, as other values are
             conflicts += setting.normalizers(normalizers, f"inference[{index}].normalizer")[1]
         conflicts += options.conflicts(data, model) if options.wanted(data) else ()
-        yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}") for conflict in conflicts)
+        yield from (replace(conflict, path=f"eval.{kind}.{conflict.path}".rstrip(".")) for conflict in conflicts)
 
 
 def check_steps(config: Config) -> Iterator[Problem]:

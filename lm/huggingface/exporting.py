@@ -5,6 +5,7 @@ model code.
 import json
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from lm.runs.evaluations import evaluation_files, load_evaluation
 from lm.runs.folder import TOKENIZER
 from lm.runs.loading import LoadedModel, load
 from lm.schema import Plain, to_plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 MAX_SERIES_VALUES = 8  # values of the longest series that a model card shows; the run's evaluations hold all series
 
@@ -142,14 +146,10 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     model (the error says why), an evaluation can't be read, or `target` can't be written.
     """
     loaded_model = load(source, checkpoint)
-    if plain_model := _matching_architecture(loaded_model, source):
-        architecture, config = plain_model
-        tensors = _transformers_tensors(architecture, config, loaded_model)
-    else:
-        if problem := _reason_not_computed(loaded_model):
-            raise RunError(f"{source}: {problem}; without --format hf it is exported for lm")
-        config = _lm_config(loaded_model)
-        tensors = _lm_tensors(loaded_model)
+    try:
+        architecture, config, tensors = exported_form(loaded_model)
+    except RunError as error:
+        raise RunError(f"{source}: {error}; without --format hf it is exported for lm") from None
     descriptions: dict[str, TensorSignature] = {
         name: (torch.float32, tuple(value.shape)) for name, value in tensors.items()
     }
@@ -157,10 +157,10 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
         with replacing(folder / WEIGHTS_FILE, "the weights") as file:
             write_weights(file, descriptions, ((name, value.float()) for name, value in tensors.items()))
         files = {
-            CONFIG: _json({**config, **_token_id_fields(loaded_model)}),
+            CONFIG: _json(config),
             "README.md": model_card(loaded_model, config["model_type"]),
         }
-        if plain_model is None:
+        if architecture is None:
             files[MODELLING_FILE] = Path(__file__).with_name(MODELLING_FILE).read_text(encoding="utf-8")
         if loaded_model.tokenizer is not None:
             tokenizer_text = (loaded_model.folder / TOKENIZER).read_text(encoding="utf-8")
@@ -170,18 +170,57 @@ def export_for_transformers(source: Path, checkpoint: str, target: Path) -> Path
     return target
 
 
+def exported_form(loaded_model: LoadedModel) -> tuple[Architecture | None, dict[str, Plain], dict[str, Tensor]]:
+    """Return the architecture of transformers that computes the model (None: modeling_lm.py does), config.json's
+    fields, and the tensors by their names there, as views of lm's parameters.
+
+    Raises RunError: neither an architecture of transformers nor modeling_lm.py computes the model; the error says why.
+    """
+    if plain_model := _matching_architecture(loaded_model):
+        architecture, config = plain_model
+        tensors = _transformers_tensors(architecture, config, loaded_model)
+    else:
+        if problem := _reason_not_computed(loaded_model):
+            raise RunError(problem)
+        architecture, config, tensors = None, _lm_config(loaded_model), _lm_tensors(loaded_model)
+    return architecture, {**config, **_token_id_fields(loaded_model)}, tensors
+
+
+def transformers_model(loaded_model: LoadedModel) -> tuple["PreTrainedModel", "PreTrainedTokenizerFast"]:
+    """Return what transformers loads from an export of the model, without writing files: its model, on the decoder's
+    device and with the decoder's own tensors where their layout is the same, and its tokenizer.
+
+    Raises RunError: as `exported_form`, or the model has no tokenizer.
+    """
+    import transformers
+
+    from lm.huggingface.modeling_lm import LmForCausalLM
+
+    tokenizer, _ = loaded_model.tokenizer_and_start()
+    architecture, config, tensors = exported_form(loaded_model)
+    model_class = getattr(transformers, architecture.classes[0]) if architecture else LmForCausalLM
+    model = model_class.from_pretrained(None, config=model_class.config_class.from_dict(config), state_dict=tensors)
+    start_tokenizer = parse_tokenizer(
+        add_start_token(tokenizer.to_str(), loaded_model.spec.end_of_text), loaded_model.spec.end_of_text
+    )
+    fast_tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=start_tokenizer, **_tokenizer_config(loaded_model.spec)
+    )
+    return model.to(loaded_model.decoder.embedding.weight.device), fast_tokenizer
+
+
 def _json(content: dict[str, Plain]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _matching_architecture(loaded_model: LoadedModel, source: Path) -> tuple[Architecture, dict[str, Plain]] | None:
+def _matching_architecture(loaded_model: LoadedModel) -> tuple[Architecture, dict[str, Plain]] | None:
     """Return the transformers architecture that computes the model and keeps its tokenizer, and config.json's fields;
     None if none does.
     """
     spec = loaded_model.spec
     for architecture in ARCHITECTURES.values():
         config = architecture.write(spec)
-        written_model = architecture.read(Fields(config, source)).model
+        written_model = architecture.read(Fields(config, loaded_model.path)).model
         matches_model = function_options(written_model) == function_options(spec.model)
         matches_model &= not (architecture.divides_width and spec.model.n_embd % spec.model.n_head)
         if matches_model and (config["model_type"] != "qwen2" or _splits_text_as_qwen2(loaded_model)):
@@ -196,7 +235,7 @@ def _splits_text_as_qwen2(loaded_model: LoadedModel) -> bool:
     """
     if loaded_model.tokenizer is None:
         return True
-    fields = json.loads((loaded_model.folder / TOKENIZER).read_text(encoding="utf-8"))
+    fields = json.loads(loaded_model.tokenizer.to_str())
     steps = (fields["pre_tokenizer"] or {}).get("pretokenizers") or []
     qwen2_split = {"type": "Split", "pattern": {"Regex": SPLIT_REGEX["qwen2"]}, "behavior": "Isolated", "invert": False}
     qwen2_steps = [qwen2_split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]

@@ -509,6 +509,7 @@ MEASURING_PACKAGES = (
     "data",
     "diagnostics",
     "evaluation",
+    "huggingface",
     "model",
     "runs",
     "statistics",

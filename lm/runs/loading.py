@@ -332,8 +332,6 @@ def save_model(
     """Write a decoder, trained by lm or elsewhere, as a model folder, which `load` and `lm` commands read. Returns
     `out`.
 
-    `lm.evaluation.harness.HarnessLM` takes the model as `load` returns it.
-
     Args:
         decoder: the decoder with its weights, on any device.
         tokenizer: a tokenizer.json of the `tokenizers` library; None: the model has no text.

@@ -1,0 +1,228 @@
+"""Downstream tasks of EleutherAI's lm-evaluation-harness (lm-eval) as an evaluation: lm-eval's own adapter measures the
+exported model.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import importlib.metadata
+import io
+import logging
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lm.config.tree import Config
+from lm.data.store import Store
+from lm.errors import ConfigError, LMError, Problem, RunError, one_line
+from lm.evaluation.evaluation_kind import Advance, Measurement
+from lm.files import expand_home
+from lm.huggingface.exporting import exported_form, transformers_model
+from lm.model.decoder import Decoder
+from lm.model.device import Device, all_reduce_sum, preserved_random_state
+from lm.model.spec import ModelSpec
+from lm.runs.evaluations import Sample, Series, Shown
+from lm.runs.loading import LoadedModel
+from lm.schema import Plain
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+except ModuleNotFoundError as error:
+    raise RunError(
+        f"downstream tasks need lm-eval ({error.name} is not installed); run: pip install 'lm-eval[hf]>=0.4.13'"
+    ) from None
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+BATCH_TOKENS = 2**14  # most tokens of a batch of sequences of the training length
+TASK_FILES = (".yaml", ".yml")
+
+
+class _Adapter(HFLM):
+    """lm-eval's adapter, which also counts requests that lose tokens, and scores a whole text after one token that
+    starts a document.
+    """
+
+    n_cut = 0  # requests longer than `max_length`, whose first tokens are left out
+
+    def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[float]:
+        self.add_bos_token = False  # lm-eval puts the token before the text by itself
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+        finally:
+            self.add_bos_token = None
+
+    def _loglikelihood_tokens(self, requests: list[tuple], **options: object) -> list[tuple[float, bool]]:
+        self.n_cut += sum(len(context) + len(target) > self.max_length + 1 for _, context, target in requests)
+        return super()._loglikelihood_tokens(requests, **options)
+
+
+class DownstreamTasks(Measurement):
+    """Tasks of lm-eval as an evaluation: a series for each metric of a task, with values by document if the metric is
+    their mean.
+
+    Raises ConfigError when constructed: no such task, or the model can't be exported for transformers.
+    """
+
+    kind = "tasks"
+
+    def __init__(self, config: Config, store: Store):
+        super().__init__(config, store)
+        self.names, self.manager = find_tasks(self.eval_config.tasks)
+        with torch.device("meta"):
+            last_model = config.model_in(len(config.plan) - 1)
+            decoder = Decoder(last_model, store.vocab_size, config.data.seq_len, seed=None)
+        try:
+            exported_form(self._loaded(decoder))
+        except RunError as error:
+            raise ConfigError(
+                [Problem("eval.tasks", self.eval_config.tasks, one_line(error), "set it to []")]
+            ) from None
+
+    def _loaded(self, decoder: Decoder) -> LoadedModel:
+        tokenizer = self.config.data.tokenizer
+        spec = ModelSpec.from_decoder(decoder, self.store.manifest["end_of_text"]["token"], tokenizer.end_tokens)
+        return LoadedModel(decoder, spec, self.store.tokenizer(), self.store.path)
+
+    @property
+    def options(self) -> dict[str, Plain]:
+        options = {
+            "seq_len": self.config.data.seq_len,
+            **self.plain_eval_config,
+            "lm_eval": importlib.metadata.version("lm_eval"),
+        }
+        end_tokens = self.config.data.tokenizer.end_tokens
+        return options | ({"end_tokens": [*end_tokens]} if end_tokens else {})
+
+    @property
+    def work_units(self) -> int:
+        return len(self.names)
+
+    def cacheable(self, series: Sequence[Series]) -> bool:
+        # a task file of the user may read files that are not known here
+        return not any(name.endswith(TASK_FILES) for name in self.names) and super().cacheable(series)
+
+    def measure(self, decoder: Decoder, device: Device, progress: Advance) -> list[Series]:
+        series: list[Series] = []
+
+        def measure_tasks() -> torch.Tensor:
+            model, tokenizer = transformers_model(self._loaded(decoder))
+            seq_len, precision = self.config.data.seq_len, torch.bfloat16 if device.bf16 else None
+            for name in self.names:
+                adapter = _Adapter(
+                    model, tokenizer=tokenizer, max_length=seq_len, mixed_precision_dtype=precision,
+                    batch_size=max(1, BATCH_TOKENS // seq_len),
+                )  # fmt: skip
+                results = _results(adapter, name, self.manager, self.eval_config.limit)
+                series.extend(entry for task in results["samples"] for entry in self._series(task, results, adapter))
+                progress(1)
+            return torch.zeros(1)
+
+        with _quiet(), _restored_random_state():
+            all_reduce_sum(device, measure_tasks)  # all ranks fail together
+        return series
+
+    def _series(self, task: str, results: dict[str, Plain], adapter: _Adapter) -> Iterator[Series]:
+        """Series of a task's metrics in lm-eval's results; reports also show how many requests were too long."""
+        cut_note = f", {adapter.n_cut:,} requests lost tokens on the left" if adapter.n_cut else ""
+        for key, mean in results["results"][task].items():
+            metric, has_filter, filter_name = key.partition(",")
+            if not has_filter or metric.endswith("_stderr") or isinstance(mean, str):
+                continue
+            name = key.removesuffix(",none")
+            answers = [answer for answer in results["samples"][task] if answer.get("filter", "none") == filter_name]
+            answers.sort(key=lambda answer: answer["doc_id"])
+            numbers = (answer.get(metric, math.nan) for answer in answers)
+            values = np.array([number for number in numbers if not isinstance(number, list | tuple)], float)
+            by_document = len(values) == len(answers) > 0 and math.isclose(values.mean(), mean, abs_tol=1e-6)
+            hashes = "\n".join(str(answer.get("doc_hash")) for answer in answers)
+            sample = Sample(
+                hashlib.sha256(hashes.encode()).hexdigest(),
+                values[:, None],
+                np.ones(len(values)),
+                np.arange(len(values)),
+            )
+            better = {True: "higher", False: "lower"}.get(results["higher_is_better"].get(task, {}).get(metric), "none")
+            display = Shown(
+                "Downstream tasks", "documents of downstream tasks", f"{len(answers):,} of {task}{cut_note}"
+            )
+            unit = "fraction" if by_document and values.min() >= 0 and values.max() <= 1 else ""
+            fields = {"samples": (sample,), "interval": "documents"} if by_document else {}
+            log_names = (f"{self.kind}/{task}/{name}",)
+            yield self.series(name, unit, better, float(mean), what=task, logged=log_names, shown=display, **fields)
+
+
+def find_tasks(tasks: list[str]) -> tuple[list[str], TaskManager]:
+    """Return names of the tasks, groups and task files that match `tasks`, and lm-eval's task manager.
+
+    Raises ConfigError: no such task or file. Reading lm-eval's 14,000 tasks takes a quarter of a minute; task files
+    don't need them.
+    """
+    manager = TaskManager(include_defaults=not all(task.endswith(TASK_FILES) for task in tasks))
+    problems, names = [], []
+    for task in tasks:
+        if task.endswith(TASK_FILES):
+            matches = [str(path)] if (path := expand_home(task)).is_file() else []
+        else:
+            matches = [task] if task in manager.all_tasks else sorted(manager.match_tasks([task]))
+        names += [name for name in matches if name not in names]
+        if not matches:
+            close_names = difflib.get_close_matches(task, manager.all_tasks, 3, cutoff=0.8)
+            remedy = (
+                f"did you mean {' or '.join(close_names)}?"
+                if close_names
+                else "`lm-eval ls tasks` lists them; yours: the path of a YAML file"
+            )
+            problems.append(Problem("eval.tasks", task, "no such task", remedy))
+    if problems:
+        raise ConfigError(problems)
+    return names, manager
+
+
+def _results(adapter: HFLM, name: str, manager: TaskManager, limit: int | None) -> dict[str, Plain]:
+    """Results of lm-eval for a task or group, with the results of each document.
+
+    Raises RunError: a task or its data is wrong; the message says how, in one line.
+    """
+    try:
+        return simple_evaluate(
+            model=adapter, tasks=[name], task_manager=manager, limit=limit, log_samples=True,
+            # standard errors are computed from documents, where needed
+            bootstrap_iters=0,
+        )  # fmt: skip
+    except (LMError, RuntimeError, MemoryError):
+        raise
+    except Exception as error:  # all that a task's file, code and data can raise
+        raise RunError(f"{name}: lm-eval failed: {type(error).__name__}: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A context without lm-eval's warnings, and without its progress bars where no terminal shows them."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _restored_random_state() -> Iterator[None]:
+    """A context that restores the random states of Python, numpy and torch, which lm-eval seeds."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (lm-eval seeds this one)
+    try:
+        with preserved_random_state():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
