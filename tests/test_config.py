@@ -604,15 +604,6 @@ def test_training(promise: str):
     assert result.stdout == f"{output}\n"
 
 
-def test_lightning_is_imported_in_one_place():
-    places = [
-        path
-        for path in (ROOT / "lm").rglob("*.py")
-        if re.search(r"^\s*(import|from) lightning\b", path.read_text(), re.MULTILINE)
-    ]
-    assert places == [ROOT / "lm" / "training" / "module.py"]
-
-
 @pytest.mark.parametrize(
     ("kind", "off"),
     [("recall", "length_factors=[]"), ("needle", "length_factors=[]"), ("long_context", "length_factor=0")],

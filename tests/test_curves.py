@@ -21,13 +21,3 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_curve_is_as_it_was(case: str, folder: Path):
     actual = curves([case], folder, 1, lambda arguments: train(load_config(arguments)))
     assert not differences(actual, {case: json.loads(PINNED.read_text())[case]}, TOLERANCE)
-
-
-def test_what_differs_is_named():
-    pinned = {"a": {"train/loss": [1.0, 2.0]}, "b": {}}
-    assert differences(pinned, {"a": {"train/loss": [1.0, 2.0]}, "b": {}}, 0) == []
-    assert differences(pinned, {"a": {"train/loss": [1.0, 2.001]}, "b": {}}, TOLERANCE) == []
-    assert differences(pinned, {"a": {"train/loss": [1.0, 2.1]}}, TOLERANCE) == [
-        "a: train/loss: from value 2 on: 2.0, 2.1",
-        "b: only one has it",
-    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, lm, thinned
-from folders import contents, rewritten
+from folders import contents
 from test_tokenizer import write_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from trials import written
@@ -124,24 +124,6 @@ def test_a_damaged_file_of_a_run_is_one_line_or_no_difference(
     assert check(tmp_path / "copy", *arguments(WHOLE[command], words)) == "", "undamaged"
 
 
-@pytest.mark.parametrize("command", [name for name in WHOLE if name not in ("report", "compare")])
-def test_weights_that_are_not_finite_or_too_large_are_one_line_or_a_result(
-    command: str, words: dict[str, list[str]], tmp_path: Path
-):
-    run = Path(words["{run}"][0])
-    for value, refusal in ((1e30, ""), (float("nan"), "norm.weight holds numbers that are not finite")):
-        rewritten(
-            run / "checkpoints" / "last.ckpt",
-            lambda content, value=value: content["state_dict"]["norm.weight"].fill_(value),
-        )
-        unchanged = (
-            tmp_path / "copy" / "runs" if refusal else tmp_path / "nothing"
-        )  # of large ones a new run is left, which has diverged
-        check(unchanged, *arguments(WHOLE[command], words), words=refusal)
-        for folder in (Path(words["{out}"][0]), tmp_path / "copy" / "runs" / "new"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 # ---------------------------------------------------------------- tokenizers that fail at a text
 
 FAILS = "a" * 60 + "b"  # at which the pattern (a+)+$ takes too long
@@ -199,20 +181,6 @@ def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_leaves_nothing(
     assert [path.name for path in (tmp_path / "stores").iterdir()] == [".lock"]
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "runs").glob("*"))
-
-
-def test_the_tokenizers_library_is_called_where_its_errors_are_turned_into_ours():
-    allowed = {"tokenizer.py", "generators.py", "gguf_file.py"}
-    calls = (
-        "encode_batch",
-        "add_special_tokens=False",
-        "skip_special_tokens",
-        "pre_tokenize_str",
-        "train_from_iterator",
-        "Tokenizer.from_",
-    )
-    calls_of = {path.name: [call for call in calls if call in path.read_text()] for path in (ROOT / "lm").rglob("*.py")}
-    assert {name: uses for name, uses in calls_of.items() if uses and name not in allowed} == {}
 
 
 def test_a_panic_of_any_library_is_one_line(monkeypatch: pytest.MonkeyPatch):

@@ -191,13 +191,6 @@ def test_sentences_are_short(path: Path):
     assert prose.wrong_sentences(path.read_text(encoding="utf-8")) == []
 
 
-def test_long_sentences_are_found():
-    long = " ".join(["word"] * 31)
-    code = f"`{long}`\n\n```\n{long}\n```\n"
-    page = f"# {long}\n\nShort. {code}\n- A (b; c; d).\n- {long}.\n\n| a; b; c | {long} |\n"
-    assert prose.wrong_sentences(page) == ["A (b; c; d).", f"{long}.", long]
-
-
 @documents
 def test_files_of_the_repository_exist(path: Path):
     assert missing_files(path.read_text()) == []
@@ -241,25 +234,6 @@ def test_configurations_can_be_loaded(path: Path, tmp_path: Path):
             base = [] if "base:" in block else [str(ROOT / "configs" / "softmax.yaml")]
             problems[block] = problem_of([*base, str(folder / f"{number}.yaml")])
     assert {label: wrong for label, wrong in problems.items() if wrong} == {}
-
-
-def test_what_does_not_exist_is_found(tmp_path: Path):
-    (tmp_path / "a.md").write_text("# One\n[a](b.md) [b](#two) [c](#one) [d](https://x.y)")
-    assert missing_links(tmp_path / "a.md") == ["b.md", "#two"]
-    assert missing_files("see lm/gone.py, docs/config.md and my/docs/gone.md") == ["lm/gone.py"]
-    assert [
-        wrong_command(words) is None for words in commands("`lm eval RUN --nedle` `lm evil` `lm report runs/* --out x`")
-    ] == [
-        False,
-        False,
-        True,
-    ]
-    assert unknown_keys("`data.seq_len`, `data.seq_length=3`, `eval.recall`, `model.safetensors`, `lm.load`") == [
-        "data.seq_length"
-    ]
-    assert missing_names("from lm.cli import app, apple") == ["lm.cli.apple"]
-    assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lrr=1"], tmp_path)
-    assert wrong_configuration(["train", "configs/ssmax.yaml", "optim.lr=1"], tmp_path) is None
 
 
 def tour() -> list[tuple[str, str]]:

@@ -28,7 +28,6 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"arms": {"softmax": {}}}, "arms = .*needs a baseline and at least one other arm"),
         ({"arms": {"a": {}, "b": {}}}, "arms.b = {}: is the same as a"),
         ({"arms": {"a": {"from": "a"}, "b": {}}}, "arms.a.from = 'a': is no earlier arm"),
-        ({"arms": {"a": {"from": "b"}, "b": {}}}, "arms.a.from = 'b': is no earlier arm"),
         (
             {"arms": {"a": {}, "b": {"from": "a", "model.normalizer": "ssmax"}}},
             "arms.b.from = 'a': has another normalizer than a",
@@ -54,20 +53,15 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             "arms.b.data.seq_len = 16: is 32 in a, whose learned positions it starts from; set it to that",
         ),
         ({"arms": {"a": {}, "b": {"seed": 3}}}, "arms.b.seed = 3: is set by the experiment"),
-        ({"arms": {"a": {}, "b": {"data.seed": 3}}}, "arms.b.data.seed = 3: is set by the experiment"),
         ({"arms": {"a": {}, "b": {"model.normaliser": "ssmax"}}}, "arm b: model.normaliser = .*unknown key"),
         ({"arms": {"a": {}, "b": {"data.val_fraction": 0.3}}}, "arms.b = .*reads other data than the baseline"),
         ({"arms": {"a": {}, "b/c": {}}}, "arms.b/c = 'b/c': must be a name of at most 40 letters"),
         ({"arms": ["a", "b"]}, "arms = .*must be a map"),
-        ({"arms": {"a": {}, "b": {"trainer.threads": 2}}}, "arms.b = .*is the same as a"),
-        ({"arms": {"a": {}, "..": {"optim.lr": 1}}}, "must be a name of at most 40"),
-        ({"arms": {"a": {}, "b": {"from": 0}}}, "arms.b.from = 0: is no earlier arm"),
         ({"arms": {"a": {}, "b": {"from": ["a"]}}}, r"arms.b.from = \['a'\]: is no earlier arm; choose from: a"),
         (
             {"arms": {"a": {}, "b": {"from": "a", "swap": "ssmax"}}},
             "yaml: arms.b.swap = 'ssmax': must be a block of keys; keys: to, init$",
         ),
-        ({"arms": {"a": {}, "b": {"experiment.name": "b"}}}, "arms.b.experiment.name = 'b': is set by the experiment"),
         (
             {
                 "base": {
@@ -82,48 +76,25 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"primary": {"metric": "train/loss"}},
             "primary.metric = 'train/loss': is not measured: at the last step runs have val/",
         ),
-        ({"primary": {"metric": "recall/passkey 32"}}, "primary.metric = 'recall/passkey 32': is not measured"),
         (
             {"primary": {"metric": "val/los"}},
             "yaml: primary.metric = 'val/los': is not measured by sequence; did you mean 'val/loss'?",
         ),
-        (
-            {"primary": {"metric": "val/bits_per_byte"}},
-            "primary.metric = 'val/bits_per_byte': is not measured by sequence",
-        ),
         ({"sizes": {"workers": {}}}, "sizes.workers = 'workers': must be a name"),
-        ({"sizes": {"verdicts.json": {}}}, "sizes.verdicts.json = 'verdicts.json': must be a name"),
         (
             {"sizes": {"a": {"optim.schedule": "wsd"}, "b": {"optim": {"schedule": "wsd"}}}},
             "sizes.b = {.*}: is the same as a; change it",
         ),
         (
-            {"sizes": {"a": {"trainer.threads": 1}, "b": {"trainer.threads": 2}}},
-            "sizes.b = {.*}: is the same as a; change it",
-        ),
-        (
-            {"tune": {"key": "eval.sequences", "grid": [8, 16]}},
-            "tune.key = 'eval.sequences': is nothing that training depends on",
-        ),
-        (
             {"tune": {"key": "log.every", "grid": [8, 16]}},
             "tune.key = 'log.every': is nothing that training depends on",
-        ),
-        (
-            {"tune": {"key": "trainer.threads", "grid": [1, 2]}},
-            "tune.key = 'trainer.threads': is nothing that training depends on",
         ),
         ({"tune": {"table": ""}}, "yaml: tune.table = '': names no file; name one as `tuning.csv`, or leave it out"),
         (
             {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "ssmax", "init": "banana"}}}},
             r"yaml: arms.b.swap.init = 'banana': must be fit, or match \| unit or a number; choose from: match, unit$",
         ),
-        (
-            {"arms": {"a": {}, "b": {"from": "a", "swap": {"to": "sink", "init": 1e9}}}},
-            r"yaml: arms.b.swap.init = 1000000000.0: must be fit, or >= -1e\+06 and <= 1e\+06$",
-        ),
         ({"arm": {"a": {}}}, "arm = .*: unknown key; did you mean 'arms'"),
-        ({"tune": {"key": "seed", "grid": [1, 2]}}, "tune.key = 'seed': is set by the experiment"),
         ({"seeds": [1, 1]}, "seeds = .*must be different seeds"),
         ({"seeds": [101, 1]}, "tune.seeds = .*are also final seeds"),
         ({"tune": {"grid": [1e-3]}}, "tune.grid = .*at least 2 different values"),
@@ -131,10 +102,6 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"tune": {"key": "optim.lrr", "grid": [1e-3, 2e-3]}}, "optim.lrr = 0.001: unknown key; did you mean 'lr'"),
         (
             {"tune": {"key": LR_AND_CLIP, "grid": [1e-3, 2e-3]}},
-            "tune.grid = .*must be a list of values for each of optim.lr, optim.grad_clip",
-        ),
-        (
-            {"tune": {"key": LR_AND_CLIP, "grid": [[1e-3, 2e-3]]}},
             "tune.grid = .*must be a list of values for each of optim.lr, optim.grad_clip",
         ),
         (
@@ -150,29 +117,11 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
             {"tune": {"key": ["optim.lr", "optim.lr"], "grid": [[1, 2], [1, 2]]}},
             "tune.key = .*must be a key, or a list of different keys",
         ),
-        ({"tune": {"key": ["optim.lr", "optim.clip"], "grid": [[1, 2], [1, 2]]}}, "optim.clip = 1: unknown key"),
-        (
-            {"tune": {"key": ["optim.lr", "log.every"], "grid": [[1, 2], [1, 2]]}},
-            "tune.key = 'log.every': is nothing that training",
-        ),
-        (
-            {
-                "tune": {"key": LR_AND_CLIP, "grid": [[1, 2], [1, 2]]},
-                "arms": {"a": {}, "b": {"optim": {"grad_clip": 3}}},
-            },
-            "arms.b.optim.grad_clip = 3: is set by the experiment",
-        ),
         ({"primary": {"matters": 0}}, "primary.matters = 0: must be > 0"),
         ({"primary": {"better": "most"}}, "primary.better = 'most': must be lower"),
-        ({"arms": {"a": {}, "b": {"optim": {"lr": 3}}}}, "arms.b.optim.lr = 3: is set by the experiment"),
-        ({"sizes": {"a": {"seed": 3}}}, "sizes.a.seed = 3: is set by the experiment"),
         (
             {"arms": {"a": {}, "b": {"eval.sequences": 48}}},
             "arms.b = .*is measured on other sequences than the baseline",
-        ),
-        (
-            {"arms": {"a": {}, "b": {"data.min_document_bytes": 500}}},
-            "arms.b = .*reads other data than the baseline; give all arms one value of data.min_document_bytes",
         ),
         (
             {"arms": {"a": {}, True: {}}},
@@ -194,14 +143,11 @@ def test_an_experiment_is_valid_and_a_document_names_its_command(file: Path):
         ({"base": []}, r"base = \[\]: names no file; name one, or a list of files"),
         ({"sizes": {"big": {"model.n_embd": 33}}}, "yaml: size big: model.n_embd"),
         ({"base": 3}, "yaml: base = 3: must be a file or a list of files$"),
-        ({"base": {"base": 3}}, "yaml: base.base = 3: must be a file or a list of files$"),
-        ({"arms": {"a": {}, "b": {"base": 3}}}, "yaml: arms.b.base = 3: must be a file or a list of files$"),
         ({"sizes": {"a": {"base": "nowhere.yaml"}}}, "nowhere.yaml: no such configuration file"),
         (
             {"arms": {"a": {}, "b": {"base": str(ROOT / "configs/recipes/ssmax-paper.yaml")}}},
             "arms.b.trainer.tokens_per_parameter = 20: the arms of a size train equally long",
         ),
-        ({"base": "nowhere.yaml"}, "nowhere.yaml: no such configuration file"),
         ({"colour": "red"}, "colour = 'red': unknown key; choose from: base, arms, sizes, seeds"),
     ],
 )

@@ -17,9 +17,8 @@ from conftest import ROOT
 from fabricated import save, write_page
 from markupsafe import escape
 from reported import build_run, write_report
-from scipy.stats import t, ttest_1samp
+from scipy.stats import ttest_1samp
 
-import lm
 from lm.config.load import to_yaml
 from lm.experiments.experiment_file import read_experiment
 from lm.experiments.page import SizeResults
@@ -27,11 +26,9 @@ from lm.experiments.procedure import Procedure, Run
 from lm.experiments.summary import summary_entries, trends
 from lm.report.comparison_pictures import paired_difference_traces
 from lm.report.comparison_tables import cost_table
-from lm.report.pictures import Panel, Picture, Trace
-from lm.report.tables import Column, signed_text
+from lm.report.tables import Column
 from lm.runs.evaluations import Axis, Sample, Series, Shown, evaluation_path, read_evaluation, selection_mask
 from lm.runs.folder import CONFIG, DIVERGED, METRICS
-from lm.statistics.intervals import over_seeds_and_documents
 
 STEPS = 200
 FILE = {
@@ -226,44 +223,6 @@ def test_what_was_measured_once_has_no_curve(tmp_path, undrawn):
     assert "Without a curve, because it was measured once: Validation loss." in text_of(page)
 
 
-@pytest.mark.usefixtures("painted")
-def test_the_legend_names_the_arms_that_are_drawn():
-    traces = [Trace(0, "one", np.ones(1), np.ones(1), "dots"), Trace(1, "other", np.empty(0), np.empty(0), "dots")]
-    svg = Picture([Panel("title", "x", "y", traces)], ["drawn", "untrained"], "").svg
-    assert "drawn" in svg
-    assert "untrained" not in svg
-
-
-def test_what_is_logged_by_layer_is_drawn_for_every_seed(tmp_path, undrawn):
-    procedure = finish_all(made(tmp_path, tune=None))
-    for run in procedure.known_runs():
-        with (run.config.run_folder / METRICS).open("a") as file:
-            for step in (1, STEPS):
-                heads = {
-                    f"{name}/layer0/head{head}": head + step
-                    for name in ("largest_score", "normalizer/s")
-                    for head in range(3)
-                }
-                file.write(
-                    json.dumps({"step": step, "tokens": step * 8192, "train/grad_norm/layer1": 2.5, **heads}) + "\n"
-                )
-    folder = write_page([Procedure(procedure.experiment)], tmp_path / "out").parent
-    dynamics, parameters = rows(folder / "dynamics.csv"), rows(folder / "normalizer-parameters.csv")
-    assert {row["panel"] for row in dynamics} == {"Largest score", "Gradient norm before clipping"}
-    assert {row["panel"] for row in parameters} == {"Parameter s of the normalizer"}
-    assert len({row["of"] for row in parameters}) == 3 * 3 * 3 + 3, (
-        "a line for each seed, layer and head, and a median for each arm"
-    )
-    assert "ssmax, seed 2, layer0/head1" in {row["of"] for row in parameters}
-    largest = [row["y"] for row in dynamics if row["of"] == "ssmax, seed 2, layer0" and row["panel"] == "Largest score"]
-    assert largest == ["3", str(STEPS + 2)]
-    assert {row["of"] for row in dynamics if row["y"] == "2.5"} == {
-        f"{arm}, {line}"
-        for arm in ("softmax", "ssmax", "log_n")
-        for line in ("median", *(f"seed {seed}, layer1" for seed in (1, 2, 3)))
-    }
-
-
 def test_a_page_before_anything_has_ended(tmp_path, undrawn):
     words = text_of(write_page([made(tmp_path)], tmp_path / "out"))
     assert "tuning goes on: 0 of the 18 tuning runs known so far have ended" in words
@@ -377,34 +336,6 @@ def test_by_position_arms_of_other_training_lengths_are_paired_where_they_were_m
     (sample,) = shorter.samples
     other = replace(shorter, samples=(replace(sample, sha256="other"),))
     assert paired_difference_traces({(1,): longer}, {(1,): other}) == []
-
-
-def test_every_number_of_the_verdicts_follows_from_the_long_table(tmp_path, undrawn):
-    arms = {name: FILE["arms"][name] for name in ("softmax", "ssmax")}
-    page = write_page([finish_all(made(tmp_path, tune=None, arms=arms))], tmp_path / "out")
-    cells = {
-        (row["arm"], row["quantity"]): [row[name] for name in ("value", "low", "high")]
-        for row in rows(page.parent / "summary.csv")
-    }
-
-    final = lm.results(tmp_path / "runs").query("metric == 'val loss' and part == 'reports'")
-    units = final.pivot(index=["arm", "seed"], columns="sample", values="value")
-    weights, documents = (final.groupby("sample")[name].first().to_numpy() for name in ("weight", "group"))
-    means = units.apply(lambda values: np.average(values, weights=weights), axis=1)
-    differences = means["ssmax"] - means["softmax"]
-    half = t.ppf(0.975, len(differences) - 1) * differences.sem()
-    other = over_seeds_and_documents(
-        (units.loc["ssmax"] - units.loc["softmax"]).to_numpy(), weights, documents
-    ).interval()
-    for arm in arms:
-        assert cells[arm, "seeds"][0] == f"{len(means[arm])} of 3"
-        assert cells[arm, "mean val/loss"][0] == f"{means[arm].mean():.4f}"
-    assert cells["ssmax", "difference to softmax"] == [
-        signed_text(differences.mean() + sign * half) for sign in (0, -1, 1)
-    ]
-    assert cells["ssmax", "difference to softmax"] == [signed_text(value) for value in other.as_list()], "not shorter"
-    assert ("ssmax", "on other text of the kind") not in cells
-    assert cells["ssmax", "p"][0] == f"{ttest_1samp(differences, 0).pvalue:.2g}"
 
 
 def test_a_report_of_the_same_runs_agrees_to_the_last_digit(tmp_path, undrawn):

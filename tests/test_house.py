@@ -105,29 +105,6 @@ def test_no_module_imports_itself_by_way_of_others():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_names_are_imported_from_modules_that_define_them():
-    defined = {}
-    for name, path in MODULES.items():
-        names = {node.id for node in nodes(path) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        names |= {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        names |= {
-            alias.asname or alias.name
-            for node in nodes(path)
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names
-        }
-        defined[name.removesuffix(".__init__")] = names
-    undefined = [
-        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
-        for path in sorted(path for folder in ("lm", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
-        for node in nodes(path)
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "lm"
-        for alias in node.names
-        if alias.name not in {*defined.get(node.module, ()), "*"} and f"{node.module}.{alias.name}" not in MODULES
-    ]
-    assert not undefined
-
-
 def test_rooms_import_the_ones_before_them_only():
     inner = [name for name in MODULES if room(name) not in ("__init__", "__main__")]
     assert {room(name) for name in inner} == set(ROOMS)
@@ -136,13 +113,6 @@ def test_rooms_import_the_ones_before_them_only():
         f"{name} imports {other}" for name in inner for other in graph()[name] if order[room(other)] > order[room(name)]
     ]
     assert not back
-
-
-def test_training_prints_its_last_evaluation_and_knows_nothing_else_of_reports():
-    modules_of_reports = {
-        other for name in MODULES for other in graph()[name] if (room(name), room(other)) == ("training", "report")
-    }
-    assert modules_of_reports <= {"lm.report.evaluation_tables"}
 
 
 def test_the_code_that_measures_is_in_the_rooms_whose_change_is_noticed():
@@ -197,24 +167,6 @@ def test_files_are_read_and_written_in_one_encoding_whatever_the_locale():
         and (node.func.attr == "write_text" or (node.func.attr == "read_text" and not node.args))  # of paths
         and not any(keyword.arg == "encoding" for keyword in node.keywords)
     ]
-
-
-def test_no_public_name_of_experiments_and_reports_stands_in_two_modules():
-    names = Counter()
-    for name in (name for name in MODULES if room(name) in ("experiments", "report", "statistics")):
-        names.update(
-            node.name
-            for node in tree(MODULES[name]).body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
-        )
-    assert [name for name, count in names.items() if count > 1] == []
-
-
-@pytest.mark.parametrize("name", [name for name, path in MODULES.items() if path.name == "__init__.py"])
-def test_packages_pass_nothing_on(name: str):
-    assert (
-        name in ("lm.__init__", "lm.huggingface.__init__") or not graph()[name]
-    )  # these two are read by users of Python
 
 
 HEAVY = ("torch", "lightning", "wandb", "datasets", "transformers", "matplotlib.pyplot")

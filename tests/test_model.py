@@ -1,9 +1,7 @@
 """The decoder: its shapes, positions, inference settings, caches, and normalizers by layer."""
 
-import copy
 import itertools
 import math
-import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -13,12 +11,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 from conftest import thinned
-from folders import same, weights
 
 from lm.attention import catalogue
 from lm.attention import catalogue as opt
 from lm.attention.layout import AttentionLayout
-from lm.config.inference_config import NTK, InferenceSetting, Interpolation, RopeScaling, ThetaFactor, YaRNScaling
+from lm.config.inference_config import InferenceSetting, Interpolation, ThetaFactor
 from lm.config.load import parse, to_yaml
 from lm.config.model_config import GAUBlock, Learned, ModelConfig, NoPosition, Rope
 from lm.data.batches import Batch
@@ -26,11 +23,9 @@ from lm.errors import ConfigError
 from lm.model.attention_stream import attention_blocks
 from lm.model.blocks import DecodingCache, ForwardContext, RMSNorm
 from lm.model.decoder import Decoder
-from lm.model.rope import AS_TRAINED, frequencies, rope_rotation, rotate
+from lm.model.rope import rope_rotation, rotate
 from lm.model.spec import count_parameters, flops_per_token
 from lm.model.swapped import for_inference
-from lm.runs.loading import load as load_model
-from lm.training.train import train
 
 
 def small(**changes: object) -> ModelConfig:
@@ -134,11 +129,6 @@ def test_rope_keeps_norms_and_leaves_the_low_frequency_pairs_of_p_rope_unrotated
     assert torch.equal(part[0], fastest[0][:, :8])
 
 
-def test_the_rotated_part_of_a_head_is_exact():
-    assert Rope(fraction=0.58).rotated(100) == 58
-    assert Rope(fraction=0.3).rotated(64) == 18
-
-
 def test_theta_factor_multiplies_theta():
     positions = torch.arange(100)
     scaled, expected = (
@@ -150,46 +140,6 @@ def test_theta_factor_multiplies_theta():
     tokens, scaled_model = torch.randint(50, (1, 16)), for_inference(decoder, InferenceSetting(ThetaFactor(50.0)))
     assert torch.equal(scaled_model(tokens), Decoder(small(position=Rope(theta=5e5)), 50, 16)(tokens))
     assert not torch.allclose(scaled_model(tokens), decoder(tokens))
-
-
-def test_scalings_of_rope_have_their_closed_forms():
-    rope, train_length, length = Rope(theta=1e4), 64, 512
-    plain = frequencies(64, rope, AS_TRAINED, train_length, length)
-    assert torch.equal(frequencies(64, rope, Interpolation(), train_length, length), plain / 8)
-    assert torch.equal(frequencies(64, rope, Interpolation(2.0), train_length, length), plain / 2)
-    ntk = frequencies(64, rope, NTK(), train_length, length)
-    assert ntk[0] == plain[0]
-    assert float(ntk[-1] / plain[-1]) == pytest.approx(1 / 8)
-    yarn, turns = frequencies(64, rope, YaRNScaling(), train_length, length), train_length * plain / (2 * math.pi)
-    assert torch.equal(yarn[turns <= 1], plain[turns <= 1] / 8)
-    fast = frequencies(64, rope, YaRNScaling(fast=4.0), train_length, length)
-    assert torch.equal(fast[turns >= 4], plain[turns >= 4])
-    assert (turns >= 4).any()
-    assert YaRNScaling().logit_factor(8.0) == pytest.approx((0.1 * math.log(8) + 1) ** 2)
-    assert YaRNScaling(temperature=False).logit_factor(8.0) == NTK().logit_factor(8.0) == 1
-    for scaling in (Interpolation(), NTK(), YaRNScaling()):  # a sequence no longer than in training is used as trained
-        assert torch.equal(frequencies(64, rope, scaling, train_length, train_length), plain)
-        assert scaling.logit_factor(scaling.s(train_length, 50)) == 1
-
-
-@pytest.mark.parametrize("head_size", [2, 64])
-@pytest.mark.parametrize("theta", [1.0000001, 1e12])
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        ThetaFactor(1e-6),
-        ThetaFactor(1e6),
-        Interpolation(1e6),
-        NTK(1e6),
-        YaRNScaling(1e6),
-        YaRNScaling(fast=1e9, slow=1e9 - 1),
-    ],
-    ids=lambda value: value.name,
-)
-def test_rope_is_finite_at_the_bounds_of_its_options(scaling: RopeScaling, theta: float, head_size: int):
-    cos, sin = rope_rotation(torch.tensor([0, 1, 10**9]), head_size, Rope(theta=theta), scaling, (64, 10**9))
-    assert all(x.isfinite().all() for x in (cos, sin))
-    assert math.isfinite(scaling.logit_factor(scaling.s(64, 10**9)))
 
 
 @pytest.mark.parametrize("factor", ["1e308", ".inf", ".nan", "-1"])
@@ -375,19 +325,6 @@ def test_the_cache_holds_the_shared_keys_and_values_alone(name: str):
     assert sum(part.numel() for state in cache.states.values() for part in state) == 2 * 40 * (2 * 2 * 12 + features)
 
 
-def test_n_kv_head_equal_to_n_head_is_the_default_to_the_bit():
-    plain, explicit = (
-        Decoder(small(), 50, 16),
-        Decoder(small(n_kv_head=2, head_size=16, qkv_bias=False, norm_eps=1e-5), 50, 16),
-    )
-    assert same(plain.state_dict(), explicit.state_dict())
-    batch = Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))
-    for model in (plain, explicit):
-        model.loss(batch).backward()
-    grads = [{name: parameter.grad for name, parameter in model.named_parameters()} for model in (plain, explicit)]
-    assert same(*grads)
-
-
 def test_counts_follow_shared_keys_and_head_size():
     """By hand: 2 layers of width 32, 4 heads of 12 with 2 of keys and values, ReLU^2 of 128, 50 words, 16 tokens."""
     model = Decoder(small(n_head=4, n_kv_head=2, head_size=12, mlp="relu2", qkv_bias=True), 50, 16)
@@ -426,15 +363,6 @@ def test_linear_attention_decodes_with_a_state_that_does_not_grow():
             model(tokens, cache=cache)
             sizes.add(sum(state.untyped_storage().nbytes() // state.itemsize for state in cache.states.values()))
     assert sizes == {2 * 2 * 16 * 17}  # layers, heads, D x (D + 1)
-
-
-@pytest.mark.parametrize("name", catalogue.ENTRIES)
-def test_a_gau_model_learns_from_every_part(name: str):
-    model = make_decoder(name, "gau", position=Rope())
-    model.loss(Batch.of(torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0)))).backward()
-    for parameter, value in model.named_parameters():
-        assert value.grad is not None, parameter
-        assert value.grad.isfinite().all(), parameter
 
 
 def test_gau_is_its_papers_formula():
@@ -498,42 +426,6 @@ def test_a_list_of_normalizers_is_repeated_over_the_layers(tiny):
         tiny("model.normalizer=[]")
     with pytest.raises(ConfigError, match="3 normalizers': lists more than the 2 layers"):
         tiny("model.normalizer=[softmax, softmax, ssmax]")
-
-
-def test_a_pickled_model_computes_the_same():
-    decoder = Decoder(
-        ModelConfig(
-            n_layer=3, n_head=2, n_embd=32, normalizer=catalogue.Layers([opt.PN(), opt.Window(size=4), opt.PN()])
-        ),
-        60,
-        16,
-    )
-    tokens = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
-    for copied in (pickle.loads(pickle.dumps(decoder)), copy.deepcopy(decoder)):
-        assert torch.equal(copied(tokens), decoder(tokens))
-        assert copied.normalizers()[0].p is copied.normalizers()[2].p is not decoder.normalizers()[0].p
-
-
-@pytest.mark.parametrize("names", [["p_n", "window"], ["window", "p_n"]])
-def test_all_layers_of_p_n_share_one_table(names: list[str]):
-    layers = catalogue.Layers([{"p_n": opt.PN(), "window": opt.Window(size=4)}[name] for name in names])
-    decoder = Decoder(ModelConfig(n_layer=4, n_head=2, n_embd=32, normalizer=layers), 60, 16)
-    assert len({id(n.p) for n in decoder.normalizers() if hasattr(n, "p")}) == 1
-
-
-def test_a_model_of_several_normalizers_trains_and_swaps(tiny):
-    layers = "model.normalizer=[softmax, ssmax]"
-    train(tiny("name=layers", layers))
-    assert [n.options.name for n in load_model(tiny("name=layers").run_folder).decoder.normalizers()] == [
-        "softmax",
-        "ssmax",
-    ]
-    phases = "phases=[{until: 0.5, normalizer: softmax}, {until: 1, normalizer: [sink, qassmax]}]"
-    train(tiny("name=phased", phases))
-    first = weights(tiny("name=phased").run_folder)
-    train(tiny("name=again", phases))
-    assert same(first, weights(tiny("name=again").run_folder))
-    assert any(".1.attention.normalizer.gate.hidden.weight" in name for name in first)
 
 
 def test_a_normalizers_own_matrices_follow_the_seed():

@@ -271,11 +271,6 @@ def test_a_run_holds_the_weights_that_it_starts_from_once(saved: Path, base: Pat
     assert start.decoder.embedding.weight.equal(load(saved).decoder.embedding.weight)
 
 
-def test_a_model_folder_in_the_home_folder_gives_its_shape(saved: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", str(saved.parent))
-    assert with_shape_of(f"~/{saved.name}", {}, {}) == with_shape_of(str(saved), {}, {})
-
-
 @pytest.mark.parametrize(
     "normalizer", [{"name": "somewhere:Code"}, {"name": "layers", "of": [{"name": "softmax"}, {"name": "x.y:Z"}]}]
 )

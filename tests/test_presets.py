@@ -64,16 +64,6 @@ def test_a_file_that_is_there_comes_first_and_what_is_nowhere_is_said_as_before(
             load_config([name])
 
 
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "base.yaml").write_text("seed: 7\n")
-    (tmp_path / "heir.yaml").write_text("base: ~/base.yaml\n")
-    assert load_config(["~/heir.yaml"]).seed == 7
-    (tmp_path / "base.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"base\.yaml: no such configuration file \(a base of heir\.yaml\)"):
-        load_config(["~/heir.yaml"])
-
-
 def test_a_path_with_an_equals_sign_is_no_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=0.1").mkdir()

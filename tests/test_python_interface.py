@@ -1,6 +1,5 @@
 """`lm.train`, `lm.evaluate`, `lm.compare` and `lm.results`, and the page that documents them."""
 
-import ast
 import shutil
 import signal
 import subprocess
@@ -163,14 +162,3 @@ def test_what_is_no_path_is_refused():
     for call in (lm.results, lambda: lm.results([Path("runs")]), lambda: lm.load(5), lambda: lm.train("recall", 5)):
         with pytest.raises(LMError, match=r"no run folder given|must be the path|must be a file"):
             call()
-
-
-def test_functions_of_tensors_are_there_after_the_package_alone_is_imported(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(lm, "functional", raising=False)  # which an import of the module has set
-    assert lm.functional.attention.__name__ == "attention"
-
-
-@pytest.mark.parametrize("path", ["lm/__init__.py", "lm/huggingface/__init__.py"])
-def test_type_checkers_do_not_take_any_name_for_one_of_the_package(path: str):
-    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-    assert not [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]

@@ -17,7 +17,6 @@ import collect
 import committed_results
 import recompute
 from loss_results import Losses
-from recall_results import Recall
 
 
 @pytest.fixture
@@ -74,69 +73,6 @@ def test_all_pages_and_pictures_are_what_their_results_say(monkeypatch):
     assert recompute.main() == 0
 
 
-def test_a_picture_of_another_release_of_matplotlib_is_compared_by_its_words():
-    picture = (ROOT / "docs" / "recall.svg").read_bytes()
-    new_picture = picture.replace(b'd="M 1', b'd="M 2')
-    assert not recompute.same(new_picture, picture)
-    newer_picture = new_picture.replace(b"<dc:title>Matplotlib v", b"<dc:title>Matplotlib v0")
-    assert newer_picture != new_picture
-    assert recompute.same(newer_picture, picture)
-    assert not recompute.same(newer_picture.replace(b"<!-- a guess -->", b"<!-- another -->"), picture)
-
-
-def test_a_trend_is_the_slope_of_each_seed_s_line(commit):
-    lines = [
-        {
-            "arm": arm,
-            "rate": 0.003,
-            "stage": "final",
-            "seed": seed,
-            "metric": "mqar accuracy",
-            "setting": "as trained",
-            "x": 256,
-        }
-        | {"value": 0.9 - 0.4 * part + 0.01 * seed * part}
-        for arm, part in (("early", 0.0), ("half", 0.5), ("late", 1.0))
-        for seed in range(5)
-    ]
-    commit(lines)
-    parts = {"early": 0.0, "half": 0.5, "late": 1.0}
-    result = Recall("made", "", dict.fromkeys(parts, "an arm"), "early", (256,), 0.25, trends={"swapped": parts})
-    heads, _, row = result.trend_table().splitlines()
-    assert heads == "|  | 0 % | 50 % | 100 % | change from 0 to 100 % |"
-    assert row.startswith("| swapped | 90.0 | 71.0 | 52.0 [50, 54] | -38.0 [-40.0, -36.0] *worse by more than 25* |")
-
-
-def test_a_trend_of_losses_is_judged_in_each_setting(commit):
-    slopes = {"as trained": 0.1, "theta x 50": -0.05}
-    lines = [
-        {"arm": arm, "rate": 0.1, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
-        | {"value": 4 + slope * part + 0.001 * seed * part}
-        for arm, part in (("early", 0.0), ("late", 1.0))
-        for setting, slope in slopes.items()
-        for seed in range(5)
-    ]
-    commit(lines)
-    columns = {setting: ("", "mean loss", setting, 512) for setting in slopes}
-    trends = {"swapped": {"early": 0.0, "late": 1.0}}
-    result = Losses(
-        "made",
-        "",
-        dict.fromkeys(("early", "late"), "an arm"),
-        (),
-        columns,
-        tuple(slopes),
-        "as trained",
-        0.02,
-        trends=trends,
-    )
-    _, _, as_trained, other = result.trend_table().splitlines()
-    assert as_trained.startswith("| swapped, as trained | 4.000 | 4.102 | +0.102 [")
-    assert as_trained.endswith("*worse by more than 0.02* |")
-    assert other.startswith("| swapped, theta x 50 | 4.000 | 3.952 | -0.048 [")
-    assert other.endswith("*better by more than 0.02* |")
-
-
 def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_chose_none(commit):
     def run(arm: str, rate: float, losses: tuple[float, float]) -> list[dict[str, object]]:
         return [
@@ -175,106 +111,6 @@ def test_losses_are_compared_in_pairs_and_hold_at_every_rate_in_settings_that_ch
     assert cells[2].endswith("*better by more than 0.02*")
     assert cells[3].startswith("-0.198 [")  # at its own rate, but worse than the baseline at the other one
     assert "undecided" in cells[3]
-
-
-def test_a_line_may_be_an_arm_whose_normalizer_a_setting_changes(commit):
-    lines = [
-        {"arm": "arm", "rate": 0.1, "stage": "final", "seed": seed, "metric": "mean loss", "setting": setting, "x": 512}
-        | {"value": loss + spread * seed}
-        for setting, loss, spread in (("as trained", 4.0, 0.01), ("as trained, n=fixed:512", 3.5, 0.02))
-        for seed in range(5)
-    ]
-    commit(lines)
-    labels = {"arm": "an arm", "arm, n=fixed:512": "at 512"}
-    columns = {"as trained": ("", "mean loss", "as trained", 512)}
-    result = Losses("made", "", labels, (("arm, n=fixed:512", "arm"),), columns, ("as trained",), "as trained", 0.02)
-    assert result.table().splitlines()[2:] == ["| an arm | 1e-1 | 4.020 (0.016) |", "| at 512 | 1e-1 | 3.540 (0.032) |"]
-    (row,) = result.verdict_table().splitlines()[2:]
-    assert row.startswith("| at 512 | an arm | -0.480 [")
-    assert row.endswith("*better by more than 0.02* |")
-
-
-@pytest.mark.usefixtures("painted")
-def test_ranked_lines_stand_by_their_loss_and_may_lack_a_number(commit):
-    losses = {"softmax": 4.0, "relu": 4.2, "forget": 3.9}
-    lines = [
-        {"arm": arm, "rate": rate, "stage": "final", "seed": seed, "metric": metric, "setting": "as trained", "x": x}
-        | {"value": value + 0.1 * (rate == 0.2) + 0.02 * seed}
-        for arm, loss in losses.items()
-        for metric, value, x in (("mean loss", loss, 512), ("entropy", 0.5, 0))
-        for rate in (0.1, 0.2)
-        for seed in range(2)
-        if (arm, metric) != ("relu", "entropy")
-    ]
-    commit(lines)
-    columns = {"as trained": ("", "mean loss", "as trained", 512), "entropy": ("", "entropy", "as trained", 0)}
-    pairs, labels = (
-        (("relu", "softmax"), ("forget", "softmax")),
-        {"softmax": "an arm", "relu": "another", "forget": "a third"},
-    )
-    beside = {"elsewhere": {"softmax": "1", "relu": "2", "forget": "3"}.get}
-    result = Losses("made", "", labels, pairs, columns, ("as trained",), "as trained", ranked=True, beside=beside)
-    assert result.lines == ["forget", "softmax", "relu"]
-    assert [row.split(" | ")[1:] for row in result.table().splitlines()[2:]] == [
-        ["1e-1", "3.910 (0.014)", "0.510 (0.014)", "3 |"],
-        ["1e-1", "4.010 (0.014)", "0.510 (0.014)", "1 |"],
-        ["1e-1", "4.210 (0.014)", "", "2 |"],
-    ]
-    assert [row.split(" | ")[0] for row in result.verdict_table().splitlines()[2:]] == ["| a third", "| another"]
-    assert all(name in result.drawn() for name in (b"an arm", b"another", b"a third"))
-
-
-def test_costs_of_steps_are_paired_by_round_and_stand_beside_the_losses(commit, monkeypatch, tmp_path):
-    arms = {"softmax": 1.0, "relu": 1.5}
-    line = {"rate": 0.1, "stage": "final", "metric": "mean loss", "setting": "as trained", "x": 512}
-    commit([line | {"arm": arm, "seed": seed, "value": 4.0 + seed} for arm in arms for seed in range(2)])
-    monkeypatch.setattr("loss_results.RESULTS", tmp_path)
-    result = Losses(
-        "made", "", {arm: arm for arm in arms}, (), {"at 512": ("", "mean loss", "as trained", 512)}, (), "at 512"
-    )
-    assert result.costs == {}
-    rounds = [("softmax", "seconds", number, 1.0 + number) for number in range(3)]
-    for side, factor in (("relu", 1.5), ("the baseline again", 1.0)):
-        rounds += [
-            (side, "seconds", number, factor * (1 + number) * math.exp(0.1 * (number - 1))) for number in range(3)
-        ]
-    costs = pd.DataFrame([*rounds, *((arm, "bytes", 0, 2**21 * factor) for arm, factor in arms.items())])
-    costs.to_csv(tmp_path / "made" / "costs.csv", index=False, header=["arm", "metric", "round", "value"])
-    assert replace(result).table().splitlines() == [
-        "|  | learning rate | at 512 | step time / softmax's | tensors, MiB |",
-        "| --- | --- | --- | --- | --- |",
-        "| softmax | 1e-1 | 4.500 (0.707) | 1.00 [0.78, 1.28] | 2 |",
-        "| relu | 1e-1 | 4.500 (0.707) | 1.50 [1.17, 1.92] | 3 |",
-    ]
-
-
-def test_tokens_are_counted_to_the_highest_final_loss_of_any_run(commit):
-    curves = {"base": {100: 5.0, 200: 4.0, 400: 3.0}, "arm": {100: 6.0, 200: 5.0, 400: 4.0}}
-    lines = [
-        {
-            "arm": arm,
-            "rate": 0.1,
-            "stage": "final",
-            "seed": seed,
-            "metric": "val loss by tokens",
-            "setting": "",
-            "x": tokens,
-            "value": loss,
-        }
-        for arm, curve in curves.items()
-        for tokens, loss in curve.items()
-        for seed in range(8)
-    ]
-    commit(lines)
-    result = Losses(
-        "made", "", {"base": "a baseline", "arm": "an arm"}, (("arm", "base"),), {}, (), "", 0.02, counts_tokens=True
-    )
-    assert result.token_table().splitlines() == [
-        "|  | tokens to a loss of 4.00 | factor |",
-        "| --- | --- | --- |",
-        "| a baseline | 200 | 1 |",
-        "| an arm | 400 | 2.000 [2.000, 2.000] |",
-    ]
 
 
 def test_means_over_positions_weigh_each_bin_by_its_tokens_and_losses_stand_by_tokens_seen(
@@ -389,11 +225,6 @@ def test_the_readme_says_what_its_first_experiment_found():
     mean, low, high = verdict.interval.as_list()
     sentence = f"`cooler` is {verdict.statement}: a difference of {mean:.2f} [{low:.2f}, {high:.2f}]"
     assert sentence in (ROOT / "README.md").read_text()
-
-
-def test_a_page_without_a_place_for_results_is_an_error():
-    with pytest.raises(LookupError, match="recall"):
-        recompute.filled("<!-- results: recall -->\n", "recall", "|")
 
 
 @pytest.mark.parametrize("every", [False, True])

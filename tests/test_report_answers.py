@@ -113,14 +113,6 @@ def test_chance_is_read_with_the_answers_and_drawn(tmp_path):
     assert not any(title.startswith("Accuracy") for title in titles), "one length without a level is no picture"
 
 
-def test_a_recall_evaluation_of_an_older_version_is_said_to_be_missing(tmp_path):
-    folder = build_run(tmp_path, "soft", asked={64: 0.9})
-    edit(folder, "recall", lambda result: result["series"][0].pop("references"))
-    (lack,) = read_run(folder).missing
-    assert "no recall evaluation that can be read" in lack
-    assert "no references; if it was measured by an older version, measure it again with `lm eval`" in lack
-
-
 def test_a_roll_out_stands_beside_where_sequences_ask_several_questions(tmp_path):
     folder = build_run(tmp_path, "soft", asked={64: 0.8})
     comparison, _ = compared(folder)

@@ -11,14 +11,12 @@ import json
 import re
 import sys
 import tempfile
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import lm, thinned
 from fabricated import save
-from matplotlib.figure import Figure
 from reported import build_run, first_sample, plain, write_evaluation, write_report
 from rich.console import Console
 
@@ -26,17 +24,12 @@ from lm.errors import RunError
 from lm.report.comparison import compare_runs
 from lm.report.comparison_pictures import overview
 from lm.report.comparison_tables import comparison_notes, comparison_tables
-from lm.report.html import write_comparison
 from lm.report.pictures import (
     COLOURS,
-    DARK_COLOURS,
-    PAPER,
     Map,
     Panel,
     Picture,
     Trace,
-    colour_and_marker,
-    dashes_and_width,
 )
 from lm.report.tables import print_tables
 from lm.runs.record import read_run
@@ -104,11 +97,6 @@ def test_intervals_that_cover_unlike_things_have_columns_of_their_own(tmp_path):
     )
     assert ssmax.endswith("] | - |")
     assert re.search(r"\| - \| \S+ \[.*\] \|$", log_n)
-
-
-def test_nothing_is_set_in_bold(pair, tmp_path):
-    texts = shown(pair, tmp_path / "out")
-    assert not re.search(r"<strong|textbf|bfseries|\*\*", "".join(texts.values()))
 
 
 def test_csv_is_rectangular_and_carries_units(pair, tmp_path):
@@ -224,19 +212,6 @@ def test_a_full_disk_leaves_the_report_that_was_there(pair, tmp_path, monkeypatc
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_no_two_of_forty_lines_of_a_picture_look_alike():
-    lines = [colour_and_marker(number) for number in range(40)]
-    assert all(a != b for a, b in combinations(lines, 2))
-    arms_and_settings = [colour_and_marker(arm) | dashes_and_width(setting) for arm in range(8) for setting in range(5)]
-    assert all(a != b for a, b in combinations(arms_and_settings, 2))
-    assert all(dashes_and_width(number)["linestyle"] != ":" for number in range(14)), (
-        "dotted lines are reference levels"
-    )
-    axes = Figure().subplots()
-    for number in range(40):
-        axes.plot([0, 1], [0, 1], **colour_and_marker(number) | dashes_and_width(number % 14))
-
-
 OPENED: list[str] | None = None  # files that were opened while a test counts them
 
 
@@ -256,86 +231,6 @@ def test_a_report_reads_every_file_of_a_run_once(tmp_path, monkeypatch: pytest.M
     paths = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
     counts = {path: OPENED.count(str(path)) for path in paths}
     assert counts == dict.fromkeys(paths, 1)
-
-
-def test_what_a_key_affects_is_found_once(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    folders = [build_run(tmp_path, f"run-{number}", seed=number) for number in range(1, 9)]
-    write_comparison(compare_runs([read_run(folder) for folder in folders[:4]]), tmp_path / "out")
-    monkeypatch.setattr("lm.config.tree.effect", lambda schema, path: pytest.fail(f"{path} is looked up again"))
-    write_comparison(compare_runs([read_run(folder) for folder in folders]), tmp_path / "out")
-
-
-DEFICIENT = {  # matrices on linear RGB of full deuteranopia, protanopia and tritanopia (Machado and others, 2009)
-    "none": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-}
-
-
-def linear(colour: str) -> np.ndarray:
-    """Red, green and blue of a colour, linear in light."""
-    parts = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
-    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-
-
-def lab(light: np.ndarray) -> np.ndarray:
-    """CIE L*a*b* of linear RGB: a distance of 2 is just seen."""
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    x, y, z = np.cbrt(to_xyz @ np.clip(light, 0, 1) / [0.9505, 1, 1.089])
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("eyes", DEFICIENT)
-@pytest.mark.parametrize("dark", [False, True])
-def test_colours_are_told_apart_and_seen_on_light_and_dark_pages(dark: bool, eyes: str):
-    colours = [DARK_COLOURS[colour] if dark else colour for colour in (PAPER, *COLOURS)]
-    luminances = [float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in colours]
-    contrasts = [
-        (max(luminance, luminances[0]) + 0.05) / (min(luminance, luminances[0]) + 0.05) for luminance in luminances[1:]
-    ]
-    assert min(contrasts) >= 3, dict(zip(colours[1:], contrasts, strict=True))
-    labs = {colour: lab(np.array(DEFICIENT[eyes]) @ linear(colour)) for colour in colours[1:]}
-    distances = {(a, b): float(np.linalg.norm(labs[a] - labs[b])) for a, b in combinations(labs, 2)}
-    assert min(distances.values()) > 16, min(distances.items(), key=lambda pair: pair[1])
-
-
-@pytest.mark.usefixtures("painted")
-def test_every_colour_of_a_picture_has_its_counterpart_on_dark_pages():
-    x, kinds = np.array([1.0, 2.0]), ("seed", "mean", "dots", "interval", "diverged", "bars")
-    traces = [Trace(arm, kind, x, x + arm, kind, x + arm - 0.5, x + arm + 0.5) for arm, kind in enumerate(kinds)]
-    traces += [Trace(arm, "keyed", x, x, "mean", in_legend=True) for arm in (6, -1)]
-    panel = Panel(
-        "title",
-        "x",
-        "y",
-        traces,
-        zero_line=True,
-        margin=0.1,
-        marks={1.5: "mark"},
-        levels={1.0: "level"},
-        rings=[(1.0, 1.0, 0)],
-    )
-    svg = Picture([panel], ["name"] * 7).svg
-    head, body = svg.split("</style>", 1)
-    assert {*re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", body)} <= DARK_COLOURS.keys()
-    assert "#000000" not in DARK_COLOURS, "the default of SVG has no style to find"
-    for colour in DARK_COLOURS:
-        assert f'[style*="stroke: {colour}"]{{stroke:{DARK_COLOURS[colour]}!important}}' in head
-
-
-@pytest.mark.usefixtures("painted")
-def test_the_only_line_of_an_arm_is_no_thinner_than_a_mean():
-    x = np.array([1.0, 2.0])
-    single, double = (
-        Picture(
-            [Panel("title", "x", "y", [Trace(0, "a", x, x * number, "seed") for number in range(count)])], ["a"]
-        ).svg
-        for count in (1, 2)
-    )
-    colour = f"stroke: {COLOURS[0]}"
-    assert f"{colour}; stroke-width: 1.8" in single
-    assert f"{colour}; stroke-opacity: 0.5; stroke-width: 0.8" in double
 
 
 @pytest.mark.usefixtures("painted")

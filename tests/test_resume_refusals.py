@@ -182,11 +182,6 @@ def test_without_locks_training_goes_on_and_says_so_and_preparing_is_refused(
     assert [path.name for path in fresh.iterdir()] == [".lock"]
 
 
-def test_locks_are_taken_in_one_place():
-    """Where what happens without them is settled once."""
-    assert [path.name for path in (ROOT / "lm").rglob("*.py") if "fcntl" in path.read_text()] == ["files.py"]
-
-
 def test_a_worker_that_outlives_its_run_does_not_keep_the_folder(tmp_path: Path):
     read_end, write_end = os.pipe()
     with locked_folder(tmp_path, ALREADY_TRAINING):

@@ -1,10 +1,6 @@
 """Run folders as reports read them: whole, unfinished, of older versions, corrupt."""
 
-import contextlib
-import copy
 import json
-from collections.abc import Iterator
-from functools import reduce
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +11,6 @@ import lm
 from lm.errors import RunError
 from lm.report.comparison import arm_label, compare_runs
 from lm.report.comparison_tables import run_facts
-from lm.runs.evaluations import UNIGRAM, Evaluation, read_evaluation
 from lm.runs.folder import PEAK_MEMORY, peak_memory, training_seconds
 from lm.runs.record import read_run
 
@@ -143,34 +138,6 @@ def test_a_swapped_model_lacks_no_training_curve(tmp_path):
     environment = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(environment | {"swap": {"normalizer": "softmax"}}))
     assert read_run(folder).missing == ()
-
-
-@pytest.mark.parametrize("value", [None, [], {}, "word", -1.5, True])
-def test_a_field_of_another_type_in_a_result_is_one_line_or_harmless(pair, value: object):
-    path = next(pair[0].glob("evaluations/validation.*"))
-    content = read_evaluation(path)
-
-    def places(node: object, path_of_node: tuple = ()) -> Iterator[tuple]:
-        for name, item in (
-            node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
-        ):
-            yield (*path_of_node, name)
-            yield from places(item, (*path_of_node, name))
-
-    for *inner, last in places(content):
-        copied = copy.deepcopy(content)
-        node = reduce(lambda part, name: part[name], inner, copied)
-        node[last] = value
-        with contextlib.suppress(KeyError, ValueError):  # what readers turn into a line that names the file
-            Evaluation.from_plain(copied)
-        if (
-            isinstance(node, dict)
-            and last not in ("options", "references", UNIGRAM)
-            and not {"asked", "code"} & {*inner, last}
-        ):
-            del node[last]
-            with pytest.raises((KeyError, ValueError)):
-                Evaluation.from_plain(copied)
 
 
 def test_training_time_is_over_all_starts_or_after_a_step():

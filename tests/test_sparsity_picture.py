@@ -68,18 +68,3 @@ def test_a_model_has_the_panels_of_its_own_maps_alone():
         assert len(axes) == 2 * len(titles)
         for title, panel_axes in zip(titles * 2, axes, strict=True):
             assert title in panel_axes.x_label
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("painted")
-def test_the_condensation_limit_is_drawn_at_the_fewest_and_the_most_keys():
-    (exp, *_), _ = panels(opt.Softmax())
-    labels = {trace.label: trace for trace in exp.traces}
-    limits = {
-        int(label.split()[-1]): line.x[0] for label, line in labels.items() if label.startswith("condensation of")
-    }
-    assert min(limits) == 32
-    assert 60 < max(limits) <= LENGTH
-    for n, x in limits.items():
-        assert f"{n} Gaussian scores" in labels
-        assert x == pytest.approx(np.sqrt(np.log(n) / 2))

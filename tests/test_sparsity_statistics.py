@@ -132,17 +132,6 @@ def test_shuffling_leaves_the_moments_and_takes_closed_forms_of_what_depends_on_
 
 
 @torch.no_grad()
-def test_weights_that_fall_with_distance_are_explained_by_it_until_they_are_shuffled():
-    decoder = make_decoder(opt.ALiBi(), std=0.02)  # scores are the slopes
-    plain, shuffled = (measured(decoder, 4, shuffle=shuffle).by_head for shuffle in (False, True))
-    assert (plain[BY_DISTANCE] > 0.9).all()
-    assert (plain[BY_BOTH] > 0.99).all()
-    assert (plain[BY_KEY] < plain[BY_DISTANCE]).all()
-    assert all(np.abs(shuffled[name]).max() < 0.15 for name in (BY_KEY, BY_DISTANCE, BY_BOTH))
-    assert np.isnan(measured(decoder, 1).by_head[BY_DISTANCE]).all()
-
-
-@torch.no_grad()
 def test_equal_scores_condensed_scores_and_dead_rows_are_told_apart():
     flat, sharp = (
         measured(make_decoder(opt.SSMax(init=init), std=std)).by_query for init, std in ((1e-30, 0.02), (500.0, 1.0))

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -130,30 +129,6 @@ def test_the_documented_commands_work_without_the_clone(away: tuple[Path, Path])
     assert facts["lm"]["version"] == lm.__version__
     assert facts["lm"]["commit"] is None
     assert Path(facts["lm"]["folder"]).is_relative_to(program.parent.parent)  # not the clone's
-
-
-def test_presets_are_found_and_copied_without_the_clone(away: tuple[Path, Path]):
-    program, folder = away
-    assert "experiments/recall" in run([str(program), "configs"], folder)
-    run([str(program), "configs", "--copy", "."], folder)
-    copied, own_names = (
-        {path.name for path in root.rglob("*.yaml")} for root in (folder / "configs", ROOT / "configs")
-    )
-    assert copied == own_names
-
-
-def test_the_wheel_holds_the_package_alone_and_its_types(built: Path):
-    (wheel,) = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"lm", f"lm_normalizers-{lm.__version__}.dist-info"}
-    assert {
-        "lm/py.typed",
-        "lm/configs/softmax.yaml",
-        "lm/configs/experiments/recall.yaml",
-        "lm/report/page.html",
-    } <= set(names)
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lm").rglob("*.py")}
-    assert modules <= set(names)
 
 
 def test_the_sdist_holds_what_its_tests_need_and_passes_them(built: Path, tmp_path: Path):
