@@ -1,4 +1,4 @@
-"""Configuration keys that earlier versions had: what to do without each.
+"""Configuration keys, and values of keys, that earlier versions had: what to do without each.
 
 A block that gives such a key its former default, as the configurations of older runs do, is read as before.
 """
@@ -9,6 +9,14 @@ import re
 REMOVED_KEYS: dict[str, tuple[object, str]] = {
     "eval.downstream": (None, "write eval.tasks=[NAME, ...]; tasks of your own are the paths of their YAML files"),
     "eval.others": ([], "measure it after training, on the model that lm.load gives"),
+}
+# {(name of a key, value): advice}
+REMOVED_VALUES = {
+    **{
+        ("package", name): "save its text, a file a document, and set data.source={name: files, paths: [FOLDER]}"
+        for name in ("kjv", "moby", "shakespeare")
+    },
+    ("format", "megatron"): "write its documents to Parquet, a list of ids a row, and set data.source.format=column",
 }
 _PATTERNS = {path: re.compile(re.escape(path).replace(r"\*", r"[^.]*")) for path in REMOVED_KEYS}
 _NAMES = {path.rpartition(".")[2] for path in REMOVED_KEYS}

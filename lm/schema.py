@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 
 from lm.errors import ConfigError, Problem
-from lm.removed_keys import removed_key
+from lm.removed_keys import REMOVED_VALUES, removed_key
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 NOT_GIVEN = "???"  # the value by which OmegaConf marks a key that the user must give
@@ -303,6 +303,9 @@ def _field_value(spec: dataclasses.Field, value: Plain, path: str, problems: lis
     if has_blocks:
         return None if value is None and "optional" in spec.metadata else block(value, path)
     result = convert(spec.type, value)
+    if result is MISSING and isinstance(value, str) and (advice := REMOVED_VALUES.get((spec.name, value))):
+        problems.append(Problem(path, value, "is no value of lm any more", advice))
+        return MISSING
     if result is MISSING:
         problems.append(
             Problem(

