@@ -1,4 +1,4 @@
-"""Stores and unfinished stores damaged in any way: an error of one line, or the identical tokens."""
+"""Stores damaged in any way: an error of one line, or the identical tokens."""
 
 import dataclasses
 import json
@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from texts import files_config, tokens_of, write_texts
 
-import lm.data.build
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.data.prepare import prepare
 from lm.data.store import MANIFEST, Store
@@ -35,32 +34,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Store]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
         return data, prepare(data)
-
-
-@pytest.fixture(scope="module")
-def unfinished(whole: tuple[DataConfig, Store], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root of a preparation that was interrupted after its last entry in the journal."""
-    root, advance = tmp_path_factory.mktemp("unfinished"), lm.data.build.Journal.advance
-    entries = []
-
-    def interrupted(*arguments) -> None:
-        advance(*arguments)
-        entries.append(1)
-        if len(entries) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        small_steps(patch)
-        patch.setattr(lm.data.build.Journal, "advance", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(dataclasses.replace(whole[0], root=str(root)))
-    return root
-
-
-def small_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lm.data.store.SHARD_TOKENS", 2000)
-    patch.setattr("lm.data.build.JOURNAL_BYTES", 1000)
-    patch.setattr("lm.data.encoding.BATCH_BYTES", 1000)
 
 
 def damage(folder: Path, kind: str, rng: random.Random) -> None:
@@ -146,33 +119,12 @@ def prepared_stores(whole: tuple[DataConfig, Store], kind: str, seed: int) -> No
         outcome_is_an_error_or_the_same(lambda: prepare(dataclasses.replace(data, root=folder)), true)
 
 
-def unfinished_stores(whole: tuple[DataConfig, Store], unfinished: Path, kind: str, seed: int) -> None:
-    data, true = whole
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        small_steps(patch)
-        root = Path(shutil.copytree(unfinished, Path(folder, "root")))
-        (partial,) = root.glob(".*.partial")
-        damage(partial, kind if kind != "manifest" else "flip", random.Random(seed))
-        outcome_is_an_error_or_the_same(lambda: prepare(dataclasses.replace(data, root=str(root))), true)
-
-
 @fuzz(40)
 def test_a_damaged_store_is_an_error_or_the_same(whole, kind: str, seed: int):
     prepared_stores(whole, kind, seed)
-
-
-@fuzz(10)
-def test_a_damaged_unfinished_store_is_an_error_or_becomes_the_same(whole, unfinished, kind: str, seed: int):
-    unfinished_stores(whole, unfinished, kind, seed)
 
 
 @pytest.mark.slow
 @fuzz(2000)
 def test_stores_damaged_in_many_ways(whole, kind: str, seed: int):
     prepared_stores(whole, kind, seed)
-
-
-@pytest.mark.slow
-@fuzz(300)
-def test_unfinished_stores_damaged_in_many_ways(whole, unfinished, kind: str, seed: int):
-    unfinished_stores(whole, unfinished, kind, seed)

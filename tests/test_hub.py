@@ -118,32 +118,19 @@ def test_a_stream_is_read_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
     store = prepared(dataclasses.replace(hub, streaming=True), tmp_path)
     assert opens == [1]
     assert sorted(stored_texts(store)) == sorted(TEXTS)
-    assert not list(store.path.glob("spool*"))
+    assert not list(store.path.glob("stream*"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered", "other text"])
-def test_a_damaged_spool_is_an_error_and_the_next_call_starts_again(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-):
-    from lm.data import build
-
-    def train(*arguments):
-        (path,) = (tmp_path / "stores").glob(".*.partial/spool-0")
-        if damage == "other text":
-            list(build.write_spool(iter([(TEXTS[1], 0, 0)]), path))
-        else:
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content[: len(content) // 2] if damage == "truncated" else content)
-        return train_tokenizer(*arguments)
-
-    source, train_tokenizer = dataclasses.replace(hub, streaming=True), build.train_tokenizer
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "train_tokenizer", train)
-        with pytest.raises(DataError, match="run again"):
-            prepared(source, tmp_path)
-    assert not list((tmp_path / "stores").glob(".*.partial"))
-    assert sorted(stored_texts(prepared(source, tmp_path))) == sorted(TEXTS)
+def test_what_a_stream_can_not_read_is_counted_once(hub: Hub, tmp_path: Path):
+    rows = [b"first", b"caf\xe9", None, *(text.encode() for text in TEXTS)]
+    texts = pyarrow.array(rows, pyarrow.binary()).cast(pyarrow.string(), safe=False).view(pyarrow.string())
+    write_parquet(Path(hub.dataset) / "train.parquet", {"text": texts})
+    stores = [
+        prepared(dataclasses.replace(hub, streaming=streaming), tmp_path / str(streaming), on_error="skip")
+        for streaming in (False, True)
+    ]
+    assert stores[0].manifest == stores[1].manifest
+    assert stores[1].manifest["unreadable"]["count"] == stores[1].manifest["left_out"]["blank"] == 1
 
 
 # ---------------------------------------------------------------- validation splits

@@ -3,9 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
-import signal
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -266,88 +263,88 @@ def test_input_that_changes_while_it_is_read_is_noticed(data: DataConfig, monkey
 # ---------------------------------------------------------------- processes that die, wait or run out of space
 
 
-KILLED = (
-    "import time, lm.data.build as build, lm.data.encoding, lm.data.store\n"
-    "build.JOURNAL_BYTES, lm.data.encoding.BATCH_BYTES, lm.data.store.SHARD_TOKENS = 100_000, 50_000, 20_000\n"
-    "note = build.Journal.advance\n"
-    "build.Journal.advance = lambda *arguments: (note(*arguments), print('noted', flush=True), time.sleep(60))\n"
+SMALL_STEPS = {
+    "lm.data.build.PART_BYTES": 100_000,
+    "lm.data.encoding.BATCH_BYTES": 50_000,
+    "lm.data.store.SHARD_TOKENS": 20_000,
+}
+SMALL = "import time, lm.data.build, lm.data.encoding, lm.data.store\n" + "".join(
+    f"{name} = {value}\n" for name, value in SMALL_STEPS.items()
 )
 
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes of KILLED, in this process."""
-    monkeypatch.setattr("lm.data.build.JOURNAL_BYTES", 100_000)
-    monkeypatch.setattr("lm.data.encoding.BATCH_BYTES", 50_000)
-    monkeypatch.setattr("lm.data.store.SHARD_TOKENS", 20_000)
+    """The sizes of SMALL, in this process."""
+    for name, value in SMALL_STEPS.items():
+        monkeypatch.setattr(name, value)
 
 
 def contents(store: Store) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in store.path.iterdir()}
 
 
-def killed_at_work(large: Path, root: Path, workers: int) -> None:
-    """A preparation, killed with its first entry in the journal."""
-    process = start(f"{KILLED}data.prepare_workers = {workers}\nprepare(data)", large, root)
-    assert process.stdout.readline() == "noted\n", process.communicate()
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.communicate()
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_killed_prepare_goes_on_where_it_was_to_the_same_bytes(
-    large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture, workers: int
+def test_a_killed_prepare_goes_on_from_its_whole_parts_to_the_same_bytes(
+    large: Path, tmp_path: Path, small_steps: None, capfd: pytest.CaptureFixture
 ):
     data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
     expected = prepare(data)
     assert len(expected.train.shards) > 5
+    after_three = (
+        "write, written = lm.data.build._write_part, []\n"
+        "def write_part(*arguments):\n"
+        "    write(*arguments), written.append(1)\n"
+        "    if len(written) == 3: print('three', flush=True), time.sleep(60)\n"
+        "lm.data.build._write_part = write_part\n"
+    )
     root = tmp_path / "killed"
-    killed_at_work(large, root, workers)
+    process = start(f"{SMALL}{after_three}data.prepare_workers = 2\nprepare(data)", large, root)
+    assert process.stdout.readline() == "three\n", process.communicate()
+    process.kill()
+    process.communicate()
     (partial,) = root.glob(".*.partial")
-    assert not (partial / "manifest.json").exists()
-    with open(next(partial.glob("train-*.bin")), "ab") as file:
-        file.write(b"written after the journal's entry")
+    (parts,) = {path.parent for path in partial.glob("*/part-*")}
+    assert sorted(path.name for path in parts.glob("part-*")) == ["part-00000", "part-00001", "part-00002"]
+    assert not list(root.glob("[!.]*"))
+    (parts / "part-00001").unlink()
     capfd.readouterr()
     store = prepare(dataclasses.replace(data, root=str(root)), progress=True)
     output = capfd.readouterr().err
     assert "finishing an interrupted token store" in output
     assert "of them done before" in output
-    assert "scan" not in output
+    assert "tokenizer:" not in output
     assert contents(store) == contents(expected)
     assert not list(root.glob(".*.partial"))
 
 
-@pytest.mark.slow
-def test_what_does_not_agree_with_the_journal_is_made_again(large: Path, tmp_path: Path, small_steps: None):
-    data = DataConfig(Files([str(large)]), TrainedTokenizer(300))
-    expected = prepare(dataclasses.replace(data, root=str(tmp_path / "whole")))
-    killed_at_work(large, tmp_path / "killed", 1)
-    flipped = {
-        "a bit of the shard": "train-00000.bin",
-        "a bit of the tokenizer": "tokenizer.json",
-        "a bit of the scan": "scan.npz",
-    }
-    for damage in ("no shard", "short shard", "odd journal", "another count", *flipped):
-        root = shutil.copytree(tmp_path / "killed", tmp_path / damage)
-        (partial,) = root.glob(".*.partial")
-        shard = partial / "train-00000.bin"
-        if damage == "no shard":
-            shard.unlink()
-        elif damage == "short shard":
-            os.truncate(shard, 1000)
-        elif damage in flipped:
-            path = partial / flipped[damage]
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-        elif damage == "another count":
-            journal = json.loads((partial / "journal.json").read_text())
-            journal["documents"] -= 1
-            (partial / "journal.json").write_text(json.dumps(journal))
-        else:
-            (partial / "journal.json").write_text('{"documents": "two", "train": [1]}')
-        assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(expected)
+@pytest.mark.parametrize("n_kills", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_prepare_killed_at_any_moment_leaves_no_store_that_looks_whole(
+    large: Path, tmp_path: Path, small_steps: None, n_kills: int
+):
+    """Killed again and again in one root, and each time in a root of its own."""
+    data = DataConfig(Files([str(large)]), TrainedTokenizer(300), root=str(tmp_path / "whole"))
+    begin = time.perf_counter()
+    expected = prepare(data)
+    duration, rng = time.perf_counter() - begin, np.random.default_rng(n_kills)
+    for number in range(n_kills):
+        root = tmp_path / ("same" if number % 2 else str(number))
+        process = start(f"{SMALL}print('begin', flush=True)\nprepare(data)", large, root)
+        assert process.stdout.readline() == "begin\n", process.communicate()
+        time.sleep(rng.uniform(0, 1.2 * duration))
+        process.kill()
+        process.communicate()
+        for path in root.glob("[!.]*"):
+            assert contents(Store.open(path)) == contents(expected)
+        if number % 2 == 0:
+            assert contents(prepare(dataclasses.replace(data, root=str(root)))) == contents(expected)
+    assert contents(prepare(dataclasses.replace(data, root=str(tmp_path / "same")))) == contents(expected)
+
+
+def test_the_rest_of_a_preparation_that_was_killed_after_its_store_appeared_is_deleted(data: DataConfig):
+    path = prepare(data).path
+    (left := path.with_name(f".{path.name}.partial")).mkdir()
+    prepare(dataclasses.replace(data, val_fraction=0.4), progress=True)
+    assert not left.exists()
 
 
 def test_the_store_is_the_same_for_any_number_of_threads(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -371,16 +368,6 @@ def test_an_unfinished_store_of_another_configuration_is_kept_and_named(data: Da
     prepare(data, progress=True)
     assert f"note: {other} is an unfinished store" in capfd.readouterr().err
     assert other.exists()
-
-
-def test_half_a_file_of_a_killed_prepare_is_not_part_of_the_store(data: DataConfig):
-    path = prepare(data).path
-    shutil.rmtree(path)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.mkdir()
-    (partial / "journal.json.new").write_bytes(b"{")
-    names = {name.name for name in prepare(data).path.iterdir()}
-    assert names == {*json.loads((path / "manifest.json").read_bytes())["files"], "manifest.json"}
 
 
 def test_a_manifest_of_many_levels_is_one_line_and_no_other_stores_matter(data: DataConfig):

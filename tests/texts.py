@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, TrainedTokenizer
-from lm.data.sources import Documents, reader
+from lm.data.sources import reader
 from lm.data.store import Split, Store
 from lm.data.text_files import OnError, Unreadable
 from lm.data.token_files import Vocabulary
@@ -78,9 +79,9 @@ def fail(error: Unreadable) -> NoReturn:
 
 
 def documents(
-    source: Source, root: Path = Path("data"), on_error: OnError = fail, vocabulary: Vocabulary | None = None
-) -> Documents:
-    return reader(source).documents(source, root, on_error, vocabulary)
+    source: Source, on_error: OnError = fail, vocabulary: Vocabulary | None = None
+) -> Iterator[str | np.ndarray]:
+    return (document for document, _ in reader(source).documents(source, on_error, vocabulary))
 
 
 def skipping(source: Files | Hub) -> tuple[list[str], list[Unreadable]]:

@@ -1,142 +1,57 @@
-"""Builds a token store: scans documents, trains the tokenizer, writes tokens and manifest in a hidden folder, and
-renames it at the end.
+"""Builds a token store: scans documents, trains the tokenizer, encodes parts of the text, joins them, and renames the
+store's folder at the end.
 
-An interrupted preparation leaves the scan, the tokenizer, the tokens and a journal of the number of documents on disk.
-The next call continues from these files, and the store has the same bytes as after a preparation without interruption.
+All is written in a hidden folder beside the store. A part has the tokens of some 64 MB of text, and appears when it is
+whole. After an interruption the next call keeps the tokenizer and the whole parts of the same documents, and makes all
+else again: the store has the same bytes as after a preparation without interruption.
 """
 
-import io
 import json
 import os
 import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
-from itertools import chain, pairwise, product, zip_longest
+from itertools import chain, groupby, pairwise, product, zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lm.config.data_config import END_OF_TEXT, DataConfig, Files, Source, Tokens
 from lm.config.task_config import Task
-from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, encode_all, split_long_words, split_text
-from lm.data.sources import labels, reader
-from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file, write_whole
+from lm.data.encoding import MIN_BYTES_PER_THREAD, Document, Tokenized, encode_all, split_long_words, split_text
+from lm.data.sources import labels, reader, streamed_documents
+from lm.data.store import MANIFEST, SPLITS, TOKENIZER, SourceCounts, SplitWriter, finish_store, write_file
 from lm.data.tasks import STORE_SEED, SUBSETS, Subset, TaskError, check_task, example, symbol_tokenizer
 from lm.data.text_files import Unreadable
 from lm.data.token_files import Vocabulary
 from lm.data.tokenizer import load_tokenizer, origin, token_bytes, tokenizer_of, train_tokenizer, vocab_size
-from lm.errors import DataError, RunError, one_line
-from lm.files import file_sha256, json_bytes, read_sealed, sealed, sync_folder
+from lm.errors import DataError
+from lm.files import json_bytes, replacing, sealed, sync_folder
 from lm.machine import usable_cores
 from lm.progress import Progress
 from lm.schema import Plain
 
-JOURNAL = "journal.json"
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-
-class Journal:
-    """The record, in `folder`, of the files and documents that a preparation has completed; empty if its file is
-    missing or damaged.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.entry: dict[str, Plain] = {}
-        with suppress(RunError):
-            self.entry = read_sealed(folder / JOURNAL)
-
-    @property
-    def n_documents(self) -> int:
-        """The number n of documents at the start of the text, the first n without a gap, whose tokens are on disk."""
-        return self.entry.get("documents", 0)
-
-    def holds(self, name: str) -> bool:
-        """Return whether the file `name` in the folder still has the content that `keep` last wrote to it."""
-        path = self.folder / name
-        return path.is_file() and self.entry.get(name) == file_sha256(path)
-
-    def keep(self, name: str, content: bytes) -> None:
-        write_whole(self.folder / name, content)
-        self._write({name: file_sha256(self.folder / name)})
-
-    def advance(self, n_documents: int, writers: dict[str, SplitWriter]) -> None:
-        """Sync the splits' files to disk, and record that they hold the tokens of the first `n_documents` documents."""
-        for writer in writers.values():
-            writer.sync()
-        self._write({"documents": n_documents} | {name: writer.progress() for name, writer in writers.items()})
-
-    def writers(self, vocab_size: int, end_of_text: int) -> tuple[int, dict[str, SplitWriter]]:
-        """Return the number of documents whose tokens are on disk, and {split: writer} to go on after them.
-
-        If the token files don't match the journal, writing starts again, with 0 documents and writers of empty splits.
-        """
-        writers: dict[str, SplitWriter] = {}
-        # Suppressed: the files hold too few tokens or ids beyond the vocabulary, or a file or its entry is missing.
-        with suppress(EOFError, ValueError, FileNotFoundError, KeyError, TypeError), ExitStack() as stack:
-            for name in SPLITS:
-                writers[name] = SplitWriter(self.folder, name, vocab_size, end_of_text, self.entry[name]["n_tokens"])
-                stack.callback(writers[name].close)
-            if all(writer.progress() == self.entry[name] for name, writer in writers.items()):
-                stack.pop_all()
-                return self.n_documents, writers
-        return 0, {name: SplitWriter(self.folder, name, vocab_size, end_of_text) for name in SPLITS}
-
-    def _write(self, changes: dict[str, Plain]) -> None:
-        self.entry |= changes
-        write_whole(self.folder / JOURNAL, json_bytes(sealed(self.entry)))
-
-
-class Restart(DataError):
-    """Raised if an interrupted preparation can't be continued: `build_store` deletes its folder, and the next call
-    starts again.
-    """
-
-
-def write_spool(texts: Iterator[tuple[str, int, int]], path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield (text, hash, number of bytes) from `texts`, and write the texts, compressed, to `path`, which appears after
-    the last item.
-    """
-    import pyarrow
-
-    new_path = path.with_name(f"{path.name}.new")
-    with (
-        pyarrow.OSFile(os.fsencode(new_path), "wb") as disk_file,
-        pyarrow.CompressedOutputStream(disk_file, "zstd") as file,
-    ):
-        for item in texts:
-            file.write(json.dumps(item[0], ensure_ascii=False).encode())
-            file.write(b"\n")
-            yield item
-    os.replace(new_path, path)
-
-
-def read_spool(path: Path) -> Iterator[str]:
-    """Yield the texts that `write_spool` wrote to `path`. Raises Restart if the file is damaged."""
-    import pyarrow
-
-    try:
-        with pyarrow.OSFile(os.fsencode(path)) as disk_file, pyarrow.CompressedInputStream(disk_file, "zstd") as file:
-            yield from map(json.loads, io.BufferedReader(file))
-    except (OSError, pyarrow.ArrowException, ValueError) as error:
-        raise Restart(f"{path}: can't be read (damaged?): {one_line(error)}; run again") from None
-
-
-# ---------------------------------------------------------------- building
-
-
-SCAN, SPOOL = "scan.npz", "spool"
-JOURNAL_BYTES = 64 << 20  # bytes of text between entries in the journal
+PART_BYTES = 64 << 20  # bytes of text whose tokens are in a part; it ends with a document
+PART_NAME = "part-"  # beginning of the names of parts
+JOIN_BYTES = 4 << 20  # bytes of a part that are joined to the store at a time
 TASK_SEQUENCES = 64  # sequences of each task that a store without text holds in each split
 MIN_ANSWERS_PER_SYMBOL, MAX_COUNTED_SEQUENCES = (
     16,
     8192,
 )  # limits of `_answer_counts`: answers per symbol, sequences per task
 MAX_LISTED_ERRORS = 100  # unreadable files, documents and rows that the manifest names
-TRAIN, VAL, COPY = 0, 1, 2  # assignment of a document
+# Assignment of a document. A copy is left out because another document has the same content; an omitted document,
+# because the tokenizer does not give it back.
+TRAIN, VAL, COPY, OMITTED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -147,13 +62,10 @@ class Scan:
 
     hashes: np.ndarray  # (documents,) uint64
     n_bytes: np.ndarray  # (documents,) int64, UTF-8
-    assignment: (
-        np.ndarray
-    )  # (documents,) uint8: TRAIN, VAL or COPY (left out, as another document has the same content)
+    assignment: np.ndarray  # (documents,) uint8: TRAIN, VAL, COPY or OMITTED
     ends: np.ndarray  # (readings,) int64: number of documents up to the end of each `Reading`
     sources: np.ndarray  # (readings,) int64: index of each reading's source
-    left_out: dict[str, int]  # number of documents left out, by reason
-    unreadable: dict[str, Plain]  # number and bytes of unreadable files, documents and rows; messages of the first
+    omissions: "OmissionCounts"  # the documents that were left out, and what could not be read
     id_statistics: dict[
         str, int
     ]  # facts on documents of token ids (`Vocabulary.seen`); empty if all documents are texts
@@ -163,8 +75,16 @@ class Scan:
         """The index, in `DataConfig.sources`, of the source that each document comes from: int64 (documents,)."""
         return np.repeat(self.sources, np.diff(self.ends, prepend=0))
 
+    @property
+    def is_stored(self) -> np.ndarray:
+        """A mask of the documents that are in a split: bool (documents,)."""
+        return self.assignment <= VAL
 
-SCAN_ARRAYS = tuple(field.name for field in fields(Scan)[:5])
+    @cached_property
+    def key(self) -> str:
+        """A hash of the documents and of their assignment, as the scan leaves it."""
+        arrays = (self.hashes, self.n_bytes, self.assignment, self.ends)
+        return blake2b(b"".join(map(np.ndarray.tobytes, arrays)), digest_size=8).hexdigest()
 
 
 class OmissionCounts:
@@ -202,8 +122,8 @@ class Reading:
     index: int  # the source's index in `DataConfig.sources`
     source: Source
     held_out: bool
-    spool: Path | None  # for a streamed source, the file that keeps its documents after the first pass
     vocabulary: Vocabulary | None  # for a source of token ids, the ids that the tokenizer has
+    stream: Path | None  # for a streamed source, the file that keeps its documents
 
 
 def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress: Progress) -> None:
@@ -211,69 +131,59 @@ def build_store(data: DataConfig, spec: dict[str, Plain], target: Path, progress
     entries of `spec`.
 
     Raises:
-        DataError: a source is too small, changed meanwhile or can't be read. If tokens of documents are on disk, the
-            hidden folder stays, and the next call continues, except after a `Restart`.
+        DataError: a source is too small, changed meanwhile or can't be read. If a part is whole, the hidden folder
+            stays, and the next call continues.
     """
-    folder = target.with_name(f".{target.name}.partial")
+    folder = partial_folder(target)
+    store = folder / "store"
     try:
-        folder.mkdir(exist_ok=True)
-        facts = _build_symbol_store(data, folder) if data.symbolic else _build_text_store(data, folder, progress)
-        write_file(folder / MANIFEST, json_bytes(sealed(spec | facts)))
-        for path in (folder / SCAN, folder / JOURNAL, *folder.glob(f"{SPOOL}-*"), *folder.glob("*.new")):
-            path.unlink(missing_ok=True)
-        sync_folder(folder)
-        os.rename(folder, target)
+        shutil.rmtree(store, ignore_errors=True)
+        store.mkdir(parents=True)
+        facts = _build_symbol_store(data, store) if data.symbolic else _build_text_store(data, store, progress)
+        write_file(store / MANIFEST, json_bytes(sealed(spec | facts)))
+        sync_folder(store)
+        os.rename(store, target)
         sync_folder(target.parent)
-    except Exception as error:
-        # With documents on disk the next call continues: the cause of the error may be a network or a full disk.
-        if isinstance(error, Restart) or not Journal(folder).n_documents:
+    except Exception:
+        # With a whole part the next call continues: the cause of the error may be a network or a full disk.
+        if not any(folder.glob(f"*/{PART_NAME}*")):
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dict[str, Plain]:
+def partial_folder(target: Path) -> Path:
+    """Return the hidden folder in which the store `target` is prepared."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def _build_text_store(data: DataConfig, store: Path, progress: Progress) -> dict[str, Plain]:
     """Write all files of a store of text except the manifest. Returns the manifest's entries that describe these
     files.
     """
-    journal = Journal(folder)
     # The licences first: the hub may be out of reach hours later.
     licences = [reader(weighted.source).licence(weighted.source) for weighted in data.sources]
     tokenizer_origin = origin(data.tokenizer)
-    scan = _load_or_scan(data, journal, progress)
-    is_stored = scan.assignment != COPY
-    total_bytes = int(scan.n_bytes[is_stored].sum())
-    end_of_text = data.tokenizer.end_of_text
-    if not journal.holds(TOKENIZER):
+    scan = _scan(data, store.parent, progress)
+    folder = store.parent / scan.key
+    folder.mkdir(exist_ok=True)
+    if not (folder / TOKENIZER).exists():
         if data.tokenizer.files:
             tokenizer = tokenizer_of(data.tokenizer)
         else:
             with progress.bytes("tokenizer", int(scan.n_bytes[scan.assignment == TRAIN].sum())) as advance:
-                tokenizer = train_tokenizer(_training_texts(data, folder, scan, advance), data.tokenizer)
-        journal.keep(TOKENIZER, tokenizer.to_str(pretty=True).encode())
-    tokenizer = load_tokenizer(folder / TOKENIZER, end_of_text)
+                tokenizer = train_tokenizer(_training_texts(data, store.parent, scan, advance), data.tokenizer)
+        with replacing(folder / TOKENIZER) as file:
+            file.write(tokenizer.to_str(pretty=True).encode())
+    shutil.copyfile(folder / TOKENIZER, store / TOKENIZER)
+    end_of_text = data.tokenizer.end_of_text
+    tokenizer = load_tokenizer(store / TOKENIZER, end_of_text)
     size, end_id = vocab_size(tokenizer), tokenizer.token_to_id(end_of_text)
-    n_encoded, writers = journal.writers(size, end_id)
+    parts = _write_parts(data, folder, scan, tokenizer, progress)
+    total_bytes = int(scan.n_bytes[scan.is_stored].sum())
     with ExitStack() as stack:
-        for writer in writers.values():
-            stack.callback(writer.close)
-        encoded_bytes = int(scan.n_bytes[:n_encoded][is_stored[:n_encoded]].sum())
-        is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[
-            scan.source_indices[n_encoded:]
-        ]
-        text_bytes = int(scan.n_bytes[n_encoded:][is_stored[n_encoded:] & is_text].sum())
-        workers = data.prepare_workers or max(1, min(usable_cores(), text_bytes // MIN_BYTES_PER_THREAD))
-        unsaved_bytes = 0
-        with progress.bytes("encode", total_bytes, encoded_bytes) as advance:
-            new_documents = _scanned_documents(data, folder, scan, n_encoded)
-            for documents, tokens, in_val in encode_all(new_documents, tokenizer, end_of_text, workers):
-                writers["train"].add(tokens[~in_val])
-                writers["val"].add(tokens[in_val])
-                n_bytes = sum(document.n_bytes for document in documents)
-                advance(n_bytes)
-                unsaved_bytes += n_bytes
-                if unsaved_bytes >= JOURNAL_BYTES and documents[-1].is_last_piece:
-                    journal.advance(documents[-1].n_read, writers)
-                    unsaved_bytes = 0
+        writers = {name: stack.enter_context(closing(SplitWriter(store, name, size, end_id))) for name in SPLITS}
+        _join(parts, scan.assignment[scan.is_stored] == VAL, end_id, writers)
         counts = {name: writer.counts for name, writer in writers.items()}
         total_counts, bytes_per_token = sum(counts.values()), token_bytes(tokenizer)
         is_exact = bytes_per_token is not None and int(total_counts @ bytes_per_token.astype(np.int64)) == total_bytes
@@ -285,16 +195,92 @@ def _build_text_store(data: DataConfig, folder: Path, progress: Progress) -> dic
             for name, assignment in (("train", TRAIN), ("val", VAL))
         }
         facts = finish_store(
-            folder, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean"
+            store, writers, sources, counts, end_of_text, bytes_per_token, "exact" if is_exact else "corpus mean"
         )
     return {
         "licence": "; ".join(dict.fromkeys(licences)),
-        "left_out": scan.left_out | {"copies": int((scan.assignment == COPY).sum())},
-        "unreadable": scan.unreadable,
+        "left_out": scan.omissions.by_reason | {"copies": int((scan.assignment == COPY).sum())},
+        "unreadable": scan.omissions.unreadable,
         **({"ids": scan.id_statistics} if scan.id_statistics else {}),
         **({"tokenizer_origin": tokenizer_origin} if tokenizer_origin else {}),
         **facts,
     }
+
+
+def _write_parts(data: DataConfig, folder: Path, scan: Scan, tokenizer: "Tokenizer", progress: Progress) -> list[Path]:
+    """Encode the documents of the parts that are missing in `folder`, which is in the folder of streams. Returns the
+    paths of all parts, in order.
+
+    Documents that the tokenizer does not give back become `OMITTED` in the scan, or are an error, by `data.on_error`.
+    """
+    is_stored, n_bytes = scan.is_stored, np.where(scan.is_stored, scan.n_bytes, 0)
+    part_of = (np.cumsum(n_bytes) - n_bytes) // PART_BYTES  # (documents,)
+    numbers = np.unique(part_of[is_stored]).tolist()
+    paths = {number: folder / f"{PART_NAME}{number:05d}" for number in numbers}
+    is_missing = is_stored & ~np.isin(part_of, [number for number, path in paths.items() if path.exists()])
+    is_text = ~np.array([isinstance(weighted.source, Tokens) for weighted in data.sources])[scan.source_indices]
+    workers = data.prepare_workers or max(
+        1, min(usable_cores(), int(n_bytes[is_missing & is_text].sum()) // MIN_BYTES_PER_THREAD)
+    )
+    with progress.bytes("encode", int(n_bytes.sum()), int(n_bytes[~is_missing].sum())) as advance:
+        documents = _scanned_documents(data, folder.parent, scan, is_missing) if is_missing.any() else iter(())
+        tokenized = encode_all(documents, tokenizer, data.tokenizer.end_of_text, workers)
+        for number, group in groupby(tokenized, key=lambda item: part_of[item[0].index]):
+            _write_part(paths[number], group, data.on_error, advance)
+    splits = np.unique(scan.assignment[is_stored])
+    for path in filter(Path.exists, map(_omitted_path, paths.values())):
+        for index, problem, size in json.loads(path.read_text(encoding="utf-8")):
+            scan.assignment[index] = OMITTED
+            scan.omissions.skip(Unreadable(problem, size))
+    if not np.isin(splits, scan.assignment).all():
+        reason = "gives no document of the training text, or of the held-out text, back"
+        raise DataError(f"data.tokenizer: {reason}; {scan.omissions.unreadable['first'][-1]}")
+    return list(paths.values())
+
+
+def _omitted_path(path: Path) -> Path:
+    return path.with_name(f"omitted-{path.name}.json")
+
+
+def _write_part(path: Path, tokenized: Iterator[Tokenized], on_error: str, advance: Callable[[int], None]) -> None:
+    """Write the tokens of documents to `path`, which appears when it is whole, and before it a list of the documents
+    that the tokenizer does not give back: [index, reason, bytes] each. Raises the first such error if `on_error` is
+    `fail`.
+    """
+    omitted: dict[int, Unreadable] = {}
+    with replacing(path, "the tokens (make room, or set data.root to another folder)") as file:
+        start = end = 0  # of the document in the file
+        for document, tokens in tokenized:
+            advance(document.n_bytes)
+            start = end if document.is_first_piece else start
+            if isinstance(tokens, Unreadable):
+                if on_error == "fail":
+                    raise tokens
+                omitted.setdefault(document.index, tokens)
+                end = file.seek(start)
+                file.truncate()
+            elif document.index not in omitted:
+                end += file.write(tokens)
+        if omitted:
+            entries = [[index, str(error), error.n_bytes] for index, error in omitted.items()]
+            with replacing(_omitted_path(path)) as list_file:
+                list_file.write(json_bytes(entries))
+
+
+def _join(parts: list[Path], held_out: np.ndarray, end_of_text: int, writers: dict[str, SplitWriter]) -> None:
+    """Write the tokens of the parts to the two splits. `held_out`: whether each stored document is in the split `val`,
+    (documents,) bool. A document begins at each `end_of_text`.
+    """
+    n_documents, dtype = 0, writers["train"].dtype
+    for path in parts:
+        with open(path, "rb") as file:
+            while block := file.read(JOIN_BYTES):
+                tokens = np.frombuffer(block, dtype)
+                document_numbers = n_documents + np.cumsum(tokens == end_of_text)  # from 1
+                in_val = held_out[document_numbers - 1]
+                writers["train"].add(tokens[~in_val])
+                writers["val"].add(tokens[in_val])
+                n_documents = int(document_numbers[-1])
 
 
 def _build_symbol_store(data: DataConfig, folder: Path) -> dict[str, Plain]:
@@ -357,21 +343,6 @@ def _source_counts(names: list[str], licences: list[str], scan: Scan, assignment
 # ---------------------------------------------------------------- reading the sources
 
 
-def _load_or_scan(data: DataConfig, journal: Journal, progress: Progress) -> Scan:
-    """Return the scan that an interrupted preparation saved; without one, scan the documents and save the result."""
-    if not journal.holds(SCAN):
-        scan = _scan(data, journal.folder, progress)
-        buffer = io.BytesIO()
-        facts = np.frombuffer(json.dumps([scan.left_out, scan.unreadable, scan.id_statistics]).encode(), np.uint8)
-        np.savez(buffer, **{name: getattr(scan, name) for name in SCAN_ARRAYS}, facts=facts)
-        journal.keep(SCAN, buffer.getvalue())
-    with np.load(journal.folder / SCAN) as arrays:
-        omissions, unreadable, *ids = json.loads(
-            arrays["facts"].tobytes()
-        )  # scans of earlier versions hold no facts on ids
-        return Scan(*(arrays[name] for name in SCAN_ARRAYS), omissions, unreadable, ids[0] if ids else {})
-
-
 def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     """Hash every document, find copies, and hold out the documents of each source that have the smallest hashes.
 
@@ -385,11 +356,8 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
     with progress.bytes("scan", None) as advance:
         readings = _readings(data, folder)
         for reading in readings:
-            if reading.spool:
-                reading.spool.unlink(missing_ok=True)
-            accepted = _accepted_documents(data, reading, omissions)
             n_spelled = Counter()
-            for document, digest, n_bytes in write_spool(accepted, reading.spool) if reading.spool else accepted:
+            for document, _, digest, n_bytes in _accepted_documents(data, reading, omissions):
                 if isinstance(document, str):
                     for token in {END_OF_TEXT, data.tokenizer.end_of_text}:
                         n_spelled[token] += document.count(token)
@@ -439,9 +407,7 @@ def _scan(data: DataConfig, folder: Path, progress: Progress) -> Scan:
             f"two different ones of a source are needed: add text{remedy}"
         )
     ids = next((reading.vocabulary.seen for reading in readings if reading.vocabulary), {})
-    return Scan(
-        hash_array, size_array, assignment, end_array, source_array, omissions.by_reason, omissions.unreadable, ids
-    )
+    return Scan(hash_array, size_array, assignment, end_array, source_array, omissions, ids)
 
 
 def _hashes_to_hold_out(sources: list[tuple[np.ndarray, np.ndarray]], fraction: float) -> np.ndarray:
@@ -477,37 +443,34 @@ def _readings(data: DataConfig, folder: Path) -> list[Reading]:
     if it has one.
     """
     readings: list[Reading] = []
-    vocabulary = (
-        Vocabulary(data.tokenizer) if any(isinstance(weighted.source, Tokens) for weighted in data.sources) else None
-    )
+    is_ids = [isinstance(weighted.source, Tokens) for weighted in data.sources]
+    vocabulary = Vocabulary(data.tokenizer) if any(is_ids) else None
     for index, weighted in enumerate(data.sources):
         for source, is_held_out in (
             (weighted.source, False),
             (reader(weighted.source).held_out(weighted.source), True),
         ):
             if source:
-                spool = folder / f"{SPOOL}-{len(readings)}" if reader(source).streamed(source) else None
-                readings.append(
-                    Reading(index, source, is_held_out, spool, vocabulary if isinstance(source, Tokens) else None)
-                )
+                stream = folder / f"stream-{len(readings)}.parquet" if reader(source).streamed(source) else None
+                readings.append(Reading(index, source, is_held_out, vocabulary if is_ids[index] else None, stream))
     return readings
 
 
 def _accepted_documents(
     data: DataConfig, reading: Reading, omissions: OmissionCounts
-) -> Iterator[tuple[str | np.ndarray, int, int]]:
-    """Yield (text or ids, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and long ones in
-    `omissions`.
+) -> Iterator[tuple[str | np.ndarray, str, int, int]]:
+    """Yield (text or ids, location, 64-bit hash, number of UTF-8 bytes) of documents to keep; count blank, short and
+    long ones in `omissions`.
     """
-    spool, vocabulary = reading.spool, reading.vocabulary
+    vocabulary = reading.vocabulary
     has_text = not all(
         isinstance(weighted.source, Tokens) for weighted in data.sources
     )  # then ids are hashed as text, to find copies
-    has_spool = spool and spool.exists()
-    read_documents = reader(reading.source).documents
-    for document in (
-        read_spool(spool) if has_spool else read_documents(reading.source, data.folder, omissions.skip, vocabulary)
-    ):
+    if reading.stream:
+        documents = streamed_documents(reading.source, reading.stream, omissions.skip)
+    else:
+        documents = reader(reading.source).documents(reading.source, omissions.skip, vocabulary)
+    for document, location in documents:
         content = document.encode() if not vocabulary else vocabulary.utf8_text(document) if has_text else document.data
         n_bytes = vocabulary.n_bytes(document) if vocabulary else len(content)
         digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
@@ -519,30 +482,29 @@ def _accepted_documents(
         elif data.max_document_bytes is not None and n_bytes > data.max_document_bytes:
             omissions.by_reason["long"] += 1
         else:
-            yield document, digest, n_bytes
+            yield document, location, digest, n_bytes
 
 
-def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, n_skipped: int) -> Iterator[Document]:
-    """Yield the scanned documents after the first `n_skipped`, without copies. Raises Restart if the sources changed
-    since the scan.
+def _scanned_documents(data: DataConfig, folder: Path, scan: Scan, is_wanted: np.ndarray) -> Iterator[Document]:
+    """Yield the scanned documents for which `is_wanted`, (documents,) bool, is true. Raises DataError if the sources
+    have changed since the scan.
     """
     n_read = 0
     for reading, end in zip(_readings(data, folder), scan.ends, strict=True):
         accepted = _accepted_documents(data, reading, OmissionCounts(data.on_error))
         for item, scanned_hash in zip_longest(accepted, scan.hashes[n_read:end]):
-            if item is None or item[1] != scanned_hash:
-                raise Restart(
+            if item is None or item[2] != scanned_hash:
+                raise DataError(
                     f"data.source: {', '.join(labels(data))}: changed while it was read (document {n_read + 1}); run "
                     "again"
                 )
+            if is_wanted[n_read]:
+                content, location, _, n_bytes = item
+                yield Document(content, n_bytes, n_read, location)
             n_read += 1
-            if n_read > n_skipped and scan.assignment[n_read - 1] != COPY:
-                content, _, n_bytes = item
-                yield Document(content, n_bytes, bool(scan.assignment[n_read - 1] == VAL), n_read)
 
 
 def _training_texts(data: DataConfig, folder: Path, scan: Scan, advance: Callable[[int], None]) -> Iterator[str]:
-    for document in _scanned_documents(data, folder, scan, 0):
-        if not document.held_out:
-            advance(document.n_bytes)
-            yield from chain.from_iterable(map(split_long_words, split_text(document.content)))
+    for document in _scanned_documents(data, folder, scan, scan.assignment == TRAIN):
+        advance(document.n_bytes)
+        yield from chain.from_iterable(map(split_long_words, split_text(document.content)))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.store import token_dtype
+from lm.data.text_files import Unreadable
 from lm.data.tokenizer import decode, encode, special_token_mask, token_bytes, vocab_size, words
-from lm.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,22 +40,18 @@ class Document:
 
     content: str | np.ndarray  # its text, or its token ids (tokens,)
     n_bytes: int  # UTF-8 bytes of the text
-    held_out: bool
-    n_read: int  # number of documents read from the sources so far, this one included
+    index: int  # number of documents that the scan has read before this one
+    location: str = ""  # the file or dataset and the place in it
     is_first_piece: bool = True  # true if the content is the beginning of the document
-    is_last_piece: bool = True  # true if the content is the end of the document
 
 
-# Documents or pieces of documents; the ids of all their tokens, in the store's dtype; and a mask of the tokens of
-# held-out documents.
-EncodedBatch = tuple[list[Document], np.ndarray, np.ndarray]
+# A document or piece, and the ids of its tokens in the store's dtype (tokens,), or why the tokenizer does not give it
+# back.
+Tokenized = tuple[Document, np.ndarray | Unreadable]
 
 
 class Encoder:
-    """Encodes batches of documents as token ids; documents that are token ids already pass unchanged.
-
-    Raises DataError: the decoded tokens of a text differ from the text, or a text encodes to a special token.
-    """
+    """Encodes batches of documents as token ids; documents that are token ids already pass unchanged."""
 
     def __init__(self, tokenizer: "Tokenizer", end_of_text: str):
         self.tokenizer, self.end_of_text_id = tokenizer, tokenizer.token_to_id(end_of_text)
@@ -69,29 +65,27 @@ class Encoder:
         # True if tokens that stand for as many bytes as the text are sure to decode to it.
         self.byte_count_suffices = self.bytes_per_token is not None and keeps_all_characters and is_reversible
 
-    def __call__(self, documents: list[Document]) -> EncodedBatch:
-        """Encode documents or pieces of documents, with an end-of-text token before the first token of each
-        document.
-        """
-        text_ids = iter(
-            encode(self.tokenizer, [document.content for document in documents if isinstance(document.content, str)])
-        )
-        token_arrays = []
-        for document in documents:
-            if isinstance(document.content, str):
-                tokens = np.array(next(text_ids), self.dtype)
-                self._check_reversible(document.content, tokens)
-            else:
-                tokens = document.content.astype(self.dtype)
-            token_arrays.append(
-                np.append(np.array([self.end_of_text_id], self.dtype), tokens) if document.is_first_piece else tokens
-            )
-        in_val = np.repeat([document.held_out for document in documents], [len(tokens) for tokens in token_arrays])
-        return documents, np.concatenate(token_arrays), in_val
+    def __call__(self, documents: list[Document]) -> list[Tokenized]:
+        """Encode documents or pieces of documents, with an end-of-text token before the first token of each document.
 
-    def _check_reversible(self, text: str, tokens: np.ndarray) -> None:
+        A document has no ids but an `Unreadable` if its decoded tokens differ from it, or if it has a special token.
+        """
+        texts = [document.content for document in documents if isinstance(document.content, str)]
+        text_ids = iter(encode(self.tokenizer, texts))
+        tokenized: list[Tokenized] = []
+        for document in documents:
+            tokens = np.array(next(text_ids) if isinstance(document.content, str) else document.content, self.dtype)
+            problem = self._problem(document.content, tokens) if isinstance(document.content, str) else ""
+            if document.is_first_piece:
+                tokens = np.append(np.array([self.end_of_text_id], self.dtype), tokens)
+            error = Unreadable(f"{document.location}: data.tokenizer: {problem}", document.n_bytes) if problem else None
+            tokenized.append((document, error or tokens))
+        return tokenized
+
+    def _problem(self, text: str, tokens: np.ndarray) -> str:
+        """Say why the tokens don't stand for the text, and what to do; empty if they do."""
         if self.byte_count_suffices and self.bytes_per_token[tokens].sum(dtype=np.float64) == len(text.encode()):
-            return
+            return ""
         decoded_text = decode(self.tokenizer, tokens.tolist(), special=True)
         if decoded_text != text:
             index = next(
@@ -99,21 +93,24 @@ class Encoder:
                 min(len(text), len(decoded_text)),
             )
             original_excerpt, decoded_excerpt = (
-                repr(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)
+                ascii(string[max(0, index - 10) : index + 20]) for string in (text, decoded_text)
             )
-            raise DataError(
-                f"data.tokenizer: does not give text back unchanged: {original_excerpt} is decoded as "
-                f"{decoded_excerpt}; "
-                "use a byte-level tokenizer, or one with byte fallback, without a normalizer or prefix space"
+            normalizer = self.tokenizer.normalizer
+            is_normalized = normalizer is not None and normalizer.normalize_str(text) != text
+            cause = f"its normalizer {type(normalizer).__name__} changes it; " if is_normalized else ""
+            return (
+                f"does not give text back unchanged: {original_excerpt} is decoded as {decoded_excerpt}; {cause}"
+                "set data.on_error=skip to leave such documents out, or use a byte-level tokenizer, or one with byte "
+                "fallback, without a normalizer or prefix space"
             )
         if self.is_special[tokens].any():
             index = int(np.flatnonzero(self.is_special[tokens])[0])
             context = decode(self.tokenizer, tokens[max(0, index - 3) : index + 4].tolist(), special=True)
-            raise DataError(
-                f"data.tokenizer: the text {context!r} has the special token "
-                f"{self.tokenizer.id_to_token(int(tokens[index]))!r} in it as a "
-                "word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
+            return (
+                f"the text {context!a} has the special token {self.tokenizer.id_to_token(int(tokens[index]))!r} in it "
+                "as a word; use a tokenizer whose special tokens text can't become, such as <|endoftext|>"
             )
+        return ""
 
 
 def can_cut_between_words(tokenizer: "Tokenizer") -> bool:
@@ -156,9 +153,9 @@ def split_long_words(text: str) -> Iterator[str]:
 
 def encode_all(
     documents: Iterator[Document], tokenizer: "Tokenizer", end_of_text: str, workers: int
-) -> Iterator[EncodedBatch]:
-    """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield the batches
-    in order.
+) -> Iterator[Tokenized]:
+    """Encode documents in batches with `workers` threads, parallel as `tokenizers` releases the GIL; yield documents,
+    or pieces of documents, in order.
 
     Long documents are encoded in pieces if this leaves their tokens unchanged (`can_cut_between_words`): memory holds
     few pieces at a time.
@@ -169,7 +166,7 @@ def encode_all(
         _split_document(document) if is_divisible and isinstance(document.content, str) else [document]
         for document in documents
     )
-    queue: deque[Future[EncodedBatch]] = deque()
+    queue: deque[Future[list[Tokenized]]] = deque()
     thread_pool, sets_variable = ThreadPoolExecutor(workers), workers > 1 and _PARALLELISM_VARIABLE not in os.environ
     if sets_variable:  # each thread encodes alone: the library's own threads would take all cores
         os.environ[_PARALLELISM_VARIABLE] = "false"
@@ -177,8 +174,9 @@ def encode_all(
         for batch in _batches(chain.from_iterable(document_pieces)):
             queue.append(thread_pool.submit(encoder, batch))
             if len(queue) == 2 * workers - 1:
-                yield queue.popleft().result()
-        yield from (future.result() for future in queue)
+                yield from queue.popleft().result()
+        while queue:
+            yield from queue.popleft().result()
     finally:
         thread_pool.shutdown(cancel_futures=True)
         if sets_variable:
@@ -194,7 +192,6 @@ def _split_document(document: Document) -> Iterator[Document]:
             content=text,
             n_bytes=len(text.encode()),
             is_first_piece=begin == 0,
-            is_last_piece=end == len(document.content),
         )
 
 

@@ -3,13 +3,14 @@ the store.
 """
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from lm.config.data_config import DataConfig, TrainedTokenizer
 from lm.config.tree import Config
 from lm.data import tokenizer
-from lm.data.build import build_store
+from lm.data.build import build_store, partial_folder
 from lm.data.sources import labels, reader, source_identity
 from lm.data.store import STORE_FORMAT, Store, fingerprint, manifests
 from lm.errors import ConfigError, DataError, Problem, one_line
@@ -218,7 +219,7 @@ def _store_folder(data: DataConfig, spec: dict[str, Plain]) -> Path:
 
 def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: Progress) -> None:
     root = target.parent
-    folder = root / f".{target.name}.partial"
+    folder = partial_folder(target)
     action = (
         "finishing an interrupted token store"
         if folder.exists()
@@ -229,7 +230,9 @@ def _announce(data: DataConfig, target: Path, spec: dict[str, Plain], progress: 
         if description := reader(weighted.source).description(weighted.source):
             progress.say(f"{name}: {description}")
     for path in sorted(root.glob(".*.partial")):
-        if path != folder:
+        if (root / path.name[1:].removesuffix(".partial")).exists():
+            shutil.rmtree(path, ignore_errors=True)  # its store was renamed, and the process ended before this
+        elif path != folder:
             progress.say(f"note: {path} is an unfinished store of another configuration; delete it if it is not wanted")
 
 

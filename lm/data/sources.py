@@ -17,28 +17,26 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lm.config.data_config import DataConfig, Files, Hub, Package, Source, Tokens
 from lm.data import text_files, token_files
 from lm.data.store import manifests
 from lm.data.text_files import (
     ROWS,
+    Documents,
     OnError,
+    Unreadable,
     check_column,
     column_texts,
     files_in,
 )
 from lm.data.token_files import Vocabulary
 from lm.errors import DataError, one_line
-from lm.files import FileHashes, plain_sha256
+from lm.files import FileHashes, plain_sha256, replacing
 from lm.progress import Progress
 from lm.schema import Plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
-
-Documents = Iterator[str | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,15 @@ class SourceReader:
     """The functions that read sources of one type, such as local files; each function's first argument is the source's
     options.
 
-    `documents` yields the documents in a fixed order, blank ones included: texts, or arrays of ids, (tokens,) uint32,
-    for `Tokens`. Its further arguments are `data.root`, `on_error`, and for `Tokens` the tokenizer's vocabulary. It
-    calls `on_error` with the error of each file, document or row that can't be read; if the call returns, `documents`
-    skips this item. A file damaged part-way yields the documents before the damage. All functions raise DataError with
-    the file, dataset or row and the reason.
+    `documents` yields (document, location) in a fixed order, blank ones included. A document is a text, or an array of
+    ids, (tokens,) uint32, for `Tokens`; its location is the file or dataset and the place in it. The further arguments
+    of `documents` are `on_error`, and for `Tokens` the tokenizer's vocabulary. It calls `on_error` with the error of
+    each file, document or row that can't be read; if the call returns, `documents` skips this item. A file damaged
+    part-way yields the documents before the damage. All functions raise DataError with the file, dataset or row and the
+    reason.
     """
 
-    documents: Callable[[Source, Path, OnError, Vocabulary | None], Documents]
+    documents: Callable[[Source, OnError, Vocabulary | None], Documents]
     identity: Callable[
         [Source, Path, FileHashes], dict[str, Plain]
     ]  # identifies the documents, by `data.root` and cached hashes of files
@@ -149,7 +148,7 @@ PACKAGES = {
 }
 
 
-def _package_documents(source: Package, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+def _package_documents(source: Package, on_error: OnError, vocabulary: None) -> Documents:
     files = Files(suffixes=[".txt", ".py"])
     return text_files.read_files(list(PACKAGES[source.package].paths().values()), files, on_error)
 
@@ -175,7 +174,7 @@ class Unreachable(DataError):
     """Raised if the Hugging Face hub can't be reached."""
 
 
-def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None) -> Documents:
+def _hub_documents(source: Hub, on_error: OnError, vocabulary: None) -> Documents:
     location = f"data.source.dataset: '{source.dataset}' ({source.split})"
     with _library_errors(source):
         dataset = _dataset(source)
@@ -184,6 +183,46 @@ def _hub_documents(source: Hub, root: Path, on_error: OnError, vocabulary: None)
             dataset = dataset.select_columns([source.column])
         tables = dataset.with_format("arrow").iter(ROWS)  # arrow: a row that isn't UTF-8 can be left out alone
         yield from islice(column_texts(tables, source.column, location, on_error), source.max_documents)
+
+
+STREAM_BYTES = 4 << 20  # characters of a stream that are written at a time
+
+
+def streamed_documents(source: Hub, path: Path, on_error: OnError) -> Documents:
+    """Yield a streamed source's documents and their locations. The first call downloads them and writes them, and the
+    errors of rows that can't be read, to the Parquet file `path`, which appears when it is whole. Later calls read it.
+    """
+    import pyarrow
+    from pyarrow.parquet import ParquetFile, ParquetWriter
+
+    if path.exists():
+        with ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                for row in file.read_row_group(group).to_pylist():
+                    if row["error"] is None:
+                        yield row["text"], row["location"]
+                    else:
+                        on_error(Unreadable(row["error"], row["n_bytes"]))
+        return
+    texts = dict.fromkeys(("text", "location", "error"), pyarrow.large_string())
+    schema = pyarrow.schema(texts | {"n_bytes": pyarrow.int64()})
+    rows: list[dict[str, Plain]] = []
+
+    def skip(error: Unreadable) -> None:
+        on_error(error)
+        rows.append({"error": str(error), "n_bytes": error.n_bytes})
+
+    with replacing(path) as file, ParquetWriter(file, schema, compression="zstd") as writer:
+        n_characters = 0
+        for text, location in _hub_documents(source, skip, None):
+            rows.append({"text": text, "location": location})
+            yield text, location
+            n_characters += len(text)
+            if len(rows) >= ROWS or n_characters > STREAM_BYTES:
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                rows.clear()
+                n_characters = 0
+        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
 
 def _hub_held_out(source: Hub) -> Hub | None:

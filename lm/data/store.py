@@ -330,21 +330,12 @@ def _damaged_error(folder: Path, problem: object) -> DataError:
 
 
 SHARD_TOKENS = 2**28  # 512 MiB of uint16
-_BLOCK_TOKENS = 2**20  # tokens of an existing shard read at a time
 
 
 class SplitWriter:
-    """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document.
+    """Writes one split, document by document, and counts its tokens; memory holds 8 bytes per document."""
 
-    To resume, the first `resume_at` tokens of existing files are kept and read again, to restore counts and hashes, and
-    later tokens are cut off. The result is the same as without interruption.
-
-    Raises:
-        EOFError, FileNotFoundError: the files hold fewer than `resume_at` tokens.
-        ValueError: the files hold ids beyond the vocabulary.
-    """
-
-    def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int, resume_at: int = 0):
+    def __init__(self, folder: Path, name: str, vocab_size: int, end_of_text: int):
         self.path, self.end_of_text = folder / name, end_of_text
         self.dtype, self.shard_tokens = np.dtype(token_dtype(vocab_size)), SHARD_TOKENS
         self.counts = np.zeros(vocab_size, np.int64)
@@ -352,14 +343,6 @@ class SplitWriter:
         self.n_tokens = 0
         self.files: dict[str, Plain] = {}  # manifest entries of finished shards
         self.file: BinaryIO | None = None
-        try:
-            self._reread(resume_at)
-            for path in folder.glob(f"{name}-*.bin"):
-                if path.name not in self.files and (self.file is None or path != self._shard_path()):
-                    path.unlink()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         if self.file:
@@ -372,21 +355,15 @@ class SplitWriter:
         while len(tokens):
             shard_part, tokens = np.split(tokens, [self.shard_tokens - self.n_tokens % self.shard_tokens])
             if self.file is None:
-                self._open_shard("wb")
+                self.file = open(self._shard_path(), "wb", 1 << 20)  # noqa: SIM115 (`close` closes it)
+                self.sha256 = hashlib.sha256()
             self.file.write(shard_part)
-            self._record_tokens(shard_part)
-
-    def sync(self) -> None:
-        if self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-
-    def progress(self) -> dict[str, Plain]:
-        """Return the number of tokens written so far, the number of tokens of a full shard, and the sha256 of each
-        shard.
-        """
-        hashes = [file["sha256"] for file in self.files.values()] + ([self.sha256.hexdigest()] if self.file else [])
-        return {"n_tokens": self.n_tokens, "shard_tokens": self.shard_tokens, "sha256": hashes}
+            self.counts += np.bincount(shard_part, minlength=len(self.counts))
+            self.sha256.update(shard_part)
+            self.starts.extend((np.flatnonzero(shard_part == self.end_of_text) + self.n_tokens).tolist())
+            self.n_tokens += len(shard_part)
+            if self.n_tokens % self.shard_tokens == 0:
+                self._finish_shard()
 
     def finish(self, sources: list[SourceCounts]) -> tuple[dict[str, Plain], dict[str, Plain]]:
         """Finish the split on disk. Returns two maps of manifest entries, the counts (of the split and of each source)
@@ -410,37 +387,9 @@ class SplitWriter:
     def _shard_path(self) -> Path:
         return shard_path(self.path, len(self.files))
 
-    def _open_shard(self, mode: str) -> None:
-        self.file = open(self._shard_path(), mode, 1 << 20)  # noqa: SIM115 (`close` closes it)
-        self.sha256 = hashlib.sha256()
-
-    def _reread(self, n_tokens: int) -> None:
-        """Count the first `n_tokens` tokens of existing shards, and truncate the shard after the last of them."""
-        while self.n_tokens < n_tokens:
-            if self.file is None:
-                self._open_shard("r+b")
-            n_to_keep = min(self.shard_tokens - self.n_tokens % self.shard_tokens, n_tokens - self.n_tokens)
-            block = np.frombuffer(self.file.read(min(_BLOCK_TOKENS, n_to_keep) * self.dtype.itemsize), self.dtype)
-            if not len(block):
-                raise EOFError(f"{self._shard_path()}: ends early")
-            if len(block) == n_to_keep:
-                self.file.seek(self.file.tell())  # from reading to writing: drops what was read ahead
-                self.file.truncate()
-            self._record_tokens(block)
-
-    def _record_tokens(self, tokens: np.ndarray) -> None:
-        """Add tokens that are now in the shard's file to counts, hash and document starts; finish the shard if it is
-        full.
-        """
-        self.counts += np.bincount(tokens, minlength=len(self.counts))
-        self.sha256.update(tokens)
-        self.starts.extend((np.flatnonzero(tokens == self.end_of_text) + self.n_tokens).tolist())
-        self.n_tokens += len(tokens)
-        if self.n_tokens % self.shard_tokens == 0:
-            self._finish_shard()
-
     def _finish_shard(self) -> None:
-        self.sync()
+        self.file.flush()
+        os.fsync(self.file.fileno())
         self.files[self._shard_path().name] = {"bytes": self.file.tell(), "sha256": self.sha256.hexdigest()}
         self.file.close()
         self.file = None
@@ -486,13 +435,6 @@ def write_file(path: Path, content: bytes) -> dict[str, Plain]:
         file.flush()
         os.fsync(file.fileno())
     return {path.name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically: if the process dies, the file has its old content or the new content."""
-    new_path = path.with_name(f"{path.name}.new")
-    write_file(new_path, content)
-    os.replace(new_path, path)
 
 
 def npy(values: np.ndarray) -> bytes:

@@ -48,7 +48,8 @@ OnError = Callable[[Unreadable], None]
 Parse = Callable[
     [Plain | np.ndarray, str], str | np.ndarray
 ]  # makes a document of a value; the str names its location in errors
-Reader = Callable[["Path", Files, OnError, Parse], Iterator[str | np.ndarray]]
+Documents = Iterator[tuple[str | np.ndarray, str]]  # documents, each with its location: the file and the place in it
+Reader = Callable[["Path", Files, OnError, Parse], Documents]
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def column_texts(
     on_error: OnError,
     offset: int = 0,
     parse: Parse = text_of,
-) -> Iterator[str | np.ndarray]:
+) -> Documents:
     """Yield the documents in a column of tables. `offset`: number of the file's rows before these tables, for row
     numbers in errors.
     """
@@ -106,7 +107,7 @@ def column_texts(
             row_number += 1
             row = f"{location}: row {row_number}: column '{column}'"
             with report_unreadable(on_error):
-                yield parse(_cell_value(scalar, row), row)
+                yield parse(_cell_value(scalar, row), row), row
 
 
 def _cell_value(scalar: "pyarrow.Scalar", location: str) -> Plain | np.ndarray:
@@ -155,7 +156,7 @@ def unreadable_error(location: str, error: Exception, n_bytes: int | None = None
 PARQUET_BATCH_BYTES = 4 << 20  # text of a parquet file in memory at a time, unless one row has more
 
 
-def file_documents(source: Files, root: Path, on_error: OnError, vocabulary: object = None) -> Iterator[str]:
+def file_documents(source: Files, on_error: OnError, vocabulary: object = None) -> Documents:
     paths = expand(source)
     _check_separator([path for path in paths if _reader_of(path, source) is _read_txt], source.separator)
     return read_files(paths, source, on_error)
@@ -327,9 +328,7 @@ def _supported_suffixes(source: Files) -> str:
     return f"{suffixes} (also .gz, .zst), .json.gz, .json.zst, files of JSON lines named .json, and .parquet{remedy}"
 
 
-def read_files(
-    paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of
-) -> Iterator[str | np.ndarray]:
+def read_files(paths: list[Path], source: Files, on_error: OnError, parse: Parse = text_of) -> Documents:
     """Yield the documents of files, whose suffixes tell their formats; `parse` turns the value of a row's column into a
     document.
 
@@ -378,13 +377,13 @@ class _FileStream(io.RawIOBase):
         super().close()
 
 
-def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str]:
+def _read_txt(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
     with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for begin, content in _split_at_separator(file, source.separator.encode()):
             with report_unreadable(on_error, len(content)):
                 text = _decode(content, begin, str(path))
                 content.clear()  # a long document is in memory once
-                yield text
+                yield text, f"{path}: document from byte {begin:,} on" if begin else str(path)
 
 
 def _split_at_separator(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytearray]]:
@@ -425,7 +424,7 @@ def _decode(content: bytes | bytearray, begin: int, location: str) -> str:
         raise Unreadable(f"{location}: not UTF-8 at byte {begin + n_mark_bytes + error.start}; {remedy}") from None
 
 
-def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
+def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
     begin = 0
     with io.BufferedReader(_FileStream(path), READ_BYTES) as file:
         for number, line in enumerate(iter(file.readline, b""), 1):
@@ -438,7 +437,7 @@ def _read_jsonl(path: Path, source: Files, on_error: OnError, parse: Parse) -> I
             begin += len(line)
             line = text = row = None  # a long document is in memory once
             if document is not None:
-                yield document
+                yield document, location
 
 
 def _json_object(text: str, location: str) -> dict[str, Plain]:
@@ -451,7 +450,7 @@ def _json_object(text: str, location: str) -> dict[str, Plain]:
     return row
 
 
-def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Iterator[str | np.ndarray]:
+def _read_parquet(path: Path, source: Files, on_error: OnError, parse: Parse) -> Documents:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 

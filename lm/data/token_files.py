@@ -8,7 +8,7 @@ the store writes it before each document.
 import dataclasses
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,6 +20,7 @@ from lm.config.data_config import Files, TokenizerOptions, Tokens
 from lm.data import text_files
 from lm.data.text_files import (
     ROWS,
+    Documents,
     OnError,
     Unreadable,
     check_column,
@@ -146,7 +147,7 @@ def _id_array(ids: Plain | np.ndarray, location: str) -> np.ndarray:
 # ---------------------------------------------------------------- sources of ids
 
 
-def token_documents(source: Tokens, root: Path, on_error: OnError, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
+def token_documents(source: Tokens, on_error: OnError, vocabulary: Vocabulary) -> Documents:
     token_format = FORMATS[source.format]
     for path in token_format.files(source):
         with report_unreadable(on_error, size_of(token_format.parts(path)), str(path)):
@@ -194,7 +195,7 @@ class TokenFormat:
     """
 
     files: Callable[[Tokens], list[Path]]
-    documents: Callable[[Path, Tokens, Vocabulary, OnError], Iterator[np.ndarray]]
+    documents: Callable[[Path, Tokens, Vocabulary, OnError], Documents]
     parts: Callable[[Path], list[Path]] = lambda path: [path]
 
 
@@ -239,7 +240,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     return tuple(header[:3].tolist()) if len(header) == HEADER_NUMBERS else (0, 0, 0)
 
 
-def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
     """Yield the documents of a file of uint16 ids without a header, in which the end-of-text token follows each
     document.
     """
@@ -266,7 +267,7 @@ def _read_nanogpt(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: 
     yield from _split_stream(path, ids, vocabulary, on_error, border_offset=1)
 
 
-def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
     """Yield the documents of a file with a header, in which the end-of-text token precedes each document."""
     *header, count = _read_header(path)
     size = path.stat().st_size
@@ -289,7 +290,7 @@ def _read_modded(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: O
 
 def _split_stream(
     path: Path, ids: np.ndarray, vocabulary: Vocabulary, on_error: OnError, border_offset: int
-) -> Iterator[np.ndarray]:
+) -> Documents:
     """Yield the documents of an array of ids, in which the end-of-text token follows (`border_offset` 1) or precedes
     (0) each document.
     """
@@ -302,14 +303,15 @@ def _split_stream(
         if end > begin:
             number += 1
             with report_unreadable(on_error, (end - begin) * ids.itemsize):
-                yield vocabulary.document(ids[begin:end], f"{path}: document {number:,}, from id {begin:,} on")
+                location = f"{path}: document {number:,}, from id {begin:,} on"
+                yield vocabulary.document(ids[begin:end], location), location
         begin = end
 
 
 # ---------------------------------------------------------------- columns of ids
 
 
-def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+def _read_column(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
     return text_files.read_files([path], Files([str(path)], [], source.column), on_error, vocabulary.document)
 
 
@@ -327,7 +329,7 @@ def _saved_folders(source: Tokens) -> list[Path]:
     return paths
 
 
-def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Iterator[np.ndarray]:
+def _read_saved(path: Path, source: Tokens, vocabulary: Vocabulary, on_error: OnError) -> Documents:
     import datasets
 
     try:
